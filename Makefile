@@ -1,0 +1,54 @@
+# Everything a person types here. `make` alone lists it.
+
+VENV := .venv
+BIN := $(VENV)/bin
+# Set-up is done again when something it depends on is newer than this file.
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup quickstart test test-fast check bench wheel clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## create .venv and install the CPU stack, the project (editable) and the tools of tests and checks
+
+quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
+	$(BIN)/gtpo-verl quickstart
+
+test: $(READY) ## all tests, the end-to-end run among them
+	$(BIN)/python -m pytest
+
+test-fast: $(READY) ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow and not e2e"
+
+check: $(READY) ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY) ## run every benchmark
+	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file"; done
+
+wheel: $(READY) ## build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## remove .venv, builds and caches; outputs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# PYTHON=/path/to/python chooses the interpreter; otherwise the first of these that is 3.11 or 3.12.
+PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \
+	$(name) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $(name))))
+
+$(READY): pyproject.toml gtpo_verl/setup.py gtpo_verl/cpu_constraints.txt
+	@test -n "$(PYTHON)" || \
+		{ echo "error: Python 3.11 or 3.12 is needed and none was found: apt install python3.11 python3.11-venv, or make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
+		{ echo "error: $(PYTHON) is not Python 3.11 or 3.12: make PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "error: $(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/gtpo-verl setup --cpu --dev
+	@touch $(READY)
