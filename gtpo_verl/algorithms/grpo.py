@@ -1,0 +1,63 @@
+"""GRPO and DAPO: one reward a response, normalised in its group (the baselines GTPO and GRPO-S are compared with)."""
+
+import torch
+
+from gtpo_verl.algorithms.layout import (
+    Scratch,
+    broadcast_rows,
+    check_batch,
+    check_entropies,
+    check_entropy_shape,
+    one_thread,
+    read_layout,
+)
+from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
+from gtpo_verl.algorithms.statistics import Moments, Normalizer
+
+
+def grpo_advantages(
+    reward: torch.Tensor,
+    response_mask: torch.Tensor,
+    group: torch.Tensor,
+    correct: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+) -> AdvantageOutput:
+    """Normalise the reward of every response in its group and give it to all its tokens: A = (R - mean) / (std + 1e-6).
+
+    reward: (B,) float; DAPO's is ±1 plus the soft overlong punishment. response_mask: (B, T) bool or 0/1. group: (B,) integers.
+    correct: (B,) bool, for the metrics alone; without it all count as correct where the reward is positive.
+    entropy: (B, T) nats, for the metrics alone, or None.
+    Returns advantages (B, T) and `reward` as shaped rewards, float64 for float64 rewards and else float32, and metrics by the names
+    of the other arms. A group with equal rewards, or with one response, has advantage 0.
+    Raises ValueError for shapes or types that disagree and rewards that are not finite.
+    Source: DAPO (arXiv 2503.14476), eq. 9.
+    """
+    verdict = reward > 0 if correct is None else correct
+    check_batch(response_mask, group, reward=reward, correct=verdict)
+    with torch.no_grad(), one_thread(response_mask.device):
+        layout = read_layout(response_mask, group, verdict)
+        dtype = torch.float64 if reward.dtype == torch.float64 else torch.float32
+        rewards = reward.detach().tolist()
+        recorder = Recorder(layout)
+        if entropy is not None:
+            check_entropy_shape(entropy, response_mask)
+            scratch = Scratch(layout, entropy, torch.float32)
+            rows = entropy.detach().unbind(0), response_mask.unbind(0)
+            for members in layout.groups:
+                sums = check_entropies(scratch.load(members, *rows)[0], entropy, response_mask)
+                recorder.entropies(members, sums)
+        advantages = [0.0] * len(rewards)
+        for members in layout.groups:
+            right, wrong = (
+                Moments.of_rows([1.0] * len(part), [rewards[row] for row in part])
+                for part in (members.rows[: members.n], members.rows[members.n :])
+            )
+            both = right.join(wrong)
+            scale = both.scale(torch.finfo(dtype).eps)
+            for place, row in enumerate(members.rows):
+                advantages[row] = (rewards[row] - both.mean) * scale
+                recorder.correct_flips += place < members.n and advantages[row] < 0
+                recorder.wrong_flips += place >= members.n and advantages[row] > 0
+            recorder.rewards(right, wrong)
+            recorder.spreads(members, [0.0] * len(members.rows), (Normalizer(both.mean, scale),) * 2)
+        return AdvantageOutput(broadcast_rows(advantages, layout, response_mask, dtype), reward, recorder.metrics())

@@ -1,0 +1,120 @@
+"""The clipped policy objectives: GTPO and DAPO a token, GRPO-S and GSPO a sequence.
+
+Both return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and metrics as tensors
+without gradient. Masked positions may hold anything, NaN included, and receive no gradient.
+"""
+
+from typing import Literal
+
+import torch
+
+# The ratio of a token enters as exp(log ratio); beyond e^20 it is a numerical accident, and verl cuts it there as well.
+LOG_RATIO_BOUND = 20.0
+
+Metrics = dict[str, torch.Tensor]
+
+
+def token_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    clip_ratio_c: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """Clipped objective a token: -min(w A, clip(w, 1 - ε_low, 1 + ε_high) A), with w = π_θ / π_old.
+
+    log_prob, old_log_prob, advantages, response_mask: (B, T); the gradient reaches `log_prob` alone.
+    clip_ratio_c: dual clip, an upper bound c of w where A < 0 (loss <= -c A), above 1, or None.
+    Returns the losses (B, T), 0 outside the mask, and the metrics of `_metrics` over tokens, with `clipfrac_lower` for the dual clip.
+    Raises ValueError for impossible clip ratios.
+    Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages; dual clip arXiv 1912.09729.
+    """
+    _check_clip(clip_ratio_low, clip_ratio_high)
+    if clip_ratio_c is not None and clip_ratio_c <= 1:
+        raise ValueError(f"clip_ratio_c (dual clip) must be above 1, got {clip_ratio_c}")
+    mask = response_mask != 0
+    A = torch.where(mask, advantages, 0.0).detach()
+    log_ratio = _log_ratio(log_prob, old_log_prob, mask)
+    ratio = log_ratio.exp()
+    losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high))
+    metrics = _metrics(ratio, A, mask, clip_ratio_low, clip_ratio_high)
+    metrics["ppo_kl"] = _mean(-log_ratio.detach(), mask)
+    metrics["clipfrac_lower"] = torch.zeros_like(metrics["ppo_kl"])
+    if clip_ratio_c is not None:
+        bound = -A * clip_ratio_c
+        metrics["clipfrac_lower"] = _mean(((losses > bound) & (A < 0)).to(losses.dtype), mask)
+        losses = torch.where(A < 0, torch.minimum(losses, bound), losses)
+    return losses, metrics
+
+
+def sequence_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    ratio: Literal["arithmetic", "geometric"] = "arithmetic",
+) -> tuple[torch.Tensor, Metrics]:
+    """Clipped objective a sequence: -min(ŵ A, clip(ŵ, 1 - ε_low, 1 + ε_high) A).
+
+    log_prob, old_log_prob, response_mask: (B, T). advantages: (B,), one a response.
+    ratio: ŵ is the `arithmetic` mean of the token ratios (GRPO-S), or the `geometric` one (GSPO's); the gradient goes through it.
+    Returns the losses (B,), 0 for an empty response, and the metrics of `_metrics` over responses.
+    Raises ValueError for impossible clip ratios or an unknown `ratio`.
+    Source: arXiv 2508.04349, objective of GRPO-S; geometric: GSPO (arXiv 2507.18071) eq. 7.
+    """
+    _check_clip(clip_ratio_low, clip_ratio_high)
+    if ratio not in ("arithmetic", "geometric"):
+        raise ValueError(f"ratio must be arithmetic or geometric, got {ratio!r}")
+    mask = response_mask != 0
+    lengths = mask.sum(dim=1)
+    alive = lengths > 0
+    A = torch.where(alive, advantages, 0.0).detach()
+    log_ratio = _log_ratio(log_prob, old_log_prob, mask)
+    divisor = lengths.clamp(min=1)
+    if ratio == "arithmetic":
+        ratios = torch.where(mask, log_ratio.exp(), 0.0).sum(dim=1) / divisor
+    else:
+        ratios = (log_ratio.sum(dim=1) / divisor).exp()
+    losses = torch.maximum(-A * ratios, -A * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high))
+    metrics = _metrics(ratios, A, alive, clip_ratio_low, clip_ratio_high)
+    metrics["ppo_kl"] = _mean(-log_ratio.detach(), mask)
+    return losses, metrics
+
+
+def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """log w inside the mask and 0 elsewhere."""
+    return torch.where(mask, log_prob - old_log_prob.detach(), 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Metrics:
+    """Shares of entries where the clip binds, on either side, and location and spread of the ratio.
+
+    The spread is the root mean square distance from 1, where both policies agree: unlike a standard deviation it means something for a
+    micro-batch of one sequence.
+    """
+    with torch.no_grad():
+        below = ((ratio < 1 - low) & (A < 0)).to(ratio.dtype)
+        above = ((ratio > 1 + high) & (A > 0)).to(ratio.dtype)
+        return {
+            "clipfrac": _mean(below + above, mask),
+            "clipfrac_low": _mean(below, mask),
+            "clipfrac_high": _mean(above, mask),
+            "ratio_mean": _mean(ratio, mask),
+            "ratio_spread": _mean((ratio - 1).square(), mask).sqrt(),
+        }
+
+
+def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean inside the mask, 0 where it is empty."""
+    return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+def _check_clip(low: float, high: float) -> None:
+    if not 0 <= low <= 1:
+        raise ValueError(f"the lower clip ratio must be in [0, 1], got {low}")
+    if high < 0:
+        raise ValueError(f"the upper clip ratio must not be negative, got {high}")

@@ -1,0 +1,104 @@
+"""Mean and standard deviation of sets of rewards, as the normalisation of GTPO and GRPO-S needs them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+STD_EPSILON = 1e-6  # added to the standard deviation, as in verl's own estimators
+ROUND_OFF = 16  # a set whose range is within this many eps of its largest value differs by round-off only
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A set of numbers by its count, mean, sum of squared deviations and range; sets are joined without seeing the numbers again."""
+
+    count: float
+    mean: float
+    m2: float
+    low: float
+    high: float
+
+    @classmethod
+    def of_rows(
+        cls,
+        counts: Sequence[float],
+        means: Sequence[float],
+        m2s: Sequence[float] | None = None,
+        lows: Sequence[float] | None = None,
+        highs: Sequence[float] | None = None,
+    ) -> Self:
+        """Join rows given by their own moments; without `m2s`, `lows` and `highs` every row is one value, repeated."""
+        count = math.fsum(counts)
+        if not count:
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0)
+        mean = math.fsum(c * m for c, m in zip(counts, means, strict=True)) / count
+        between = math.fsum(c * (m - mean) ** 2 for c, m in zip(counts, means, strict=True))
+        m2 = between + (math.fsum(m2s) if m2s is not None else 0.0)
+        return cls(
+            count, mean, m2, min(lows if lows is not None else means), max(highs if highs is not None else means)
+        )
+
+    @classmethod
+    def constant(cls, value: float, count: float) -> Self:
+        """A set of `count` equal values."""
+        return cls(count, value, 0.0, value, value)
+
+    def join(self, other: "Moments") -> "Moments":
+        """Both sets together (Chan, Golub and LeVeque): no difference of large sums, so nothing cancels."""
+        if not self.count or not other.count:
+            return self if self.count else other
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * (other.count / count),
+            self.m2 + other.m2 + delta * delta * (self.count * other.count / count),
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    def std(self, eps: float) -> float:
+        """Unbiased standard deviation; 0 for fewer than two values and for a set that differs by round-off only.
+
+        eps: of the type the values were computed in. Without the rule 1e-6 in the denominator would magnify round-off to advantages.
+        """
+        if self.count < 2 or self.high - self.low <= ROUND_OFF * eps * max(abs(self.low), abs(self.high)):
+            return 0.0
+        return math.sqrt(self.m2 / (self.count - 1))
+
+    def scale(self, eps: float) -> float:
+        """1 / (std + 1e-6), or 0 where the standard deviation is 0: the advantage of a set without differences is 0."""
+        std = self.std(eps)
+        return 1.0 / (std + STD_EPSILON) if std else 0.0
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """advantage = (reward - shift) * scale."""
+
+    shift: float
+    scale: float
+
+
+def normalizers(
+    correct: Moments, wrong: Moments, normalization: str, negatives: str, eps: float
+) -> tuple[Normalizer, Normalizer]:
+    """The normalisers of the correct and of the wrong side, from the moments of their shaped rewards.
+
+    `all` (early eqs. 4, 16, 17): a side is seen together with one 0 for every value of the other; with `negatives: zero` both sides
+    use the set of the correct one. `joint`: one set of all rewards. `within`: each polarity alone, the literal late eq. 6.
+    `none`: the shaped reward is the advantage.
+    """
+    if normalization == "none":
+        return Normalizer(0.0, 1.0), Normalizer(0.0, 1.0)
+    if normalization == "within":
+        sets = correct, wrong
+    elif normalization == "joint":
+        both = correct.join(wrong)
+        sets = both, both
+    else:
+        plus = correct.join(Moments.constant(0.0, wrong.count))
+        sets = plus, plus if negatives == "zero" else wrong.join(Moments.constant(0.0, correct.count))
+    plus_side, minus_side = (Normalizer(s.mean, s.scale(eps)) for s in sets)
+    return plus_side, minus_side

@@ -1,0 +1,296 @@
+"""Advantages against the dense implementation over the whole grid, types of the inputs, metrics, and what is refused."""
+
+import math
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gtpo_verl.algorithms import (
+    GRPOSConfig,
+    GTPOConfig,
+    grpo_advantages,
+    grpo_s_advantages,
+    gtpo_advantages,
+    response_lengths,
+)
+
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1], [0, 0, 0]], dtype=torch.bool)
+ENTROPY = torch.tensor(
+    [[1.0, 2.0, 0.5], [0.3, 0.7, torch.nan], [2.0, torch.nan, -7.0], [0.1, 0.2, 0.3], [torch.nan] * 3]
+)
+CORRECT = torch.tensor([True, False, True, False, True])
+GROUP = torch.tensor([3, 3, 3, 3, 3])
+
+
+def gtpo(entropy=ENTROPY, correct=CORRECT, mask=MASK, group=GROUP, config=None, **kwargs):
+    return gtpo_advantages(entropy, correct, mask, group, config or GTPOConfig(), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_same_as_the_dense_implementation(batches, gtpo_settings, grpo_s_settings, dense, dtype):
+    @given(st.data(), st.booleans())
+    def check(data, penalized):
+        batch = data.draw(batches())
+        # float32 is compared with the same float32 numbers in float64, so that the difference is the package's alone.
+        batch = replace(batch, entropy=batch.entropy.to(dtype))
+        penalty = -torch.linspace(0, 1, len(batch.group)) if penalized else None
+        for ours, reference, config in (
+            (gtpo_advantages, dense.dense_gtpo, GTPOConfig(**data.draw(gtpo_settings()))),
+            (grpo_s_advantages, dense.dense_grpo_s, GRPOSConfig(**data.draw(grpo_s_settings()))),
+        ):
+            eps = torch.finfo(dtype).eps
+            advantages, shaped = replace(batch, entropy=batch.entropy.double()).call(
+                reference, config, length_penalty=penalty, eps=eps
+            )
+            out = batch.call(ours, config, length_penalty=penalty)
+            assert out.advantages.dtype == out.shaped_rewards.dtype == dtype
+            for actual, expected in ((out.advantages, advantages), (out.shaped_rewards, shaped)):
+                atol = 1e-9 if dtype == torch.float64 else 1e-5 * max(1.0, expected.abs().max().item())
+                torch.testing.assert_close(actual.double(), expected, rtol=0, atol=atol)
+
+    check()
+
+
+def test_a_constant_offset_too_small_for_float32_is_not_magnified():
+    # All correct and `shape`: nothing but the entropies differs, and in float32 the rewards 1.1 + 1e-7 x would keep one digit.
+    entropy = (1 + 1e-4 * torch.rand(4, 50, generator=torch.Generator().manual_seed(0))).float()
+    mask, group, correct = torch.ones(4, 50).bool(), torch.zeros(4).long(), torch.ones(4).bool()
+    for config in (GTPOConfig(degenerate="shape"), GTPOConfig(degenerate="shape", normalization="within")):
+        coarse = gtpo_advantages(entropy, correct, mask, group, config).advantages
+        fine = gtpo_advantages(entropy.double(), correct, mask, group, config).advantages
+        torch.testing.assert_close(coarse.double(), fine, rtol=0, atol=1e-5)
+
+
+def test_half_precision_entropies_are_computed_in_float32():
+    for dtype in (torch.bfloat16, torch.float16):
+        half = ENTROPY.to(dtype)
+        out = gtpo(half)
+        assert out.advantages.dtype == torch.float32
+        torch.testing.assert_close(out.advantages, gtpo(half.float()).advantages, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_masks_of_other_types(dtype):
+    torch.testing.assert_close(gtpo(mask=MASK.to(dtype)).advantages, gtpo().advantages, rtol=0, atol=0)
+    config = GRPOSConfig()
+    one = grpo_s_advantages(ENTROPY, CORRECT, MASK.to(dtype), GROUP, config).advantages
+    torch.testing.assert_close(one, grpo_s_advantages(ENTROPY, CORRECT, MASK, GROUP, config).advantages, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_lengths_are_found_at_any_width(columns, dtype):
+    generator = torch.Generator().manual_seed(columns)
+    mask = torch.rand(150, columns, generator=generator) < torch.rand(150, 1, generator=generator)
+    mask[3] = False
+    mask[4] = True
+    assert response_lengths(mask.to(dtype)).tolist() == mask.sum(1).tolist()
+    assert response_lengths(mask.T.contiguous().T.to(dtype)).tolist() == mask.sum(1).tolist()
+    entropy = torch.where(mask, 1.0, torch.nan)
+    correct, group = torch.arange(150) % 2 == 0, torch.arange(150) // 10
+    out = gtpo_advantages(entropy, correct, mask.to(dtype), group, GTPOConfig(degenerate="shape"))
+    assert ((out.shaped_rewards != 0) == mask).all()
+
+
+def test_inputs_that_are_views_and_are_not_changed():
+    entropy = torch.stack([ENTROPY, ENTROPY], dim=2)
+    before = entropy.clone()
+    out = gtpo(entropy[:, :, 0])
+    torch.testing.assert_close(out.advantages, gtpo().advantages, rtol=0, atol=0)
+    torch.testing.assert_close(entropy, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_advantages_can_be_written_to_and_saved(tmp_path):
+    advantages = gtpo().advantages
+    advantages[0, 0] = 5.0
+    torch.save(advantages, tmp_path / "advantages.pt")
+    torch.testing.assert_close(torch.load(tmp_path / "advantages.pt"), advantages)
+
+
+def test_the_number_of_threads_is_put_back():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        gtpo()
+        assert torch.get_num_threads() == 3
+        with pytest.raises(ValueError, match="row 0, position 0"):
+            gtpo(entropy=torch.full_like(ENTROPY, math.nan))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_without_shaped_rewards_the_advantages_are_the_same():
+    out = gtpo(return_shaped=False)
+    assert out.shaped_rewards is None
+    torch.testing.assert_close(out.advantages, gtpo().advantages, rtol=0, atol=0)
+    assert grpo_s_advantages(ENTROPY, CORRECT, MASK, GROUP, GRPOSConfig(), return_shaped=False).shaped_rewards is None
+
+
+def test_nothing_at_all():
+    out = gtpo_advantages(
+        torch.zeros(0, 5), torch.zeros(0).bool(), torch.zeros(0, 5).bool(), torch.zeros(0).long(), GTPOConfig()
+    )
+    assert out.advantages.shape == (0, 5)
+    out = gtpo(mask=torch.zeros_like(MASK))
+    assert not out.advantages.any()
+    assert out.metrics["groups"] == 0
+
+
+def test_one_polarity_carries_no_signal():
+    right = torch.ones(5, dtype=torch.bool)
+    for correct in (right, ~right):
+        out = gtpo(correct=correct)
+        assert not out.advantages.any()
+        assert not out.shaped_rewards.any()
+        assert out.metrics["degenerate_share"] == 1.0
+    # An empty row is not the wrong response that would make the group a mixed one.
+    assert not gtpo(correct=torch.tensor([True, True, True, True, False])).advantages.any()
+
+
+def test_degenerate_groups_leave_the_comparison_of_the_batch():
+    entropy = torch.cat([ENTROPY[:4], 100 * ENTROPY[:4]])
+    mask, group = torch.cat([MASK[:4]] * 2), torch.tensor([0] * 4 + [1] * 4)
+    correct = torch.cat([CORRECT[:4], torch.ones(4).bool()])
+    config = GTPOConfig(scope="batch", norm_scope="batch")
+    both = gtpo_advantages(entropy, correct, mask, group, config)
+    alone = gtpo_advantages(entropy[:4], correct[:4], mask[:4], group[:4], config)
+    torch.testing.assert_close(both.advantages[:4], alone.advantages)
+    assert not both.advantages[4:].any()
+
+
+def lopsided(config):
+    """One correct response in sixteen: the mean of the wrong side is all but that of its rewards, so many of these lie above it."""
+    generator = torch.Generator().manual_seed(3)
+    entropy = (1.5 * torch.randn(16, 40, generator=generator)).exp()
+    correct = torch.arange(16) == 0
+    return correct, gtpo_advantages(entropy, correct, torch.ones(16, 40).bool(), torch.zeros(16).long(), config)
+
+
+def test_sign_flips_are_counted_before_they_are_removed():
+    correct, plain = lopsided(GTPOConfig())
+    flipped = (plain.advantages[~correct] > 0).double().mean().item()
+    assert flipped > 0.1
+    assert plain.metrics["sign_flip_wrong"] == pytest.approx(flipped)
+    assert plain.metrics["sign_flip_correct"] == 0
+    _, kept = lopsided(GTPOConfig(preserve_sign=True))
+    assert kept.metrics["sign_flip_wrong"] == pytest.approx(flipped)
+    torch.testing.assert_close(kept.advantages[~correct], plain.advantages[~correct].clamp(max=0))
+    torch.testing.assert_close(kept.advantages[correct], plain.advantages[correct])
+
+
+def test_metrics_are_those_of_the_definitions():
+    mask = torch.tensor([[1] * 10, [1] * 9 + [0], [1] * 10, [1] * 4 + [0] * 6, [1] * 10, [1] * 10], dtype=torch.bool)
+    entropy = torch.where(mask, torch.rand(6, 10, generator=torch.Generator().manual_seed(1)), torch.nan)
+    correct = torch.tensor([True, True, False, False, True, True])
+    group = torch.tensor([0, 0, 0, 0, 1, 1])
+    out = gtpo_advantages(entropy, correct, mask, group, GTPOConfig())
+    right, wrong = mask.clone(), mask.clone()
+    right[[2, 3, 4, 5]], wrong[[0, 1, 4, 5]] = False, False
+    rewards, advantages = out.shaped_rewards, out.advantages
+    expected = {
+        "groups": 2,
+        "responses": 6,
+        "degenerate_share": 0.5,
+        "tail_alive_correct": 3,  # longer than nine tokens: rows 0, 4 and 5
+        "tail_alive_wrong": 1,
+        "shaped_correct_mean": rewards[right].mean().item(),
+        "shaped_correct_std": rewards[right].std().item(),
+        "shaped_wrong_mean": rewards[wrong].mean().item(),
+        "shaped_wrong_std": rewards[wrong].std().item(),
+        "sign_flip_correct": (advantages[right] < 0).float().mean().item(),
+        "sign_flip_wrong": (advantages[wrong] > 0).float().mean().item(),
+        "entropy_correct": entropy[mask & correct[:, None]].mean().item(),
+        "entropy_wrong": entropy[mask & ~correct[:, None]].mean().item(),
+        "advantage_spread": sum(advantages[i][mask[i]].std(correction=0).item() for i in range(4)) / 4,
+    }
+    assert out.metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_all_arms_report_by_the_same_names():
+    reward = CORRECT.float()
+    token = gtpo().metrics
+    sequence = grpo_s_advantages(ENTROPY, CORRECT, MASK, GROUP, GRPOSConfig()).metrics
+    baseline = grpo_advantages(reward, MASK, GROUP, correct=CORRECT, entropy=ENTROPY).metrics
+    assert token.keys() == sequence.keys() == baseline.keys()
+    assert token["advantage_spread"] > 0
+    assert sequence["advantage_spread"] == baseline["advantage_spread"] == 0
+    # verl aggregates a metric whose name contains one of these words in its own way.
+    assert not [name for name in token if any(word in name for word in ("max", "min", "sum", "total"))]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -0.01])
+@pytest.mark.parametrize("function", [gtpo_advantages, grpo_s_advantages])
+def test_impossible_entropies_are_named_by_row_and_position(bad, function):
+    config = GTPOConfig() if function is gtpo_advantages else GRPOSConfig()
+    entropy = ENTROPY.clone()
+    entropy[1, 1] = bad
+    with pytest.raises(ValueError, match=r"row 1, position 1 is"):
+        function(entropy, CORRECT, MASK, GROUP, config)
+    with pytest.raises(ValueError, match=r"row 1, position 1 is"):  # a group without signal is checked as well
+        function(entropy, torch.ones(5).bool(), MASK, GROUP, config)
+
+
+def test_impossible_entropies_in_a_hole_do_not_matter():
+    mask = MASK.clone()
+    mask[0, 1] = False
+    entropy = ENTROPY.clone()
+    entropy[0, 1] = math.inf
+    assert gtpo(entropy, mask=mask).advantages.isfinite().all()
+
+
+def test_round_off_below_zero_is_floored():
+    entropy = torch.where(MASK, -1e-3, torch.nan)
+    floored = gtpo(torch.where(MASK, 0.0, torch.nan))
+    torch.testing.assert_close(gtpo(entropy).advantages, floored.advantages)
+    torch.testing.assert_close(gtpo(entropy.bfloat16()).advantages, floored.advantages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"entropy": ENTROPY[:4]}, r"entropy has shape \(4, 3\).*row 4 \(position 0\) has no partner"),
+        ({"entropy": ENTROPY[:, :2]}, r"position 2 \(from row 0 on\) has no partner"),
+        ({"entropy": ENTROPY[0]}, r"entropy must be \(B, T\)"),
+        ({"entropy": ENTROPY.nan_to_num().long()}, "entropy must be floating point"),
+        ({"correct": CORRECT[:3]}, "correct has 3 rows and response_mask has 5: row 3 has no partner"),
+        ({"correct": CORRECT.float()}, "correct must be bool"),
+        ({"correct": CORRECT[:, None]}, "correct must have shape"),
+        ({"correct": [True] * 5}, "correct must be a tensor"),
+        ({"mask": MASK[0]}, r"response_mask must be \(B, T\)"),
+        ({"group": torch.cat([GROUP, GROUP])}, "group has 10 rows and response_mask has 5: row 5 has no partner"),
+        ({"group": GROUP.float()}, "group ids must be integers.*row 0 holds 3.0"),
+        ({"group": GROUP > 0}, "group ids must be integers"),
+        ({"group": [3, 3, "a", 3, 3]}, "'a' at row 2"),
+        ({"length_penalty": torch.zeros(2)}, "length_penalty has 2 rows"),
+        ({"length_penalty": torch.tensor([0.0, 0, math.nan, 0, 0])}, "length_penalty of row 2 is nan"),
+    ],
+)
+def test_batches_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        gtpo(**changes)
+    changes = {"entropy": ENTROPY, "correct": CORRECT, "mask": MASK, "group": GROUP} | changes
+    rows = changes.pop("entropy"), changes.pop("correct"), changes.pop("mask"), changes.pop("group")
+    with pytest.raises(ValueError, match=message):
+        grpo_s_advantages(*rows, GRPOSConfig(), **changes)
+
+
+def test_a_penalty_that_is_ignored_may_hold_anything():
+    penalty = torch.tensor([-0.5, math.nan, 0.0, math.inf, math.nan])  # correct: rows 0 and 2; row 4 is empty
+    out = gtpo(length_penalty=penalty)
+    torch.testing.assert_close(out.advantages, gtpo(length_penalty=torch.tensor([-0.5, 0, 0, 0, 0])).advantages)
+
+
+def test_shares_that_do_not_sum_to_one_are_mentioned():
+    with pytest.warns(UserWarning, match=r"alpha1 \+ alpha2 = 1.1"):
+        GTPOConfig()
+    with pytest.warns(UserWarning, match=r"beta1 \+ beta2 = 1.1"):
+        GRPOSConfig()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GTPOConfig(alpha1=0.9)
+        GRPOSConfig(beta1=0.9)
