@@ -1,0 +1,159 @@
+"""A ``cpu`` platform for verl, so that the whole stack runs on a machine without an accelerator.
+
+verl knows CUDA, ROCm and Ascend. This platform answers the same questions for the CPU; it is only ever chosen by name
+(``VERL_PLATFORM=cpu``), because a CPU-only Ray actor on a GPU cluster must keep verl's own choice.
+"""
+
+import contextlib
+import os
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+from verl.utils.distributed import initialize_global_process_group_ray
+
+
+class _CpuDeviceModule(types.ModuleType):
+    """``torch.cpu`` with the memory and random-number calls that verl makes on every device module."""
+
+    def __init__(self) -> None:
+        super().__init__("torch.cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cpu, name)
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        pass
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def ipc_collect(self) -> None:
+        pass
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        pass
+
+    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
+        pass
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    # A CPU has no allocator of torch's to ask: the resident set is what the process really holds.
+    def memory_allocated(self, device: Any = None) -> int:
+        return psutil.Process().memory_info().rss
+
+    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "cpu"
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+
+@PlatformRegistry.register(platform="cpu")
+class CpuPlatform(PlatformBase):
+    """The CPU as a verl platform; verl's "GPUs" become logical resources of Ray."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _CpuDeviceModule()
+
+    def is_available(self) -> bool:
+        return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
+
+    def current_device(self) -> Any:
+        # verl passes this to `.to()`, where an index would mean a CUDA device.
+        return "cpu"
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def cudart(self) -> Any:
+        return None
+
+
+class GlooWorkerMixin:
+    """Opens the process group before verl does: verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses as a duplicate."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        initialize_global_process_group_ray(backend="cpu:gloo")
+        super().__init__(*args, **kwargs)
+
+
+def with_gloo(worker: type) -> type:
+    """Return ``worker`` with its process group on gloo."""
+    return type(f"Gloo{worker.__name__}", (GlooWorkerMixin, worker), {"__module__": worker.__module__})

@@ -1,0 +1,64 @@
+"""Hands a composed run to verl: its environment, verl's own validation, and the job on Ray."""
+
+import os
+import warnings
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.checks import check_with_verl
+
+
+def export_environment(config: DictConfig) -> dict[str, str]:
+    """Set the run's environment variables in this process, and return them.
+
+    verl settles its platform when it is imported, here and in every worker, so this comes before anything imports verl.
+    """
+    warnings.filterwarnings("ignore", message=".* engine is not available")  # verl names every engine it could not load
+    variables = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    environment = {name: str(value) for name, value in variables.items()}
+    os.environ.update(environment)
+    return environment
+
+
+def validate(config: DictConfig) -> None:
+    """Check the run as verl will, and what only verl knows; ``trainer.device`` is set to the machine's, as verl's main does.
+
+    Raises:
+        UserError: the plugin is not loaded, verl refuses the configuration, or one of ``integrations.checks`` fails.
+    """
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+    from verl.utils.device import auto_set_device
+
+    from gtpo_verl.integrations import plugin
+
+    plugin.check_registered()
+    auto_set_device(config)
+    try:
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"verl refuses this configuration: {error}") from error
+    check_with_verl(config)
+
+
+def run_job(config: DictConfig) -> None:
+    """Start Ray, run the job to its end, and shut Ray down.
+
+    Raises:
+        UserError: the job ended with one, in whatever process.
+    """
+    import ray
+    from ray.exceptions import RayTaskError
+    from verl.trainer.main_ppo import run_ppo
+
+    from gtpo_verl.integrations.task_runner import task_runner_class
+
+    try:
+        run_ppo(config, task_runner_class=task_runner_class())
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError):
+            raise UserError(str(error.cause)) from error
+        raise
+    finally:
+        ray.shutdown()

@@ -1,0 +1,145 @@
+"""Policy losses `gtpo` and `grpo_s` in verl's registry, averaged by verl's own `agg_loss`.
+
+verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to `agg_loss`, these make
+the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on FSDP and on Megatron.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
+from verl.workers.config import ActorConfig, PolicyLossConfig
+
+from gtpo_verl.algorithms.losses import Metrics, sequence_loss, token_loss
+from gtpo_verl.errors import UserError
+
+GRPO_S_AGG_MODE = "seq-mean-token-mean"
+
+
+@dataclass
+class GTPOPolicyLossConfig(PolicyLossConfig):
+    """verl's policy loss settings and those of `grpo_s`; selected by `actor_rollout_ref.actor.policy_loss._target_`.
+
+    seq_clip_ratio_low, seq_clip_ratio_high: clip range of the sequence ratio. It has keys of its own because the mean over a response
+    stays so close to 1 that one may want a range far below that of tokens.
+    seq_ratio: `arithmetic` (GRPO-S) or `geometric` (GSPO's ratio).
+    """
+
+    seq_clip_ratio_low: float = 0.2
+    seq_clip_ratio_high: float = 0.28
+    seq_ratio: str = "arithmetic"
+
+    def __post_init__(self) -> None:
+        if self.seq_ratio not in ("arithmetic", "geometric"):
+            raise UserError(f"policy_loss.seq_ratio must be arithmetic or geometric, got {self.seq_ratio!r}")
+        if not 0 <= self.seq_clip_ratio_low <= 1:
+            raise UserError(f"policy_loss.seq_clip_ratio_low must be in [0, 1], got {self.seq_clip_ratio_low}")
+        if self.seq_clip_ratio_high < 0:
+            raise UserError(f"policy_loss.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
+
+
+@register_policy_loss("gtpo")
+def gtpo_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: DictConfig | ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The clipped token objective with `clip_ratio_low`, `clip_ratio_high` and, unless null, the dual clip `clip_ratio_c`.
+
+    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...` metrics.
+    """
+    assert config is not None
+    losses, metrics = token_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+    )
+    return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
+
+
+@register_policy_loss("grpo_s")
+def grpo_s_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = GRPO_S_AGG_MODE,
+    config: DictConfig | ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The clipped sequence objective; needs advantages that are equal within a response and `loss_agg_mode: seq-mean-token-mean`.
+
+    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...` metrics.
+    Raises UserError for another `loss_agg_mode`, for a plain `policy_loss` config and for advantages of a token-level estimator.
+    """
+    assert config is not None
+    if loss_agg_mode != GRPO_S_AGG_MODE:
+        raise UserError(
+            f"policy loss grpo_s is a mean over sequences: set actor_rollout_ref.actor.loss_agg_mode={GRPO_S_AGG_MODE}, "
+            f"not {loss_agg_mode}"
+        )
+    settings = config.policy_loss
+    if not isinstance(settings, GTPOPolicyLossConfig):
+        raise UserError(
+            "policy loss grpo_s needs its own settings: set actor_rollout_ref.actor.policy_loss._target_="
+            "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
+        )
+    losses, metrics = sequence_loss(
+        log_prob,
+        old_log_prob,
+        _one_per_response(advantages, response_mask),
+        response_mask,
+        clip_ratio_low=settings.seq_clip_ratio_low,
+        clip_ratio_high=settings.seq_clip_ratio_high,
+        ratio="geometric" if settings.seq_ratio == "geometric" else "arithmetic",
+    )
+    # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.
+    tokens = losses.unsqueeze(1).expand_as(log_prob)
+    return _aggregate(tokens, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
+
+
+def _one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """(B,) the advantage of each response, taken from its first valid token."""
+    mask = response_mask != 0
+    first = mask.to(torch.int8).argmax(dim=1, keepdim=True)
+    values = advantages.gather(1, first)
+    if bool(((advantages != values) & mask).any()):
+        raise UserError(
+            "policy loss grpo_s got advantages that differ inside a response: set algorithm.adv_estimator to grpo_s or grpo, "
+            "or actor_rollout_ref.actor.policy_loss.loss_mode=gtpo for token-level advantages"
+        )
+    return values.squeeze(1)
+
+
+def _aggregate(
+    losses: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str,
+    config: DictConfig | ActorConfig,
+    rollout_is_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    if rollout_is_weights is not None:
+        losses = losses * rollout_is_weights
+    return agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+
+
+def _named(metrics: Metrics) -> dict[str, float]:
+    """verl's names where verl has the metric."""
+    return {f"actor/{_VERL_NAMES.get(name, name)}": value.item() for name, value in metrics.items()}
+
+
+_VERL_NAMES = {
+    "clipfrac": "pg_clipfrac",
+    "clipfrac_low": "pg_clipfrac_low",
+    "clipfrac_high": "pg_clipfrac_high",
+    "clipfrac_lower": "pg_clipfrac_lower",
+}

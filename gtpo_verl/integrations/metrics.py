@@ -1,0 +1,111 @@
+"""Figures of a batch that the trainer logs beside those of the algorithms. Needs torch, not verl."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from gtpo_verl.verifiers import FAILURES
+
+
+def spread_inside_responses(advantages: torch.Tensor, mask: torch.Tensor) -> float:
+    """Standard deviation of the advantages inside a response, averaged over responses: 0 where credit is per response.
+
+    Args:
+        advantages: (B, T) float.
+        mask: (B, T) bool.
+    """
+    spreads = [
+        row[valid].double().std(correction=0) for row, valid in zip(advantages, mask, strict=True) if valid.any()
+    ]
+    return torch.stack(spreads).mean().item()
+
+
+def agreement(
+    rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, current: torch.Tensor
+) -> dict[str, float]:
+    """How well the rollout's entropies agree with the actor's.
+
+    The two are entropies of one policy only where the token was sampled by the weights that the actor has now. In asynchronous
+    training other tokens were sampled by older weights; their difference is how far the policy has moved, and no error.
+
+    Args:
+        rollout, actor: (B, T) float, nats.
+        mask: (B, T) bool, tokens of the policy.
+        current: (B, T) bool, tokens sampled by the actor's present weights.
+
+    Returns:
+        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) and ``correlation`` over current tokens, where there are any;
+        ``stale_share`` of the tokens, and their ``stale_abs_diff_mean`` where there are any.
+
+    Raises:
+        ValueError: the columns are not aligned.
+    """
+    if rollout.shape != actor.shape:
+        raise ValueError(
+            f"entropies of the rollout {tuple(rollout.shape)} and the actor {tuple(actor.shape)} are not aligned"
+        )
+    fresh, stale = mask & current, mask & ~current
+    figures = {"stale_share": (stale.sum() / mask.sum()).item()}
+    if fresh.any():
+        ours, theirs = rollout[fresh].double(), actor[fresh].double()
+        difference = (ours - theirs).abs()
+        figures["abs_diff_mean"] = difference.mean().item()
+        figures["abs_diff_max"] = difference.max().item()
+        figures["correlation"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+    if stale.any():
+        figures["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
+    return {f"rollout_entropy/{name}": value for name, value in figures.items()}
+
+
+class ActorPass:
+    """The actor's pass over a batch that ``algorithm.entropy.source=rollout`` does without: when to run it after all, for a
+    comparison, and how many seconds a step saves without it.
+
+    It runs on the first two batches of a process, because the first one pays for warming up and its time says nothing, and in
+    the steps 1, 1 + ``every``, 1 + 2 ``every``, and so on.
+
+    Args:
+        every: steps from one comparison to the next; 0 is never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._runs = 0
+        self._seconds_per_token: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the batch of this step (from 1) is compared."""
+        return self.every > 0 and (self._runs < 2 or (step - 1) % self.every == 0)
+
+    def ran(self, seconds: float, tokens: int) -> dict[str, float]:
+        """Note a pass over so many tokens (prompts and responses); returns its metrics."""
+        self._runs += 1
+        if self._runs > 1:
+            self._seconds_per_token = seconds / tokens
+        return {"rollout_entropy/check_s": seconds, "rollout_entropy/time_saved_s": 0.0}
+
+    def spared(self, tokens: int) -> dict[str, float]:
+        """What a batch of so many tokens saved, at the speed of the last pass; nothing before a pass was timed."""
+        if self._seconds_per_token is None:
+            return {}
+        return {"rollout_entropy/time_saved_s": self._seconds_per_token * tokens}
+
+
+def verifier_failures(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of responses on which the verifier came to no verdict of its own, by reason.
+
+    Args:
+        infos: what the reward function returned for each response.
+
+    Returns:
+        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``; nothing
+        for a reward function that does not say ``verifier_failure``.
+    """
+    reasons = Counter(info["verifier_failure"] for info in infos if "verifier_failure" in info)
+    total = reasons.total()
+    if total == 0:
+        return {}
+    shares = {f"verifier/{reason}_share": reasons[reason] / total for reason in FAILURES}
+    return {"verifier/failure_share": 1 - reasons[""] / total} | shares

@@ -1,0 +1,53 @@
+"""Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl.
+
+verl imports this module and calls nothing, and it swallows whatever goes wrong. So importing registers, a failure is printed
+before it is passed on, and ``actor_rollout_ref.model.external_lib`` imports the module a second time where verl does not swallow.
+Everything here is light: vLLM workers load it too.
+"""
+
+import os
+import sys
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.versions import check_verl
+
+NAMES = ("gtpo", "grpo_s")  # of an estimator and of a policy loss each
+
+
+def register() -> None:
+    """Register platform, estimators and policy losses in this process.
+
+    Raises:
+        UserError: verl is outside the supported range.
+    """
+    check_verl()
+    from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401  (importing registers platform and losses)
+
+    estimators.register()
+
+
+def check_registered() -> list[str]:
+    """Make sure that this process knows our names, and return them.
+
+    Raises:
+        UserError: one of them is missing, with the reason when loading failed.
+    """
+    from verl.trainer.ppo import core_algos
+
+    ours = {f"estimator {name}": name in core_algos.ADV_ESTIMATOR_REGISTRY for name in NAMES}
+    ours |= {f"policy loss {name}": name in core_algos.POLICY_LOSS_REGISTRY for name in NAMES}
+    missing = [what for what, known in ours.items() if not known]
+    if missing:
+        raise UserError(
+            f"verl does not know {', '.join(missing)}: the plugin gtpo_verl.integrations.plugin was not loaded here."
+        )
+    return list(ours)
+
+
+try:
+    register()
+except Exception as error:
+    print(
+        f"gtpo_verl: the verl plugin could not be loaded in process {os.getpid()}: {error}", file=sys.stderr, flush=True
+    )
+    raise

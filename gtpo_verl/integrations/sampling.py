@@ -1,0 +1,343 @@
+"""Dynamic sampling with a budget and without waste, on verl's V1 replay buffer (DAPO eq. 11).
+
+verl refills every group that its filter evicts for as long as it takes, so a task that the model has saturated, or cannot do
+at all, never returns; and what it generated beyond a batch is thrown away. Here a step generates at most
+``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left over may wait for a later
+step (``carry_over_max_age``).
+
+Which groups a step trains on follows from the order of the data and from the verdicts: everything in flight is finished
+first, then the groups with signal are taken in the order in which their prompts were submitted. Who finished first, and
+with it the length of the responses, has no part in the choice.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
+
+from gtpo_verl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+VERDICT = "acc"
+REWARD = "reward"  # verl's name for the sum of `rm_scores`
+
+
+class BudgetSpentError(UserError):
+    """A step has generated all that it may and found too few groups with signal."""
+
+
+@dataclass
+class _Tally:
+    """Groups of one sampling call, by what became of them; a group is the responses to one prompt."""
+
+    generated: int = 0
+    mixed: int = 0
+    all_correct: int = 0
+    all_wrong: int = 0
+    failed: int = 0
+    carried_in: int = 0
+
+    @property
+    def ended(self) -> int:
+        return self.mixed + self.all_correct + self.all_wrong + self.failed
+
+    def describe(self) -> str:
+        carried = f", and {self.carried_in} carried over" if self.carried_in else ""
+        return (
+            f"{self.generated} groups generated: {self.mixed} mixed, {self.all_correct} all correct, "
+            f"{self.all_wrong} all wrong, {self.failed} failed{carried}"
+        )
+
+
+class BudgetedReplayBuffer(ReplayBuffer):
+    """verl's synchronous replay buffer whose dynamic sampling ends, and loses nothing without saying so.
+
+    Args:
+        max_num_gen_batches: prompts a step may generate, in units of ``train_batch_size``; 0 is no limit.
+        on_budget: ``train_smaller`` trains on the mixed groups there are, ``stop`` ends the run. With no mixed group at all
+            there is nothing to train on, and both end the run.
+        carry_over_max_age: steps that a group with signal may wait for its turn; 0 discards what a step leaves over.
+        correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this verdict
+            that a group must be divided on, not the number.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        max_num_gen_batches: int,
+        on_budget: str,
+        carry_over_max_age: int,
+        correct_threshold: float,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_num_gen_batches = max_num_gen_batches
+        self.on_budget = on_budget
+        self.carry_over_max_age = carry_over_max_age
+        self.correct_threshold = correct_threshold
+        self.last_step = (1, 1)  # groups with signal, groups generated, in the last step that generated any
+        self._expired = 0  # groups that grew too old since the last sampling
+        self._with_signal: set[str] = set()  # groups whose verdicts have been read
+
+    @classmethod
+    def like(
+        cls,
+        stock: ReplayBuffer,
+        *,
+        max_num_gen_batches: int,
+        on_budget: str,
+        carry_over_max_age: int,
+        correct_threshold: float,
+    ) -> "BudgetedReplayBuffer":
+        """The same buffer as verl built, with a budget; ``sampler_kwargs.poll_interval`` (seconds) is honoured here."""
+        options: Any = stock.sampler_kwargs
+        return cls(
+            trainer_mode=stock.trainer_mode,
+            trainer_config=stock.trainer_config,
+            max_off_policy_threshold=stock.max_off_policy_threshold,
+            max_off_policy_strategy=stock.max_off_policy_strategy,
+            sampler_kwargs=options,
+            poll_interval=float(options.get("poll_interval", stock.poll_interval)),
+            refill_fn=stock.refill_fn,
+            filter_groups_metric=stock.filter_groups_metric,
+            train_batch_size=stock.train_batch_size,
+            gen_batch_size=stock.gen_batch_size,
+            max_inflight_gen_batches=stock.max_inflight_gen_batches,
+            sync_refill_failed_groups=stock.sync_refill_failed_groups,
+            max_num_gen_batches=max_num_gen_batches,
+            on_budget=on_budget,
+            carry_over_max_age=carry_over_max_age,
+            correct_threshold=correct_threshold,
+        )
+
+    @property
+    def filters(self) -> bool:
+        """Whether dynamic sampling is on."""
+        return self.filter_groups_metric is not None
+
+    def first_round(self, global_steps: int, partition_id: str, batch_size: int) -> int:
+        """Prompts to submit when a step begins: what is missing beside the groups carried over, at the last step's yield."""
+        self._sync_metadata_from_transfer_queue()
+        self._expire(global_steps, partition_id)
+        missing = batch_size - len(self._terminal(partition_id))
+        if missing <= 0:
+            return 0
+        expected_yield = self._expected_yield(_Tally())
+        return min(groups_to_generate(missing, expected_yield), self._window, self._budget or self._window)
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        """Return ``batch_size`` groups with signal, or fewer when the budget is spent; validation is left to verl."""
+        if partition_id == "val" or not self.filters:
+            return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        return self._sample_filtered(global_steps, partition_id, batch_size)
+
+    def _sample_filtered(
+        self, global_steps: int, partition_id: str, batch_size: int
+    ) -> tuple[KVBatchMeta, dict[str, Any]]:
+        self._sync_metadata_from_transfer_queue()
+        self._expire(global_steps, partition_id)
+        submitted_at = self.prompt_global_steps
+        fresh = [uid for uid, step in submitted_at[partition_id].items() if step == global_steps]
+        tally = _Tally(generated=len(fresh), carried_in=len(submitted_at[partition_id]) - len(fresh))
+        unfiltered = set(fresh[: max(0, batch_size - tally.carried_in)])  # what a step without a filter would generate
+        unfiltered_until: float | None = None
+        counts: dict[float, int] = {}
+        last_debug = time.time()
+
+        while True:
+            self._evict(global_steps, partition_id, tally, counts)
+            if tally.failed == tally.ended >= batch_size:
+                raise UserError(
+                    f"step {global_steps}: the rollouts of all {tally.failed} groups failed; the reason is further up in the log."
+                )
+            kept = self._terminal(partition_id)
+            inflight = self.pending_keys[partition_id] | self.running_keys[partition_id]
+            ended_at = time.time()
+            if unfiltered_until is None and not unfiltered & inflight:
+                unfiltered_until = ended_at
+            missing = batch_size - len(kept)
+            left = self._window if self._budget is None else self._budget - tally.generated
+            if not inflight and (missing <= 0 or left <= 0):
+                break
+            if missing > 0:
+                wanted = groups_to_generate(missing, self._expected_yield(tally)) - len(inflight)
+                refill = min(wanted, self._window - len(inflight), left)
+                if refill > 0:
+                    assert self.refill_fn is not None
+                    self.refill_fn(refill)
+                    tally.generated += refill
+                    self._sync_metadata_from_transfer_queue()
+                    continue
+            last_debug = self._wait_for_next_poll(partition_id, last_debug)
+            self._sync_metadata_from_transfer_queue()
+
+        assert unfiltered_until is not None
+        if tally.generated:
+            self.last_step = (max(tally.mixed, 1), tally.generated)
+        if len(kept) < batch_size:
+            self._spend(tally, len(kept), batch_size)
+        # The queue lists prompts in the order of their submission; those of a checkpoint were put back first.
+        steps = {uid: step for uid, step in submitted_at[partition_id].items() if uid in kept}
+        in_order = sorted(steps, key=lambda uid: steps[uid])
+        chosen, surplus = in_order[:batch_size], in_order[batch_size:]
+        partition = self._rows_in_order(partition_id, chosen)
+        discarded = 0
+        if self.carry_over_max_age == 0:
+            self._clear_groups(partition_id, set(surplus))
+            discarded, surplus = len(surplus), []
+        self._with_signal -= set(chosen)
+
+        metrics = self._metrics(tally, ages=[global_steps - steps[uid] for uid in chosen])
+        metrics["training/filter_groups/carried_over_groups"] = len(surplus)
+        metrics["training/filter_groups/discarded_surplus_groups"] = discarded
+        metrics["training/filter_groups/extra_generation_s"] = ended_at - unfiltered_until
+        metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = counts  # verl's table of what the filter took out
+        batch = self._materialize_batch(partition_id, chosen, partition)
+        return batch, metrics
+
+    # ---------------------------------------------------------------- groups
+
+    def _rows_in_order(self, partition_id: str, uids: list[str]) -> dict[str, dict[str, Any]]:
+        """The rows of these groups, group by group and session by session: the queue lists them as they arrived."""
+        place = {uid: number for number, uid in enumerate(uids)}
+
+        def order(key: str) -> tuple[int, int, int]:
+            uid, session, index = key.rsplit("_", 2)
+            return place[uid], int(session), int(index)
+
+        rows = self.partitions[partition_id]
+        return {key: rows[key] for key in sorted((key for key in rows if key.rsplit("_", 2)[0] in place), key=order)}
+
+    def _terminal(self, partition_id: str) -> set[str]:
+        return self.finished_keys[partition_id] | self.failure_keys[partition_id]
+
+    def _expire(self, global_steps: int, partition_id: str) -> None:
+        """Clear the groups that have waited too long; their number goes to the next metrics and, when there is one, the log."""
+        steps = self.prompt_global_steps[partition_id]
+        old = {uid for uid, step in steps.items() if global_steps - step > self.carry_over_max_age}
+        if not old:
+            return
+        self._clear_groups(partition_id, old)
+        self._with_signal -= old
+        self._expired += len(old)
+        logger.warning(
+            "%d groups carried over are older than algorithm.filter_groups.carry_over.max_age=%d and were dropped.",
+            len(old),
+            self.carry_over_max_age,
+        )
+
+    def _evict(self, global_steps: int, partition_id: str, tally: _Tally, counts: dict[float, int]) -> None:
+        """Read the verdicts of the groups that have ended since the last time, and clear those without signal."""
+        steps = self.prompt_global_steps[partition_id]
+        without_signal = set()
+        for uid, values in self._read(partition_id, self._terminal(partition_id) - self._with_signal).items():
+            if len(set(values)) > 1:
+                self._with_signal.add(uid)
+                tally.mixed += steps[uid] == global_steps
+                continue
+            without_signal.add(uid)
+            if uid in self.failure_keys[partition_id] or not values:
+                tally.failed += 1
+                continue
+            counts[values[0]] = counts.get(values[0], 0) + 1
+            if values[0] > 0:
+                tally.all_correct += 1
+            else:
+                tally.all_wrong += 1
+        self._clear_groups(partition_id, without_signal)
+
+    def _read(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
+        """What the filter looks at: {uid: a value for each response}. With the metric ``acc`` the values are verdicts, 0 or 1."""
+        values: dict[str, list[float]] = {uid: [] for uid in uids}
+        if not uids:
+            return values
+        keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in uids]
+        if not keys:
+            return values
+        if self.filter_groups_metric == REWARD:
+            scores = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["rm_scores"])["rm_scores"]
+            for key, row in zip(keys, scores, strict=True):
+                values[key.split("_")[0]].append(float(row.sum()))
+            return values
+        extras = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])["extra_fields"]
+        for key, extra in zip(keys, extras, strict=True):
+            info = getattr(extra, "data", extra).get("reward_extra_info", {})
+            if self.filter_groups_metric not in info:
+                raise UserError(
+                    f"dynamic sampling filters on {self.filter_groups_metric!r}, and the reward function did not return it for "
+                    f"response {key}: add it to the dict that it returns, or set algorithm.filter_groups.enable=false."
+                )
+            value = float(info[self.filter_groups_metric])
+            values[key.split("_")[0]].append(
+                float(value >= self.correct_threshold) if self.filter_groups_metric == VERDICT else value
+            )
+        return values
+
+    # ---------------------------------------------------------------- how much to generate
+
+    @property
+    def _window(self) -> int:
+        assert self.train_batch_size is not None
+        return self.max_inflight_gen_batches * self.train_batch_size
+
+    @property
+    def _budget(self) -> int | None:
+        assert self.train_batch_size is not None
+        return self.max_num_gen_batches * self.train_batch_size or None
+
+    def _expected_yield(self, tally: _Tally) -> float:
+        """The yield of this step's groups so far and all of the last step's: the first few to end are no sample of the rest."""
+        with_signal, generated = self.last_step
+        return (tally.mixed + with_signal) / (tally.ended + generated)
+
+    def _spend(self, tally: _Tally, kept: int, batch_size: int) -> None:
+        spent = (
+            f"dynamic sampling spent its budget of {self.max_num_gen_batches} generation batches; {tally.describe()}"
+        )
+        if self.on_budget == "stop" or kept == 0:
+            raise BudgetSpentError(
+                f"{spent}. Choose prompts that the model solves sometimes, raise algorithm.filter_groups.max_num_gen_batches, "
+                "or switch dynamic sampling off with algorithm.filter_groups.enable=false."
+            )
+        logger.warning("%s: training on %d of %d groups.", spent, kept, batch_size)
+
+    def _metrics(self, tally: _Tally, ages: Iterable[int]) -> dict[str, Any]:
+        ages = list(ages)
+        carried = [age for age in ages if age > 0]
+        metrics: dict[str, Any] = {
+            "generated_groups": tally.generated,
+            "kept_groups": len(ages),
+            "failed_groups": tally.failed,
+            "expired_groups": self._expired,
+            "carried_share": len(carried) / len(ages),
+            "carried_age_mean": sum(carried) / len(carried) if carried else 0.0,
+            "carried_age_max": max(carried, default=0),
+        }
+        if tally.generated:  # a step that lives on carried groups alone has no yield
+            metrics["yield"] = tally.mixed / tally.generated
+            metrics["solve_all_share"] = tally.all_correct / tally.generated
+            metrics["solve_none_share"] = tally.all_wrong / tally.generated
+        self._expired = 0
+        return {f"training/filter_groups/{name}": value for name, value in metrics.items()}
+
+
+def groups_to_generate(missing: int, expected_yield: float) -> int:
+    """How many groups to generate so that, more than four times in five, ``missing`` of them have signal.
+
+    The number with signal among n has mean n·y and standard deviation √(n·y·(1-y)); n is the least for which the mean is one
+    standard deviation above ``missing``. A second round of generation costs a step the time of its longest response, a few
+    groups too many cost little.
+
+    Args:
+        missing: groups with signal still to be found, 1 or more.
+        expected_yield: their share y among all, in (0, 1].
+    """
+    root = (math.sqrt(1 - expected_yield) + math.sqrt(1 - expected_yield + 4 * missing)) / 2
+    return math.ceil(root**2 / expected_yield - 1e-9)

@@ -1,0 +1,70 @@
+"""The Ray actor that runs a job: verl's V1 task runner with our trainer in it."""
+
+from pprint import pformat
+from typing import Any
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.integrations import plugin
+from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+
+
+class TaskRunner:
+    """Sets up TransferQueue, the trainer and the agent loops, and trains. Made a Ray actor by :func:`task_runner_class`."""
+
+    def run(self, config: DictConfig) -> None:
+        """Run the job to its end.
+
+        Args:
+            config: the composed configuration.
+        """
+        import transfer_queue as tq
+        from verl.utils.logging_utils import configure_verl_logging
+
+        from gtpo_verl.integrations.trainer import trainer_class
+
+        configure_verl_logging()
+        plugin.check_registered()
+        config.transfer_queue.enable = True
+        OmegaConf.resolve(config)
+        if config.algorithm.entropy.source != "actor":
+            enable_rollout_entropy(config)
+        print(pformat(OmegaConf.to_container(config)))
+
+        tq.init(config.transfer_queue)
+        trainer: Any = None
+        succeeded = False
+        try:
+            trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
+            trainer.init()
+            trainer.fit(self._agent_loops(config, trainer))
+            succeeded = True
+        except Exception:
+            if trainer is not None:
+                trainer.check_servers()  # a dead engine shows as many other errors; this one says what happened
+            raise
+        finally:
+            tracking = getattr(trainer, "logger", None)
+            if tracking is not None:
+                tracking.finish(exit_code=0 if succeeded else 1)
+            tq.close()
+
+    @staticmethod
+    def _agent_loops(config: DictConfig, trainer: Any) -> Any:
+        from verl.trainer.ppo.v1 import AgentLoopManagerTQ
+        from verl.utils.import_utils import load_class_from_fqn
+
+        name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
+        return manager.create(
+            config=config,
+            llm_client=trainer.get_llm_client(),
+            teacher_client=trainer.get_teacher_client(),
+            reward_loop_worker_handles=trainer.get_reward_handles(),
+        )
+
+
+def task_runner_class() -> Any:
+    """The task runner as a Ray actor class, the form that verl's ``run_ppo`` takes."""
+    return ray.remote(num_cpus=1)(TaskRunner)

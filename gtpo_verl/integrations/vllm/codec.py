@@ -1,0 +1,102 @@
+"""An entropy and a rank in one int64: how an entropy travels from vLLM's worker to its front end.
+
+vLLM sends the rank of every sampled token beside its log-prob, as int64, through scheduler, sockets and output processor. A
+rank is at most the vocabulary size, so the word has room:
+
+    packed = max(rank, 1) << 32 | float32 bits of the entropy
+
+No byte more is sent, the true rank survives, and a worker that was not patched is recognised: its ranks are below 2**32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gtpo_verl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_LOW = (1 << 32) - 1
+
+
+def pack(ranks: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    """Put ranks and entropies into one word each.
+
+    Args:
+        ranks: (N,) integer; 0 (vLLM's answer for a row of NaN) becomes 1, so that packed words are always recognised.
+        entropies: (N,) float32, nats, not negative; NaN passes through and is refused by ``unpack``.
+
+    Returns:
+        (N,) int64, each at least 2**32.
+    """
+    import torch  # the front end only unpacks, and needs no torch for it
+
+    bits = entropies.to(torch.float32).view(torch.int32).to(torch.int64) & _LOW
+    return ranks.to(torch.int64).clamp(min=1) << 32 | bits
+
+
+def check_packed(words: Sequence[int | None]) -> npt.NDArray[np.int64]:
+    """Return the words (N,) as an array.
+
+    Raises:
+        UserError: one of them is a plain rank, because the worker that sent it is not patched.
+    """
+    packed = np.asarray(words if len(words) else np.empty(0, np.int64))
+    if packed.dtype != np.int64 or (packed <= _LOW).any():
+        raise UserError(
+            "vLLM returned a plain rank where an entropy was expected: its worker runs without gtpo_verl's patch. "
+            "Start the server through gtpo_verl's replica, or set GTPO_VERL_ROLLOUT_ENTROPY=1 and leave VLLM_PLUGINS unset."
+        )
+    return packed
+
+
+def unpack(words: Sequence[int | None]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Take ranks and entropies (nats) apart again: (N,) words to (N,) ranks and (N,) float32 entropies.
+
+    Raises:
+        UserError: as ``check_packed``; or an entropy is NaN or infinite, because the model's logits are.
+    """
+    packed = check_packed(words)
+    entropies = (packed & _LOW).astype(np.uint32).view(np.float32)
+    if not np.isfinite(entropies).all():
+        raise UserError(
+            f"the policy's entropy is {entropies[~np.isfinite(entropies)][0]} for a sampled token: the model's logits are "
+            "NaN or infinite in vLLM. Check the weights that were sent to it."
+        )
+    return packed >> 32, entropies
+
+
+def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
+    """The words of the sampled tokens in what vLLM returned for one completion.
+
+    Args:
+        token_ids: (T,) the completion's tokens.
+        logprobs: vLLM's ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: a list of T dicts from token id to
+            ``Logprob``, or vLLM's ``FlatLogprobs``.
+
+    Raises:
+        UserError: the two differ in length, or the request did not ask for log-probs.
+    """
+    if logprobs is None:
+        raise UserError(
+            "the request asked for no log-probs, and entropies travel with them: set logprobs=0 in SamplingParams."
+        )
+    if hasattr(logprobs, "start_indices"):  # FlatLogprobs: the sampled token stands first at every position
+        words = [logprobs.ranks[start] for start in logprobs.start_indices]
+    else:
+        words = [entry[token].rank for token, entry in zip(token_ids, logprobs, strict=False)]
+    if len(words) != len(token_ids):
+        raise UserError(
+            f"vLLM returned {len(words)} log-probs for {len(token_ids)} tokens: entropies cannot be aligned."
+        )
+    return words
+
+
+def completion_entropies(token_ids: Sequence[int], logprobs: Any) -> npt.NDArray[np.float32]:
+    """The entropies (nats) of one completion, (T,) float32, aligned with its tokens; errors as ``packed_words``, ``unpack``."""
+    return unpack(packed_words(token_ids, logprobs))[1]

@@ -1,0 +1,36 @@
+"""Finds out whether the engines behind verl's rollout servers still live.
+
+verl notes a request that failed because its engine died like any failed request, and asks for another one. In the asynchronous
+trainers it would ask for ever.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+ANSWER_TIMEOUT = 10.0  # seconds
+
+
+def dead_servers(servers: Sequence[Any]) -> list[str]:
+    """Ask rollout servers (Ray actors of verl's ``vLLMHttpServer``) for their engines; returns a few words on each dead one."""
+    asked = [server.__ray_call__.remote(_engine_is_dead) for server in servers]
+    # One that is too busy to answer is no dead one.
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT) if asked else ([], [])
+    found = []
+    for number, answer in enumerate(asked):
+        if answer not in answered:
+            continue
+        try:
+            dead = "its engine's process has ended" if ray.get(answer) else None
+        except RayActorError:
+            dead = "its Ray actor has ended"
+        if dead:
+            found.append(f"server {number}: {dead}")
+    return found
+
+
+def _engine_is_dead(server: Any) -> bool:
+    engine = getattr(server, "engine", None)  # only a replica's first node has one
+    return engine is not None and bool(engine.errored)

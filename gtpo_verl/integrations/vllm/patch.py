@@ -1,0 +1,135 @@
+"""Makes vLLM's samplers send an entropy with every sampled token, in this process.
+
+vLLM has two model runners, and each has one place where the sampled token's log-prob and rank are computed:
+
+* V1: ``Sampler.gather_logprobs``, called by the sampler and by the rejection sampler of speculative decoding. Prompt tokens
+  pass through it too and must not be touched, so it packs only inside those two callers.
+* V2: ``compute_topk_scores`` (``compute_topk_logprobs`` in 0.24), looked up by name in the modules of the sampler and of the
+  rejection sampler. Prompt log-probs look it up in a module of their own, which is left alone. The function is kept, and its
+  rank kernel is replaced by one that computes the entropy in the same pass.
+
+Both are patched always: which runner serves a model depends on version, model and settings.
+"""
+
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm import codec
+from gtpo_verl.integrations.vllm.kernels import RankAndEntropyKernel, entropy
+from gtpo_verl.versions import VLLM_SUPPORTED, check_vllm
+
+_V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.spec_decode.rejection_sampler")
+_V2_NAMES = ("compute_topk_scores", "compute_topk_logprobs")
+_V2_RANKS_KERNEL = ["output_ptr", "logits_ptr", "logits_stride", "token_ids_ptr", "vocab_size", "BLOCK_SIZE"]
+_MARK = "_gtpo_verl_entropy"
+
+_sampling: ContextVar[bool] = ContextVar("gtpo_verl_sampling", default=False)
+
+
+def install() -> None:
+    """Patch the samplers of this process; a second call changes nothing.
+
+    Raises:
+        UserError: the installed vLLM is not supported, or lacks what is patched; the version is named.
+    """
+    check_vllm_version()
+    _patch_v1()
+    _patch_v2()
+
+
+def check_vllm_version() -> str:
+    """Return the version of vLLM.
+
+    Raises:
+        UserError: it is not one of ``VLLM_SUPPORTED``.
+    """
+    version = vllm_version()
+    check_vllm(version)
+    return version
+
+
+def vllm_version() -> str:
+    """The version of the installed vLLM."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _patch_v1() -> None:
+    sampler = _get(importlib.import_module("vllm.v1.sample.sampler"), "Sampler")
+    rejection_sampler = _get(importlib.import_module("vllm.v1.sample.rejection_sampler"), "RejectionSampler")
+    if hasattr(sampler, _MARK):
+        return
+    gather = _get(sampler, "gather_logprobs")
+
+    def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
+        gathered = gather(logprobs, num_logprobs, token_ids)
+        if not _sampling.get():
+            return gathered  # prompt tokens
+        return gathered._replace(selected_token_ranks=codec.pack(gathered.selected_token_ranks, entropy(logprobs)))
+
+    forward = _while_sampling(_get(sampler, "forward"))
+    get_logprobs = _while_sampling(_get(rejection_sampler, "_get_logprobs_tensors"))
+    sampler.gather_logprobs = staticmethod(gather_logprobs)
+    sampler.forward = forward
+    rejection_sampler._get_logprobs_tensors = get_logprobs
+    setattr(sampler, _MARK, True)
+
+
+def _while_sampling(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        token = _sampling.set(True)
+        try:
+            return method(*args, **kwargs)
+        finally:
+            _sampling.reset(token)
+
+    return marked
+
+
+def _patch_v2() -> None:
+    for module_name in _V2_MODULES:
+        module = importlib.import_module(module_name)
+        name = next((name for name in _V2_NAMES if hasattr(module, name)), _V2_NAMES[0])
+        scores = _get(module, name)
+        if not hasattr(scores, _MARK):
+            setattr(module, name, _with_fused_ranks(scores))
+
+
+def _with_fused_ranks(scores: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, in whose namespace ``_ranks_kernel`` is ours."""
+    assert isinstance(scores, types.FunctionType)
+    kernel = scores.__globals__.get("_ranks_kernel")
+    if kernel is None or "_ranks_kernel" not in scores.__code__.co_names:
+        raise _moved(f"{scores.__module__}.{scores.__name__} uses no _ranks_kernel")
+    arguments = list(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
+    if arguments != _V2_RANKS_KERNEL:
+        raise _moved(f"{scores.__module__}._ranks_kernel takes {', '.join(arguments)}")
+    names = {**scores.__globals__, "_ranks_kernel": RankAndEntropyKernel()}
+    fused = types.FunctionType(scores.__code__, names, scores.__name__, scores.__defaults__, scores.__closure__)
+    fused.__kwdefaults__ = scores.__kwdefaults__
+    setattr(fused, _MARK, True)
+    return fused
+
+
+def _get(owner: Any, name: str) -> Any:
+    found = getattr(owner, name, None)
+    if found is None:
+        raise _moved(f"{owner.__name__} has no {name}")
+    return found
+
+
+def _moved(what: str) -> UserError:
+    return UserError(
+        f"vLLM {vllm_version()} cannot be patched for rollout entropies ({what}): install vLLM "
+        f"{' or '.join(VLLM_SUPPORTED)} as released, or set algorithm.entropy.source=actor."
+    )

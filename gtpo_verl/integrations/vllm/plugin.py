@@ -1,0 +1,20 @@
+"""Entry point of the group ``vllm.general_plugins``: vLLM calls ``register`` in its front end, its engine and every worker."""
+
+import os
+
+ENV_FLAG = "GTPO_VERL_ROLLOUT_ENTROPY"
+
+
+def register() -> None:
+    """Patch the samplers of this process if ``GTPO_VERL_ROLLOUT_ENTROPY=1``; otherwise do nothing.
+
+    The import stands inside, because vLLM swallows errors of loading a plugin but not errors of calling it.
+
+    Raises:
+        UserError: the installed vLLM cannot be patched.
+    """
+    if os.environ.get(ENV_FLAG) != "1":
+        return
+    from gtpo_verl.integrations.vllm.patch import install
+
+    install()
