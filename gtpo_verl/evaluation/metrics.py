@@ -1,0 +1,148 @@
+"""What n samples of one problem say about a draw of k of them: pass@k and the majority vote, without simulation."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+MAX_VOTERS = 1000  # numbers of ways stay below the largest float64: C(1000, 500) is 3e299
+
+
+@overload
+def pass_at_k(n: int, c: int, k: int) -> float: ...
+@overload
+def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> Any: ...
+def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> float | NDArray[np.float64]:
+    """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n-c, k) / C(n, k).
+
+    That is the share of the k-element subsets of the n samples with a correct one in it, so each sample is used at most
+    once. Drawing k with replacement instead, as verl's ``best@k`` does, is biased downwards.
+
+    Args:
+        n: samples drawn of a problem, at least 1.
+        c: how many of them are correct, 0 to n.
+        k: size of the draw, 1 to n. All three are integers, or arrays of integers that broadcast.
+
+    Returns:
+        A float for three scalars, else float64 of the broadcast shape. Every value is the exact fraction, correctly rounded.
+
+    Raises:
+        ValueError: an argument is no integer or out of its range. A k above n has no unbiased estimate: draw more samples.
+
+    Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    arrays = np.broadcast_arrays(_integers("n", n), _integers("c", c), _integers("k", k))
+    triples = list(zip(*(array.ravel().tolist() for array in arrays), strict=True))
+    exact = {triple: _pass_at_k(*triple) for triple in set(triples)}
+    values = [exact[triple] for triple in triples]
+    if arrays[0].ndim == 0:
+        return values[0]
+    return np.array(values, dtype=np.float64).reshape(arrays[0].shape)
+
+
+def _pass_at_k(n: int, c: int, k: int) -> float:
+    _check(n, c, k)
+    draws = math.comb(n, k)
+    return (draws - math.comb(n - c, k)) / draws  # a quotient of Python's integers is correctly rounded, at any size
+
+
+def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be an integer or an array of integers, got {value!r}")
+    return array.astype(np.int64)
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if n < 1:
+        raise ValueError(f"n={n}: a problem needs at least one sample")
+    if not 0 <= c <= n:
+        raise ValueError(f"c={c} correct of n={n} samples: c must be between 0 and n")
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k} with n={n} samples: k must be between 1 and n, else no unbiased estimate exists")
+
+
+def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Sequence[int]) -> list[float]:
+    """Expected accuracy of the majority vote among k of a problem's samples, over all ways to draw them.
+
+    The k samples are drawn without replacement, as for :func:`pass_at_k`. Answers vote as strings, unchanged. Among the
+    answers with most votes one is drawn at random, each with the same chance. An answer is as correct as its samples are
+    on average (a verifier that judges by the answer alone gives all of them the same verdict). None and the empty
+    string, an answer that could not be read, have no vote; when none of the k has one, the vote is wrong.
+
+    Args:
+        answers: what the verifier read in each of the n samples, at most 1000.
+        correct: its n verdicts.
+        ks: sizes of the draw, each between 1 and n.
+
+    Returns:
+        An accuracy for each k. For k = 1 it is the share of correct samples with an answer.
+
+    Raises:
+        ValueError: lengths differ, there is no sample or more than 1000, or a k is not between 1 and n.
+    """
+    n = len(answers)
+    if len(correct) != n:
+        raise ValueError(f"{n} answers and {len(correct)} verdicts: each sample has one of each")
+    if not 1 <= n <= MAX_VOTERS:
+        raise ValueError(f"{n} samples: a vote is counted over 1 to {MAX_VOTERS}")
+    for k in ks:
+        _check(n, 0, k)
+    groups: dict[str, list[bool]] = {}
+    for answer, verdict in zip(answers, correct, strict=True):
+        if answer:
+            groups.setdefault(answer, []).append(bool(verdict))
+    votes = sorted((len(verdicts), sum(verdicts) / len(verdicts)) for verdicts in groups.values())
+    ways = _winning_ways(votes, n, max(ks))
+    return [min(1.0, float(ways[k]) / math.comb(n, k)) for k in ks]
+
+
+def _winning_ways(votes: Sequence[tuple[int, float]], n: int, largest: int) -> NDArray[np.float64]:
+    """Ways to draw u of n samples, weighted by the accuracy of the vote among them; for u = 0 … ``largest``.
+
+    ``votes``: (samples with this answer, accuracy of the answer), by ascending number of samples. The ways are counted by
+    the winner's number of votes t: answers with fewer than t samples are free, and so are samples without an answer;
+    the others give x < t votes, or x = t and join the tie.
+    """
+    total = np.zeros(largest + 1)
+    silent = n - sum(count for count, _ in votes)
+    for t in range(1, min(largest, votes[-1][0] if votes else 0) + 1):
+        free = silent + sum(count for count, _ in votes if count < t)
+        rivals = [(count, accuracy) for count, accuracy in votes if count >= t]
+        ties = min(len(rivals), largest // t)
+        # ways[s, u]: u samples drawn, s answers with t votes; right[s, u]: the same, each times the sum of their accuracies
+        ways, right = np.zeros((2, ties + 1, largest + 1))
+        ways[0] = _binomials(free, largest)
+        for count, accuracy in rivals:
+            fewer = _binomials(count, t - 1)  # an answer has at least t samples here
+            tied = math.comb(count, t)
+            ways, right = (
+                _times(ways, fewer) + tied * _joined(ways, t),
+                _times(right, fewer) + tied * (_joined(right, t) + accuracy * _joined(ways, t)),
+            )
+        total += (right[1:] / np.arange(1, ties + 1)[:, None]).sum(axis=0)
+    return total
+
+
+def _binomials(count: int, highest: int) -> NDArray[np.float64]:
+    """C(count, x) for x = 0 … ``highest``."""
+    return np.array([float(math.comb(count, x)) for x in range(highest + 1)])
+
+
+def _times(ways: NDArray[np.float64], more: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Product of the polynomials in the rows of ``ways`` with ``more``, cut at the same degree."""
+    return np.stack([np.convolve(row, more)[: ways.shape[1]] for row in ways])
+
+
+def _joined(ways: NDArray[np.float64], votes: int) -> NDArray[np.float64]:
+    """One more answer in the tie, with that many votes."""
+    moved = np.zeros_like(ways)
+    moved[1:, votes:] = ways[:-1, : ways.shape[1] - votes]
+    return moved
+
+
+def powers_of_two(n: int) -> list[int]:
+    """1, 2, 4, … up to n, and n itself: the k for which an evaluation with n samples is reported."""
+    return sorted({*(1 << i for i in range(n.bit_length())), n})

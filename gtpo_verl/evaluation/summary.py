@@ -1,0 +1,175 @@
+"""From the samples of an evaluation to its figures, each a mean over problems with its bootstrap interval.
+
+The same function serves ``gtpo-verl eval`` and every validation during training, so their figures agree.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gtpo_verl.evaluation.metrics import majority_at_k, pass_at_k, powers_of_two
+from gtpo_verl.experiments.statistics import Estimate, Floats, estimate, estimates
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one problem.
+
+    ``problem`` is a key that equal problems share; ``answer`` what the verifier read, None where it read nothing or does not
+    say; ``length`` in tokens; ``truncated``: the length reached the limit. A ``failed`` sample was asked for and never came
+    (an error in its generation or its verifier): it counts as wrong, as in verl's own figures, and has no length. An
+    ``unjudged`` one came, but its verifier ran out of time or memory on it or crashed: wrong as well.
+    """
+
+    problem: str
+    data_source: str
+    correct: bool
+    answer: str | None = None
+    length: int = 0
+    truncated: bool = False
+    failed: bool = False
+    unjudged: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean over problems; the interval at 95 % is None where there is no spread to draw one from."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> "Figure":
+        interval = estimate.interval
+        return cls(estimate.value, interval.low if interval else None, interval.high if interval else None)
+
+
+@dataclass(frozen=True)
+class SourceSummary:
+    """The figures of one data source.
+
+    ``samples``: n, those of the problem with fewest; k goes up to it. ``mean`` is mean@n, written avg@n in some papers.
+    ``majority_at`` is empty where the verifier reports no answers. ``response_length`` in tokens, ``truncated_share`` in
+    [0, 1]; both leave failed samples out, and are None where every sample failed.
+    """
+
+    data_source: str
+    problems: int
+    samples: int
+    failed: int
+    unjudged: int
+    mean: Figure
+    pass_at: Mapping[int, Figure]
+    majority_at: Mapping[int, Figure] = field(default_factory=dict)
+    response_length: Figure | None = None
+    truncated_share: Figure | None = None
+
+
+def summarize(samples: Iterable[Sample]) -> list[SourceSummary]:
+    """Summarise samples by data source, in order of their names.
+
+    The problem, with all its samples, is what a bootstrap draw repeats: samples of one problem resemble each other.
+    Problems weigh the same, however many samples they have. Rows that repeat a problem are one problem with more samples.
+
+    Args:
+        samples: in any order, the order does not matter.
+
+    Raises:
+        ValueError: there is no sample.
+    """
+    sources: dict[str, dict[str, list[Sample]]] = {}
+    for sample in samples:
+        sources.setdefault(sample.data_source, {}).setdefault(sample.problem, []).append(sample)
+    if not sources:
+        raise ValueError("no sample to summarise")
+    return [_summarize_source(name, problems) for name, problems in sorted(sources.items())]
+
+
+def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> SourceSummary:
+    rows = [problems[key] for key in sorted(problems)]  # sorted: the bootstrap draws the same problems each time
+    fewest = min(map(len, rows))
+    ks = powers_of_two(fewest)
+    n = np.array([len(row) for row in rows])
+    c = np.array([sum(sample.correct for sample in row) for row in rows])
+    columns = [c / n, *np.moveaxis(pass_at_k(n[:, None], c[:, None], np.array(ks)), 1, 0)]
+    votes = any(sample.answer for row in rows for sample in row)
+    if votes:
+        columns += zip(*(_majority(row, ks) for row in rows), strict=True)
+    figures = [Figure.of(estimate) for estimate in estimates(np.stack([np.asarray(column) for column in columns], 1))]
+    length, truncated = _lengths(rows)
+    return SourceSummary(
+        data_source=name,
+        problems=len(rows),
+        samples=fewest,
+        failed=sum(sample.failed for row in rows for sample in row),
+        unjudged=sum(sample.unjudged for row in rows for sample in row),
+        mean=figures[0],
+        pass_at=dict(zip(ks, figures[1 : 1 + len(ks)], strict=True)),
+        majority_at=dict(zip(ks, figures[1 + len(ks) :], strict=True)) if votes else {},
+        response_length=length,
+        truncated_share=truncated,
+    )
+
+
+def _majority(row: Sequence[Sample], ks: Sequence[int]) -> list[float]:
+    return majority_at_k([sample.answer for sample in row], [sample.correct for sample in row], ks)
+
+
+def _lengths(rows: Sequence[Sequence[Sample]]) -> tuple[Figure | None, Figure | None]:
+    came = [[sample for sample in row if not sample.failed] for row in rows]
+    means: Floats = np.array(
+        [
+            [np.mean([sample.length for sample in row]), np.mean([sample.truncated for sample in row])]
+            for row in came
+            if row
+        ]
+    )
+    if not len(means):
+        return None, None
+    length, truncated = estimates(means)
+    return Figure.of(length), Figure.of(truncated)
+
+
+def paired_changes(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, Figure]:
+    """Mean accuracy after minus before, by data source, over the problems of both; the interval is paired, problem by problem.
+
+    A data source without a common problem has no entry.
+    """
+    first, last = _accuracies(before), _accuracies(after)
+    changes = {}
+    for source in sorted({source for source, _ in first.keys() & last.keys()}):
+        common = sorted(key for key in first.keys() & last.keys() if key[0] == source)
+        differences: Floats = np.array([last[key] - first[key] for key in common])
+        changes[source] = Figure.of(estimate(differences))
+    return changes
+
+
+def _accuracies(samples: Iterable[Sample]) -> dict[tuple[str, str], float]:
+    """Share of correct samples by data source and problem."""
+    verdicts: dict[tuple[str, str], list[bool]] = {}
+    for sample in samples:
+        verdicts.setdefault((sample.data_source, sample.problem), []).append(sample.correct)
+    return {key: float(np.mean(values)) for key, values in verdicts.items()}
+
+
+def logged(summaries: Iterable[SourceSummary]) -> dict[str, float]:
+    """The figures as metrics of a training: ``val/<data source>/mean@8``, its ``/ci_low`` and ``/ci_high``, and so on."""
+    metrics: dict[str, float] = {}
+    for summary in summaries:
+        prefix = f"val/{summary.data_source}"
+        metrics[f"{prefix}/problems"] = summary.problems
+        metrics[f"{prefix}/failed_samples"] = summary.failed
+        metrics[f"{prefix}/unjudged_samples"] = summary.unjudged
+        named = {f"mean@{summary.samples}": summary.mean}
+        named |= {f"pass@{k}": figure for k, figure in summary.pass_at.items()}
+        named |= {f"maj@{k}": figure for k, figure in summary.majority_at.items()}
+        if summary.response_length is not None and summary.truncated_share is not None:
+            named |= {"response_length": summary.response_length, "truncated_share": summary.truncated_share}
+        for name, figure in named.items():
+            metrics[f"{prefix}/{name}"] = figure.value
+            if figure.low is not None and figure.high is not None:
+                metrics[f"{prefix}/{name}/ci_low"] = figure.low
+                metrics[f"{prefix}/{name}/ci_high"] = figure.high
+    return metrics

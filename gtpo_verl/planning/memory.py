@@ -1,0 +1,265 @@
+"""Memory of one GPU in the phases of a step, component by component, from shapes and sizes; and the room for the KV cache.
+
+The model is that of verl's own engines: FSDP keeps float32 parameters, gradients and Adam states of its shard and gathers a layer at a
+time in bfloat16; Megatron keeps bfloat16 weights and float32 gradients of its model-parallel share and, with the distributed
+optimizer, a data-parallel share of float32 weights and Adam states. Phases come one after the other, so a run needs the largest.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from gtpo_verl.planning.parallel import Parallelism
+from gtpo_verl.planning.shapes import ModelShape
+
+GIB = 1024**3
+BF16, FP32 = 2, 4
+DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+
+# What no shape gives, in bytes; printed with every plan.
+CONTEXT = 2 * GIB  # CUDA context, NCCL's buffers, what the allocator cannot use
+ASLEEP = 1 * GIB  # what a rollout engine keeps while it sleeps: CUDA graphs, its own context
+ENGINE_WORKSPACE = 3 * GIB  # activations and CUDA graphs of a rollout engine that is awake
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of the step and what it holds on one GPU, in bytes."""
+
+    name: str
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rollout engine's share of one GPU. ``kv_tokens`` is what one replica caches, over all of its GPUs."""
+
+    budget: float
+    weights: float
+    workspace: float
+    kv_cache: float
+    kv_bytes_per_token: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """All phases and the engine; ``capacity`` is the GPU's."""
+
+    capacity: float
+    phases: list[Phase]
+    engine: Engine
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: GiB."""
+        engine = {name: getattr(self.engine, name) / GIB for name in ("budget", "weights", "workspace", "kv_cache")}
+        return {
+            "capacity_gib": self.capacity / GIB,
+            "phases_gib": {phase.name: {k: v / GIB for k, v in phase.parts.items()} for phase in self.phases},
+            "totals_gib": {phase.name: phase.total / GIB for phase in self.phases},
+            "engine_gib": engine,
+            "kv_bytes_per_token": self.engine.kv_bytes_per_token,
+            "kv_tokens_per_replica": self.engine.kv_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What the trainer keeps of the model on one GPU, in bytes, while it trains."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+
+
+def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Memory:
+    """Estimate the memory of one GPU.
+
+    Args:
+        config: a composed run whose batches divide.
+        shape, parallel: its model and its groups of GPUs.
+        capacity: bytes of one GPU.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    engine_config = actor.megatron if parallel.megatron else actor.fsdp_config
+    held = _megatron(config, shape, parallel) if parallel.megatron else _fsdp(config, shape, parallel)
+    away = _Away.read(engine_config)
+    engine = engine_of(config, shape, parallel, capacity)
+    asleep = float(ASLEEP) if rollout.free_cache_engine else engine.budget
+
+    generate = {
+        "context": float(CONTEXT),
+        "parameters": 0.0 if away.parameters else held.parameters,
+        # Megatron's gradient buffers stay unless parameters are offloaded; FSDP's gradients are gone after the update
+        "gradients": held.gradients if parallel.megatron and not away.parameters else 0.0,
+        "optimizer": 0.0 if away.optimizer else held.optimizer,
+        "rollout engine": engine.budget,
+    }
+    tokens = micro_batch_tokens(config, parallel, update=False)
+    score = {
+        "context": float(CONTEXT),
+        "parameters": held.parameters,
+        "gradients": held.gradients if parallel.megatron and not away.parameters else 0.0,
+        "optimizer": 0.0 if away.optimizer else held.optimizer,
+        "gathered layers": held.gathered,
+        "activations": _transient(shape, tokens) / parallel.tensor,
+        "logits": _logits(shape, tokens, parallel, backward=False),
+        "entropy": entropy_bytes(config, shape, tokens, parallel),
+        "rollout engine": asleep,
+    }
+    tokens = micro_batch_tokens(config, parallel, update=True)
+    update = {
+        "context": float(CONTEXT),
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        # gathered for the backward pass as well, and the gradient of a layer before it is reduced, in bfloat16 and float32
+        "gathered layers": held.gathered + (0 if parallel.megatron else (BF16 + FP32) * max(shape.block, shape.head)),
+        "activations": _activations(config, shape, tokens, parallel),
+        "logits": _logits(shape, tokens, parallel, backward=True),
+        "rollout engine": asleep,
+    }
+    if actor.calculate_entropy or actor.entropy_coeff != 0:
+        update["entropy"] = entropy_bytes(config, shape, tokens, parallel)
+    phases = [Phase("generate", generate), Phase("old log-probs", score), Phase("update", update)]
+    return Memory(capacity, phases, engine)
+
+
+@dataclass(frozen=True)
+class _Away:
+    """What waits in host memory while the rollout engine works."""
+
+    parameters: bool
+    optimizer: bool
+
+    @classmethod
+    def read(cls, engine_config: DictConfig) -> "_Away":
+        always = bool(engine_config.get("offload_policy", False))
+        return cls(engine_config.param_offload or always, engine_config.optimizer_offload or always)
+
+
+def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
+    fsdp = config.actor_rollout_ref.actor.fsdp_config
+    each = DTYPE_BYTES[fsdp.model_dtype]
+    share = (
+        0.0 if fsdp.offload_policy else shape.parameters / parallel.shard
+    )  # FSDP2's policy keeps the shard in host memory
+    # sharded: the layer that computes, the next one on its way, embedding and head; on one GPU, a layer's bfloat16 copy
+    layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
+    gathered = float(BF16 * layers)
+    return _Held(each * share, each * share, 2 * each * share, gathered)
+
+
+def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
+    layers = math.ceil(shape.layers / parallel.pipeline)
+    if parallel.pipeline == 1:
+        ends = shape.embedding + shape.head
+    else:
+        ends = max(shape.embedding, shape.head or shape.embedding)  # a tied head is a copy on the last stage
+    share = (layers * shape.block + ends) / parallel.tensor
+    spread = (
+        parallel.data * parallel.context if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
+    )
+    return _Held(BF16 * share, FP32 * share, 3 * FP32 * share / spread, 0.0)
+
+
+def micro_batch_tokens(config: DictConfig, parallel: Parallelism, *, update: bool) -> int:
+    """Most tokens of one micro-batch that one GPU works on."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    prompts = actor.ppo_mini_batch_size if update else config.data.train_batch_size
+    rows = prompts * rollout.n // parallel.data
+    if actor.use_dynamic_bsz:
+        limit = actor.ppo_max_token_len_per_gpu if update else rollout.log_prob_max_token_len_per_gpu
+        return min(limit, math.ceil(rows * longest / parallel.split))
+    micro = actor.ppo_micro_batch_size_per_gpu if update else rollout.log_prob_micro_batch_size_per_gpu
+    return math.ceil(micro * longest / parallel.split)
+
+
+def layer_activation_bytes(shape: ModelShape) -> int:
+    """Bytes that one layer keeps for its backward pass, a token, in bfloat16 with fused attention: what autograd saves, to the byte.
+
+    Two norms (float32 input, bfloat16 result before and behind the weight, float32 scale), queries, keys, values and attention output,
+    attention's float32 log-sum-exp a head, and four tensors of the MLP: gate, its activation, up, and their product.
+    """
+    norms = 2 * (8 * shape.hidden + 4)
+    attention = 4 * shape.heads * shape.head_size + 4 * shape.key_value_width + 4 * shape.heads
+    return norms + attention + 8 * shape.intermediate
+
+
+def _activations(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
+    """What an update keeps for the backward pass on one GPU, in bytes.
+
+    With a pipeline, the first stage keeps as many micro-batches as there are stages, of its share of the layers: the same as without.
+    """
+    model = config.actor_rollout_ref.model
+    whole = tokens * layer_activation_bytes(shape) / parallel.tensor
+    if checkpoints_activations(config, parallel):
+        kept = 0.0 if model.enable_activation_offload and not parallel.megatron else BF16 * shape.hidden * shape.layers
+        return tokens * kept / parallel.tensor + whole
+    return shape.layers * whole
+
+
+def checkpoints_activations(config: DictConfig, parallel: Parallelism) -> bool:
+    """Whether a layer's activations are computed again in the backward pass."""
+    if parallel.megatron:
+        options = config.actor_rollout_ref.actor.megatron.override_transformer_config
+        return options.get("recompute_granularity") == "full"
+    return bool(config.actor_rollout_ref.model.enable_gradient_checkpointing)
+
+
+def _transient(shape: ModelShape, tokens: int) -> float:
+    """Activations of a pass without gradients: a layer's widest moment."""
+    return tokens * BF16 * (3 * shape.intermediate + 3 * shape.hidden)
+
+
+def _logits(shape: ModelShape, tokens: int, parallel: Parallelism, *, backward: bool) -> float:
+    """Logits over the vocabulary and what the log-prob of the sampled token makes of them, in bytes.
+
+    FSDP: bfloat16 logits; flash-attention's cross entropy writes their gradient over them, but the pass before the updates may not, and
+    neither adds a copy. Megatron: bfloat16 logits, float32 softmax, and in the pass before the updates a copy for the entropy.
+    """
+    values = tokens * shape.vocabulary / parallel.tensor
+    if not parallel.megatron:
+        return values * BF16
+    return values * (BF16 + FP32) if backward else values * (2 * BF16 + FP32)
+
+
+def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
+    """Scratch memory of the entropies of one micro-batch: softmax, product and log-sum-exp over the vocabulary.
+
+    In chunks these are float32 for 2048 tokens at a time (and the chunk itself); otherwise they are as large as the logits, each.
+    """
+    actor = config.actor_rollout_ref.actor
+    width = shape.vocabulary / parallel.tensor
+    if actor.entropy_from_logits_with_chunking:
+        return min(tokens, actor.entropy_from_logits_chunk_size) * width * 4 * FP32
+    return tokens * width * 3 * BF16
+
+
+def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Engine:
+    """What vLLM makes of its share of a GPU: weights, room to work, and the rest for the KV cache."""
+    rollout = config.actor_rollout_ref.rollout
+    each = DTYPE_BYTES[rollout.dtype]
+    budget = rollout.gpu_memory_utilization * capacity
+    weights = each * shape.parameters / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
+    sampler = (
+        FP32 * 2 * rollout.max_num_seqs * shape.vocabulary
+    )  # float32 logits of a full batch, and their log-softmax
+    workspace = ENGINE_WORKSPACE + sampler
+    per_token = shape.key_value_bytes(rollout.tensor_model_parallel_size, each)
+    cache = max(budget - weights - workspace, 0.0)
+    per_replica = cache / per_token * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    return Engine(budget, weights, workspace, cache, per_token, int(per_replica))

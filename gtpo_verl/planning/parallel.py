@@ -1,0 +1,90 @@
+"""How a run is spread over its GPUs, read from the configuration as verl reads it. Integers alone; nothing heavy is imported."""
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Sizes of the groups of GPUs.
+
+    ``data`` ranks see different responses. A response is split over ``sequence`` GPUs under FSDP (Ulysses), over ``context`` under
+    Megatron. ``shard`` GPUs share one copy of FSDP's parameters. ``replicas`` rollout engines of ``rollout`` GPUs each serve the policy.
+    """
+
+    gpus: int
+    megatron: bool
+    data: int
+    tensor: int
+    pipeline: int
+    context: int
+    sequence: int
+    shard: int
+    rollout: int
+    rollout_tensor: int
+    replicas: int
+
+    @property
+    def split(self) -> int:
+        """GPUs that share the tokens of a micro-batch."""
+        return self.context * self.sequence
+
+
+def parallelism(config: DictConfig) -> Parallelism:
+    """Read the groups from a composed run.
+
+    Raises:
+        UserError: sizes that do not divide, with the keys to change.
+    """
+    actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    megatron = actor.strategy == "megatron"
+    if megatron:
+        sizes = actor.megatron
+        tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
+        context, sequence, shard = sizes.context_parallel_size, 1, 1
+        if gpus % (tensor * pipeline * context):
+            raise UserError(
+                f"{gpus} GPUs do not divide by actor_rollout_ref.actor.megatron's tensor × pipeline × context parallel sizes = "
+                f"{tensor} × {pipeline} × {context}."
+            )
+    else:
+        tensor = pipeline = context = 1
+        sequence = sequence_parallel(config)
+        wanted = actor.fsdp_config.fsdp_size
+        shard = gpus if wanted < 0 or wanted >= gpus else wanted
+        if gpus % sequence:
+            raise UserError(
+                f"{gpus} GPUs do not divide by actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}."
+            )
+        if gpus % shard:
+            raise UserError(f"{gpus} GPUs do not divide by actor_rollout_ref.actor.fsdp_config.fsdp_size={shard}.")
+    rollout = engine.tensor_model_parallel_size * engine.data_parallel_size * engine.pipeline_model_parallel_size
+    if gpus % rollout:
+        raise UserError(
+            f"{gpus} GPUs do not divide by the {rollout} of one rollout engine: change "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and trainer.n_gpus_per_node."
+        )
+    return Parallelism(
+        gpus=gpus,
+        megatron=megatron,
+        data=gpus // (tensor * pipeline * context * sequence),
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        sequence=sequence,
+        shard=shard,
+        rollout=rollout,
+        rollout_tensor=engine.tensor_model_parallel_size,
+        replicas=gpus // rollout,
+    )
+
+
+def sequence_parallel(config: DictConfig) -> int:
+    """Ulysses' size: verl takes its older key on the actor where that is set, and FSDP's otherwise."""
+    actor = config.actor_rollout_ref.actor
+    older = actor.ulysses_sequence_parallel_size
+    return older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size

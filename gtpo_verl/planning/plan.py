@@ -1,0 +1,166 @@
+"""A plan: everything that this package works out about one configuration, as data."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from gtpo_verl import preflight
+from gtpo_verl.planning.findings import (
+    Finding,
+    idle_findings,
+    memory_findings,
+    sampling_findings,
+    shape_findings,
+)
+from gtpo_verl.planning.memory import GIB, Memory, engine_of, memory_of
+from gtpo_verl.planning.parallel import Parallelism
+from gtpo_verl.planning.shapes import ModelShape, load_shape
+from gtpo_verl.planning.step import Lengths, Step, check_batches, skips_old_log_prob, step_of
+from gtpo_verl.planning.timing import (
+    ADVANTAGE_NS,
+    Assumptions,
+    StepTime,
+    check_assumptions,
+    default_assumptions,
+    forward_flops,
+    given_assumptions,
+    measured_assumptions,
+    step_time,
+)
+
+FLOAT32 = 4
+ROLLOUT_COLUMNS = 8  # bytes a token: float32 entropy and int32 version of the weights
+
+
+@dataclass(frozen=True)
+class ArmCost:
+    """What an arm adds to one step beyond generation and updates.
+
+    ``entropy_source`` is where its entropies come from; bytes are of the columns in TransferQueue that hold them; the pass is the
+    actor's over the batch before the updates, in seconds.
+    """
+
+    arm: str
+    entropy_bytes: int
+    rollout_bytes: int
+    pass_seconds: float
+    advantage_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One configuration, worked out. On a CPU memory is None, and time as well unless it was measured: both models are a GPU's."""
+
+    overrides: list[str]
+    algorithm: str
+    shape: ModelShape
+    parallel: Parallelism
+    step: Step
+    total_steps: int
+    memory: Memory | None
+    time: StepTime | None
+    arms: list[ArmCost]
+    assumptions: Assumptions
+    findings: list[Finding]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Findings that would stop the run."""
+        return [finding for finding in self.findings if finding.level == "error"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; bytes are GiB where the name says so, times are seconds."""
+        return {
+            "overrides": self.overrides,
+            "algorithm": self.algorithm,
+            "model": asdict(self.shape),
+            "parallelism": asdict(self.parallel),
+            "step": self.step.to_dict(),
+            "total_steps": self.total_steps,
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "time_s": None if self.time is None else self.time.to_dict(),
+            "arms": [asdict(arm) for arm in self.arms],
+            "assumptions": {name: asdict(item) for name, item in sorted(self.assumptions.items())},
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def make_plan(
+    config: DictConfig,
+    overrides: Sequence[str] = (),
+    *,
+    gpu: str = "h100",
+    given: dict[str, float] | None = None,
+    measured: Path | None = None,
+) -> Plan:
+    """Work out what a composed configuration means.
+
+    Args:
+        config: composed, and prepared as for a run.
+        overrides: the user's, to find those without effect.
+        gpu: a name in ``timing.GPUS``.
+        given: assumptions by name; they win over measured ones.
+        measured: directory of a run to take assumptions from.
+
+    Raises:
+        UserError: batches that do not divide (nothing follows from them), an unknown model, an assumption out of range.
+    """
+    errors, remarks = preflight.problems(config)
+    parallel = check_batches(config)
+    shape = load_shape(config.actor_rollout_ref.model.path)
+    assumptions = default_assumptions(config, gpu)
+    if measured is not None:
+        assumptions = measured_assumptions(assumptions, measured)
+    assumptions = given_assumptions(assumptions, given or {})
+    check_assumptions(assumptions, config)
+    lengths = Lengths(assumptions["prompt_length"].value, assumptions["response_length"].value)
+    step = step_of(config, parallel, lengths, assumptions["sampling_yield"].value)
+
+    findings = [Finding("error", message) for message in errors]
+    findings += shape_findings(config, shape, parallel) + sampling_findings(config, step)
+    memory, time = None, None
+    capacity = assumptions["gpu_memory"].value * GIB
+    on_gpu = config.trainer.device != "cpu"
+    if on_gpu:
+        memory = memory_of(config, shape, parallel, capacity)
+        findings += memory_findings(config, shape, parallel, memory)
+    if on_gpu or measured is not None:
+        time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
+    findings += idle_findings(config, overrides)
+    findings += [Finding("note", remark) for remark in remarks]
+    order = ("error", "warning", "note")
+    return Plan(
+        overrides=list(overrides),
+        algorithm=config.algorithm.adv_estimator,
+        shape=shape,
+        parallel=parallel,
+        step=step,
+        total_steps=config.trainer.total_training_steps,
+        memory=memory,
+        time=time,
+        arms=_arms(config, shape, parallel, step, assumptions),
+        assumptions=assumptions,
+        findings=sorted(findings, key=lambda finding: order.index(finding.level)),
+    )
+
+
+def _arms(
+    config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, assumptions: Assumptions
+) -> list[ArmCost]:
+    """DAPO, GTPO and GRPO-S on the same batch, from the same source of entropies.
+
+    All three fetch the entropies: DAPO does not need them, but its credit metrics are those of the others.
+    """
+    tokens = round(step.responses * assumptions["response_length"].value)
+    lengths = assumptions["prompt_length"].value + assumptions["response_length"].value
+    peak = assumptions["gpu_tflops"].value * 1e12 * parallel.gpus * assumptions["log_prob_efficiency"].value
+    seconds = 0.0 if skips_old_log_prob(config) else forward_flops(shape, step.responses, lengths) / peak
+    rollout = 0 if config.algorithm.entropy.source == "actor" else ROLLOUT_COLUMNS * tokens
+    actor = 0 if skips_old_log_prob(config) else FLOAT32 * tokens
+    return [
+        ArmCost(arm, actor, rollout, seconds, tokens * ADVANTAGE_NS[estimator] * 1e-9)
+        for arm, estimator in (("dapo", "grpo"), ("gtpo", "gtpo"), ("grpo_s", "grpo_s"))
+    ]

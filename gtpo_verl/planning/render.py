@@ -1,0 +1,167 @@
+"""A plan as tables for people."""
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from gtpo_verl.planning.memory import GIB
+from gtpo_verl.planning.plan import Plan
+
+WIDTH = 130  # where the output is no terminal
+STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def show(plan: Plan) -> None:
+    """Print a plan on standard output."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console.print(_step(plan))
+    if plan.memory is not None:
+        console.print(_memory(plan), _engine_line(plan), "", sep="\n")
+    if plan.time is not None:
+        console.print(_time(plan), _run_line(plan), "", sep="\n")
+    if plan.memory is None:
+        console.print("Memory is worked out for GPUs alone, and this run has none; its time can only be --measured.\n")
+    console.print(_arms(plan))
+    console.print("The pass is verl's own, for old log-probs; algorithm.entropy.source=rollout leaves it out.\n")
+    console.print(_assumed(plan))
+    if not plan.findings:
+        console.print("Nothing was found that is known to go wrong.")
+    for finding in plan.findings:
+        console.print(f"{finding.level}: {finding.message}", style=STYLES[finding.level], markup=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str, numbers: bool = False) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(columns))
+    for position, name in enumerate(columns):
+        table.add_column(name, justify="right" if numbers and position else "left", overflow="fold")
+    return table
+
+
+def _step(plan: Plan) -> Table:
+    step, shape, parallel = plan.step, plan.shape, plan.parallel
+    table = _table("One step", "", "", "")
+
+    def row(name: str, value: str, remark: str = "") -> None:
+        table.add_row(name, value, remark)
+
+    row("model", shape.name, f"{shape.parameters:,} parameters; {shape.layers} layers; config {shape.source}")
+    kinds = {
+        "data": parallel.data,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "sequence": parallel.sequence,
+    }
+    spread = " × ".join(f"{size} {kind}" for kind, size in kinds.items() if size > 1 or kind == "data")
+    sharded = "" if parallel.megatron else f"; parameters sharded over {parallel.shard}"
+    row("GPUs", f"{parallel.gpus}", f"{'Megatron' if parallel.megatron else 'FSDP'}: {spread}{sharded}")
+    row("rollout engines", f"{parallel.replicas}", f"{parallel.rollout} GPU{'s' * (parallel.rollout > 1)} each")
+    row("responses", f"{step.responses:,}", f"{step.prompts} prompts × {step.responses_per_prompt}")
+    row(
+        "mini-batch",
+        f"{step.mini_batch_responses:,}",
+        f"{step.mini_batch_prompts} prompts × {step.responses_per_prompt}",
+    )
+    row("optimizer updates", f"{step.updates}", f"{step.updates * plan.total_steps:,} in {plan.total_steps} steps")
+    row(
+        "micro-batches a rank",
+        f"{step.micro_batches_per_step}",
+        f"{step.micro_batches_per_update} an update; {step.old_log_prob_micro_batches} in the pass before the updates",
+    )
+    row(
+        "tokens trained on",
+        _count(step.tokens),
+        f"prompts and responses; the longest sequence has {step.longest_sequence:,}",
+    )
+    budget = "" if step.budget_prompts is None else f"; at most {step.budget_prompts:,} prompts"
+    row(
+        "tokens generated",
+        _count(step.generated_tokens),
+        f"{step.generated_prompts:,} prompts, {step.sampling_overhead:+.0%} at a yield of {step.sampling_yield:g}{budget}",
+    )
+    return table
+
+
+def _memory(plan: Plan) -> Table:
+    memory = plan.memory
+    assert memory is not None
+    table = _table("Memory of a GPU, GiB", "", *(phase.name for phase in memory.phases), numbers=True)
+    names = list(dict.fromkeys(name for phase in memory.phases for name in phase.parts))
+    for name in names:
+        parts = [phase.parts.get(name, 0.0) / GIB for phase in memory.phases]
+        if any(parts):
+            table.add_row(name, *(f"{part:.1f}" if part else "" for part in parts))
+    table.add_section()
+    table.add_row(
+        f"total, of {memory.capacity / GIB:.0f}", *(f"{phase.total / GIB:.1f}" for phase in memory.phases), style="bold"
+    )
+    return table
+
+
+def _engine_line(plan: Plan) -> str:
+    assert plan.memory is not None
+    engine = plan.memory.engine
+    longest = engine.kv_tokens // plan.step.longest_sequence
+    return (
+        f"Rollout engine: weights {engine.weights / GIB:.1f}, workspace {engine.workspace / GIB:.1f}, KV cache {engine.kv_cache / GIB:.1f}: "
+        f"{engine.kv_tokens:,} tokens a replica, {longest:,} of the longest sequences."
+    )
+
+
+def _time(plan: Plan) -> Table:
+    time = plan.time
+    assert time is not None
+    table = _table("Time of a step, estimated", "", "seconds", "share", numbers=True)
+    rows = {
+        "generation": time.generate,
+        "old log-probs": time.old_log_prob,
+        "advantages": time.advantage,
+        "updates": time.update,
+        "other": time.other,
+    }
+    for name, seconds in rows.items():
+        table.add_row(name, f"{seconds:,.1f}", f"{seconds / time.total:.0%}")
+    table.add_section()
+    table.add_row("step", f"{time.total:,.0f}", "", style="bold")
+    return table
+
+
+def _run_line(plan: Plan) -> str:
+    assert plan.time is not None
+    hours = plan.time.total * plan.total_steps / 3600
+    each = f" A replica decodes {plan.time.concurrent} responses at once." if plan.time.concurrent else ""
+    return f"{plan.total_steps} steps: {hours:,.0f} hours, {hours * plan.parallel.gpus:,.0f} GPU-hours, without validation and verifier.{each}"
+
+
+def _arms(plan: Plan) -> Table:
+    table = _table(
+        "What each arm adds to a step",
+        "",
+        "actor's pass, s",
+        "its entropies, MiB",
+        "the rollout's, MiB",
+        "advantages, s",
+        numbers=True,
+    )
+    for arm in plan.arms:
+        table.add_row(
+            arm.arm,
+            f"{arm.pass_seconds:,.1f}",
+            f"{arm.entropy_bytes / 1024**2:,.0f}",
+            f"{arm.rollout_bytes / 1024**2:,.0f}",
+            f"{arm.advantage_seconds:.2f}",
+        )
+    return table
+
+
+def _assumed(plan: Plan) -> Table:
+    table = _table("Assumed", "name", "value", "unit", "from")
+    for name, item in sorted(plan.assumptions.items()):
+        table.add_row(name, f"{item.value:,.4g}", item.unit, item.origin)
+    return table
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 1e6 else f"{number:,}"

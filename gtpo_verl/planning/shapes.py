@@ -1,0 +1,144 @@
+"""The shape of a model from its config.json: exact parameter counts on torch's meta device, without a download and without memory."""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from gtpo_verl.errors import UserError
+
+MODELS = Path(__file__).parent / "models"
+INSTRUCT = "-Instruct"
+INSTRUCT_POSITIONS = 32768  # the Instruct models of Qwen2.5 have the shape of their base model and these positions
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a dense decoder; parameter counts are those of the model that transformers builds.
+
+    ``block`` is one layer, ``embedding`` the input embedding, ``head`` the output projection (0 where it is the embedding again).
+    """
+
+    name: str
+    source: str
+    parameters: int
+    embedding: int
+    head: int
+    block: int
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    vocabulary: int
+    positions: int
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that every token is multiplied with: all but the embedding, which is looked up (a tied one is the head as well)."""
+        return self.parameters - (self.embedding if self.head else 0)
+
+    @property
+    def key_value_width(self) -> int:
+        """Numbers in the keys of one token and layer; its values have as many."""
+        return self.key_value_heads * self.head_size
+
+    def key_value_bytes(self, tensor_parallel: int, bytes_each: int = 2) -> int:
+        """Bytes of KV cache a token takes on one GPU; with more ranks than key-value heads, heads are repeated."""
+        heads = max(self.key_value_heads // tensor_parallel, 1)
+        return 2 * self.layers * heads * self.head_size * bytes_each
+
+
+def known_models() -> list[str]:
+    """Names of the shapes that ship with the package."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
+
+
+def load_shape(path: str | None) -> ModelShape:
+    """The shape of the model that a run names.
+
+    Args:
+        path: ``actor_rollout_ref.model.path``: a local directory, a name on the hub that is in the cache, or one of the models
+            whose config ships with the package (Qwen2.5, with or without ``-Instruct``).
+
+    Raises:
+        UserError: no such model here, or one that is no dense decoder.
+    """
+    if path is None:
+        raise UserError(
+            f"no model: set actor_rollout_ref.model.path to a directory, or to one of Qwen/{', '.join(known_models())}."
+        )
+    config, source = _find_config(str(path))
+    return _count(str(path), json.dumps(config), source)
+
+
+def _find_config(path: str) -> tuple[dict[str, Any], str]:
+    local = Path(path).expanduser() / "config.json"
+    if local.is_file():
+        return json.loads(local.read_text()), str(local)
+    name = path.rsplit("/", 1)[-1]
+    if name.removesuffix(INSTRUCT) in known_models():
+        config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
+        if name.endswith(INSTRUCT) and "Math" not in name:
+            config["max_position_embeddings"] = INSTRUCT_POSITIONS
+        return config, "shipped with gtpo_verl"
+    cached = _cached_config(path)
+    if cached is not None:
+        return json.loads(Path(cached).read_text()), cached
+    raise UserError(
+        f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory (its config.json is "
+        f"enough to plan), or one of Qwen/{', '.join(known_models())}."
+    )
+
+
+def _cached_config(name: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        return None
+    found = try_to_load_from_cache(name, "config.json")
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _count(name: str, config_json: str, source: str) -> ModelShape:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = json.loads(config_json)
+    kind = config.get("model_type")
+    try:
+        full: Any = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(full)
+        layers = model.model.layers
+        text = full.get_text_config()
+        experts = any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        if experts or len({_numel(layer) for layer in layers}) != 1 or not hasattr(text, "intermediate_size"):
+            raise UserError(f"{source}: a plan needs a dense decoder whose layers are all alike, and {kind} is none.")
+    except (KeyError, ValueError, AttributeError) as error:
+        raise UserError(f"{source}: transformers builds no decoder from model_type={kind}: {error}") from error
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    return ModelShape(
+        name=name,
+        source=source,
+        parameters=_numel(model),
+        embedding=embedding.numel(),
+        head=0 if text.tie_word_embeddings else head.numel(),
+        block=_numel(layers[0]),
+        layers=len(layers),
+        hidden=text.hidden_size,
+        intermediate=text.intermediate_size,
+        heads=text.num_attention_heads,
+        key_value_heads=text.num_key_value_heads,
+        head_size=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        vocabulary=text.vocab_size,
+        positions=text.max_position_embeddings,
+    )
+
+
+def _numel(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,174 @@
+"""The arithmetic of one training step: how many prompts, responses, updates, micro-batches and tokens a configuration means.
+
+verl counts a mini-batch in prompts and a micro-batch in responses; a rollout step makes
+train_batch_size / ppo_mini_batch_size × ppo_epochs optimizer updates. Nothing heavy is imported.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.planning.parallel import Parallelism, parallelism
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of a prompt and of a response; a plan cannot know them, so they are given or measured."""
+
+    prompt: float
+    response: float
+
+    @property
+    def whole(self) -> float:
+        """Tokens of prompt and response together."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step. Micro-batches are per rank; those cut by tokens are the least that hold the mean lengths.
+
+    ``generated_*`` is what dynamic sampling generates for it at the given yield, in the least case: whole rounds may add to it.
+    """
+
+    prompts: int
+    responses_per_prompt: int
+    responses: int
+    mini_batch_prompts: int
+    mini_batch_responses: int
+    updates: int
+    responses_per_rank: int
+    micro_batches_per_update: int
+    micro_batches_per_step: int
+    old_log_prob_micro_batches: int
+    tokens: int
+    longest_sequence: int
+    generated_prompts: int
+    generated_responses: int
+    generated_tokens: int
+    sampling_yield: float
+    sampling_overhead: float
+    budget_prompts: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def check_batches(config: DictConfig) -> Parallelism:
+    """Check that the batches of a run divide over mini-batches, ranks and micro-batches; returns the parallelism.
+
+    Raises:
+        UserError: the first size that does not divide, and what to change.
+    """
+    parallel = parallelism(config)
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if config.data.train_batch_size % actor.ppo_mini_batch_size:
+        raise UserError(
+            f"data.train_batch_size={config.data.train_batch_size} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size}: both count prompts, and their quotient is the number of updates a step."
+        )
+    per_rank, rest = divmod(actor.ppo_mini_batch_size * rollout.n, parallel.data)
+    if rest:
+        raise UserError(
+            f"a mini-batch of {actor.ppo_mini_batch_size} prompts × {rollout.n} responses does not divide over {parallel.data} "
+            "data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or rollout.n."
+        )
+    if actor.use_dynamic_bsz:
+        longest = config.data.max_prompt_length + config.data.max_response_length
+        limits = {
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": actor.ppo_max_token_len_per_gpu,
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": rollout.log_prob_max_token_len_per_gpu,
+        }
+        for key, limit in limits.items():
+            if limit * parallel.split < longest:
+                raise UserError(
+                    f"{key}={limit}{f' × {parallel.split} GPUs a sequence' if parallel.split > 1 else ''} is less than the longest "
+                    f"sequence, data.max_prompt_length + data.max_response_length = {longest}: verl stops at the first one that long."
+                )
+        return parallel
+    for key, micro, rows, what in (
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+            actor.ppo_micro_batch_size_per_gpu,
+            per_rank,
+            "a mini-batch",
+        ),
+        (
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+            rollout.log_prob_micro_batch_size_per_gpu,
+            per_rank * _mini_batches(config),
+            "the batch",
+        ),
+    ):
+        if micro is None:
+            raise UserError(f"{key} is not set: set it, or actor_rollout_ref.actor.use_dynamic_bsz=true.")
+        if rows % micro:
+            raise UserError(f"each rank's share of {what}, {rows} responses, does not divide by {key}={micro}.")
+    return parallel
+
+
+def _mini_batches(config: DictConfig) -> int:
+    return config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+
+
+def step_of(config: DictConfig, parallel: Parallelism, lengths: Lengths, sampling_yield: float) -> Step:
+    """The arithmetic of one step of a run whose batches divide.
+
+    Args:
+        config: a composed run.
+        parallel: from :func:`check_batches`.
+        lengths: mean tokens.
+        sampling_yield: share of generated groups with correct and wrong responses, in (0, 1]; 1 without dynamic sampling.
+    """
+    actor, rollout, groups = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        config.algorithm.filter_groups,
+    )
+    prompts, n = config.data.train_batch_size, rollout.n
+    mini_batches = _mini_batches(config)
+    updates = mini_batches * actor.ppo_epochs
+    per_rank = actor.ppo_mini_batch_size * n // parallel.data
+    whole_rank = prompts * n // parallel.data
+    if actor.use_dynamic_bsz:
+        micro = token_micro_batches(per_rank, lengths.whole, actor.ppo_max_token_len_per_gpu * parallel.split)
+        old = token_micro_batches(whole_rank, lengths.whole, rollout.log_prob_max_token_len_per_gpu * parallel.split)
+    else:
+        micro = per_rank // actor.ppo_micro_batch_size_per_gpu
+        old = whole_rank // rollout.log_prob_micro_batch_size_per_gpu
+    generated = math.ceil(prompts / sampling_yield)
+    budget = groups.max_num_gen_batches * prompts if groups.enable and groups.max_num_gen_batches else None
+    return Step(
+        prompts=prompts,
+        responses_per_prompt=n,
+        responses=prompts * n,
+        mini_batch_prompts=actor.ppo_mini_batch_size,
+        mini_batch_responses=actor.ppo_mini_batch_size * n,
+        updates=updates,
+        responses_per_rank=whole_rank,
+        micro_batches_per_update=micro,
+        micro_batches_per_step=micro * updates,
+        old_log_prob_micro_batches=0 if skips_old_log_prob(config) else old,
+        tokens=round(prompts * n * lengths.whole),
+        longest_sequence=config.data.max_prompt_length + config.data.max_response_length,
+        generated_prompts=generated,
+        generated_responses=generated * n,
+        generated_tokens=round(generated * n * lengths.response),
+        sampling_yield=sampling_yield,
+        sampling_overhead=generated / prompts - 1,
+        budget_prompts=budget,
+    )
+
+
+def token_micro_batches(rows: int, mean_length: float, limit: int) -> int:
+    """Least micro-batches of at most ``limit`` tokens for ``rows`` sequences: verl starts there, and takes more where they do not pack."""
+    return min(rows, math.ceil(rows * mean_length / limit))
+
+
+def skips_old_log_prob(config: DictConfig) -> bool:
+    """Whether the actor's pass over the batch before the updates is left out (verl's bypass mode)."""
+    return config.algorithm.entropy.source == "rollout" or config.algorithm.rollout_correction.bypass_mode

@@ -1,0 +1,299 @@
+"""Looks for everything that would go wrong in a run before anything expensive starts.
+
+:func:`check` needs no verl and takes about a second; ``integrations.checks`` follows once verl is imported, still before Ray.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.wiring import check_rollout
+from gtpo_verl.planning.step import check_batches
+from gtpo_verl.versions import check_vllm, installed_version
+
+HUB_TIMEOUT = 5.0  # seconds
+ENTROPY_SOURCES = ("actor", "rollout", "both")
+ON_BUDGET = ("train_smaller", "stop")
+
+
+def check(config: DictConfig) -> None:
+    """Check paths, columns, sizes and modes of a composed configuration.
+
+    Raises:
+        UserError: the first thing that is wrong, and what to do about it.
+    """
+    for remark in _check_algorithm(config):
+        print(f"note: {remark}", flush=True)
+    _check_backend(config)
+    _check_entropy_source(config)
+    _check_sizes(config)
+    _check_model(config)
+    _check_data(config)
+
+
+def problems(config: DictConfig) -> tuple[list[str], list[str]]:
+    """What a configuration gets wrong by itself, without model, files or verl: errors, at most one a kind of check, and remarks."""
+    errors: list[str] = []
+    remarks: list[str] = []
+    for examine in (_check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
+        try:
+            remarks.extend(examine(config) or ())
+        except UserError as error:
+            errors.append(str(error))
+    return errors, remarks
+
+
+def check_evaluation(config: DictConfig) -> None:
+    """Check what an evaluation needs of a configuration: lengths, the model, the validation files.
+
+    Raises:
+        UserError: the first thing that is wrong, and what to do about it.
+    """
+    _check_lengths(config)
+    _check_model(config)
+    _check_data(config, ("val_files",))
+
+
+# -------------------------------------------------------------------- algorithm
+
+
+def _check_algorithm(config: DictConfig) -> list[str]:
+    """Returns what is unusual about the algorithm that is chosen."""
+    from gtpo_verl.integrations.settings import CONFIG_CLASSES, algorithm_config
+
+    unusual: list[str] = []
+    for name in CONFIG_CLASSES:
+        _, remarks = algorithm_config(name, config.algorithm)
+        if config.algorithm.adv_estimator == name:
+            unusual.extend(f"algorithm.{name}: {remark}" for remark in remarks)
+    actor = config.actor_rollout_ref.actor
+    if actor.policy_loss.loss_mode == "grpo_s" and actor.loss_agg_mode != "seq-mean-token-mean":
+        raise UserError(
+            "actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s averages over sequences: set "
+            f"actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean (it is {actor.loss_agg_mode})."
+        )
+    return unusual + _check_dynamic_sampling(config)
+
+
+def _check_dynamic_sampling(config: DictConfig) -> list[str]:
+    """Returns what is unusual about it."""
+    settings = config.algorithm.filter_groups
+    age = settings.carry_over.max_age
+    if settings.on_budget not in ON_BUDGET:
+        raise UserError(f"algorithm.filter_groups.on_budget={settings.on_budget}: choose {' or '.join(ON_BUDGET)}.")
+    for key, value, least in (
+        ("max_num_gen_batches", settings.max_num_gen_batches, 0),
+        ("max_inflight_gen_batches", settings.max_inflight_gen_batches, 1),
+        ("carry_over.max_age", age, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UserError(f"algorithm.filter_groups.{key}={value}: it must be a whole number, at least {least}.")
+    if settings.enable and config.skip.rollout_tq.enable:
+        raise UserError(
+            "skip.rollout_tq.enable=true replays stored batches, which dynamic sampling would filter again: set "
+            "algorithm.filter_groups.enable=false."
+        )
+    mode, sampler = config.trainer.v1.trainer_mode, config.trainer.v1.sampler.get("custom_sampler") or {}
+    if age == 0 and settings.enable and settings.max_num_gen_batches and mode != "sync":
+        remark = (
+            f"trainer.v1.trainer_mode={mode} has no budget for dynamic sampling: algorithm.filter_groups.max_num_gen_batches "
+            "and on_budget have no effect, and prompts without contrast are replaced for as long as it takes."
+        )
+        return [remark]
+    if age == 0:
+        return []
+    if not settings.enable:
+        raise UserError(
+            f"algorithm.filter_groups.carry_over.max_age={age} carries over what dynamic sampling leaves, and it is off: "
+            "set algorithm.filter_groups.enable=true, or max_age=0."
+        )
+    if mode != "sync" or sampler.get("path"):
+        raise UserError(
+            f"algorithm.filter_groups.carry_over.max_age={age} needs trainer.v1.trainer_mode=sync with its own sampler: "
+            f"the asynchronous trainers keep their surplus already (trainer.v1.sampler.max_off_policy_threshold). Set max_age=0."
+        )
+    corrected = config.algorithm.rollout_correction.rollout_is is not None
+    if config.algorithm.entropy.source != "rollout" and not corrected:
+        remark = (
+            "algorithm.filter_groups.carry_over: old log-probs of groups carried over are recomputed by the current actor, "
+            "so the clipped ratio does not see their age; algorithm.rollout_correction.rollout_is=token weighs it, and "
+            "algorithm.entropy.source=rollout measures the ratio from the policy that generated them."
+        )
+        return [remark]
+    return []
+
+
+def _check_backend(config: DictConfig) -> None:
+    if config.actor_rollout_ref.actor.strategy == "megatron" and config.trainer.device == "cpu":
+        raise UserError("backend=megatron needs GPUs: with hardware=cpu choose backend=fsdp.")
+
+
+def _check_entropy_source(config: DictConfig) -> None:
+    source = config.algorithm.entropy.source
+    bypass = config.algorithm.rollout_correction.bypass_mode
+    if source not in ENTROPY_SOURCES:
+        raise UserError(f"algorithm.entropy.source={source}: choose one of {', '.join(ENTROPY_SOURCES)}.")
+    if bypass and source != "rollout":
+        raise UserError(
+            f"algorithm.rollout_correction.bypass_mode=true skips the pass that computes the actor's entropies, and "
+            f"algorithm.entropy.source={source} needs them: set algorithm.entropy.source=rollout, or bypass_mode=false."
+        )
+    if config.algorithm.entropy.check_every < 0:
+        raise UserError(
+            f"algorithm.entropy.check_every={config.algorithm.entropy.check_every}: it counts steps; 0 is never."
+        )
+    if source != "actor":
+        check_rollout(config.actor_rollout_ref.rollout)
+        installed = installed_version("vllm")
+        if installed is not None:  # it may be on the nodes of the rollout alone, where every server checks again
+            check_vllm(installed)
+
+
+# -------------------------------------------------------------------- sizes
+
+
+def _check_sizes(config: DictConfig) -> None:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    for key in ("train_batch_size", "max_prompt_length", "max_response_length"):
+        if data[key] < 1:
+            raise UserError(f"data.{key}={data[key]}: it must be at least 1.")
+    if rollout.n < 2:
+        raise UserError(
+            f"actor_rollout_ref.rollout.n={rollout.n}: a group needs at least two responses to be compared."
+        )
+    check_batches(config)
+    _check_lengths(config)
+
+
+def _check_lengths(config: DictConfig) -> None:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    reward = config.reward.reward_kwargs
+    overlong = reward.overlong_buffer_cfg
+    if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
+        raise UserError(
+            f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is shorter than data.max_prompt_length + "
+            f"data.max_response_length = {data.max_prompt_length + data.max_response_length}: raise it, or set it to null."
+        )
+    if reward.max_resp_len > data.max_response_length:
+        raise UserError(
+            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} exceeds data.max_response_length={data.max_response_length}: "
+            "no response gets that long, so the overlong punishment would never be whole."
+        )
+    if overlong.enable and not 0 < overlong.len <= reward.max_resp_len:
+        raise UserError(
+            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len} must be between 1 and max_resp_len={reward.max_resp_len}, "
+            "the tokens before the limit over which the punishment grows."
+        )
+
+
+# -------------------------------------------------------------------- model and data
+
+
+def _check_model(config: DictConfig) -> None:
+    if config.actor_rollout_ref.model.path is None:
+        raise UserError(
+            "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the hub."
+        )
+    path = str(config.actor_rollout_ref.model.path)
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise UserError(
+                f"actor_rollout_ref.model.path={path} has no config.json: it must be a model in Hugging Face format."
+            )
+        return
+    if "://" in path:
+        return  # verl copies it from remote storage
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise UserError(f"actor_rollout_ref.model.path={path}: no such directory.")
+    _check_hub(path)
+
+
+def _check_hub(name: str) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        within(HUB_TIMEOUT, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT))
+    except HfHubHTTPError as error:
+        raise UserError(
+            f"actor_rollout_ref.model.path={name}: no such directory, and the hub says: {first_line(error)}"
+        ) from error
+    except Exception as error:
+        raise UserError(
+            f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within {HUB_TIMEOUT:.0f} s "
+            f"({type(error).__name__}): give a local directory."
+        ) from error
+
+
+def _check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_files")) -> None:
+    import pyarrow.parquet as pq
+
+    columns = {config.data.prompt_key, config.data.reward_fn_key, "reward_model"}
+    for key in keys:
+        if config.data[key] is None:
+            raise UserError(
+                f"no data: set data.{key}=FILE.parquet in verl's schema (columns {', '.join(sorted(columns))})."
+            )
+        for file in files_of(config.data[key]):
+            if "://" in file:
+                continue
+            if not Path(file).is_file():
+                raise UserError(f"data.{key}={file}: no such file.")
+            try:
+                table = pq.ParquetFile(file)
+            except Exception as error:
+                raise UserError(f"data.{key}={file} is not a parquet file: {first_line(error)}") from error
+            missing = columns - set(table.schema_arrow.names)
+            if missing:
+                raise UserError(
+                    f"data.{key}={file} lacks the column{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}; "
+                    f"it has {', '.join(table.schema_arrow.names)}."
+                )
+            if table.metadata.num_rows == 0:
+                raise UserError(f"data.{key}={file} has no rows.")
+            if (
+                key == "train_files"
+                and table.metadata.num_rows < config.data.train_batch_size
+                and len(files_of(config.data[key])) == 1
+            ):
+                raise UserError(
+                    f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
+                )
+
+
+def files_of(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else [str(item) for item in value]
+
+
+# -------------------------------------------------------------------- shared with integrations.checks
+
+
+def within(seconds: float, task: Callable[[], Any]) -> Any:
+    """Run ``task``, and raise TimeoutError when it takes longer; a task that hangs is left behind in a daemon thread."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["value"] = task()
+        except Exception as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,89 @@
+"""What a run keeps on disk: ``metrics.jsonl``, ``groups.jsonl``, ``run.json``, and the file by which a running job is asked to stop."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+GROUPS_FILE = "groups.jsonl"
+RECORD_FILE = "run.json"
+STOP_FILE = "STOP"
+
+
+class MetricsRecorder:
+    """Appends ``{"step": int, "data": {name: number}}`` to ``metrics.jsonl``; a step written again after a resume comes later and wins."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / METRICS_FILE
+        _end_torn_line(self.path)
+        _end_torn_line(run_dir / GROUPS_FILE)
+
+    def write(self, step: int, metrics: dict[str, Any]) -> None:
+        """Append one step; values that are not finite are left out and named under ``not_finite``."""
+        numbers, not_finite = {}, []
+        for name, value in metrics.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                continue  # tables and nested counts go to verl's own loggers
+            if math.isfinite(number):
+                numbers[name] = number
+            else:
+                not_finite.append(name)
+        line: dict[str, Any] = {"step": int(step), "data": numbers}
+        if not_finite:
+            line["not_finite"] = sorted(not_finite)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def record_groups(run_dir: Path, step: int, groups: dict[str, int]) -> None:
+    """Append the groups that a step trained on to ``groups.jsonl``.
+
+    Args:
+        run_dir: the run's directory.
+        step: the step; one written again after a resume comes later and wins.
+        groups: {uid of the group: step in which its responses were generated}.
+    """
+    with (run_dir / GROUPS_FILE).open("a") as file:
+        file.write(json.dumps({"step": int(step), "groups": groups}) + "\n")
+
+
+def _end_torn_line(path: Path) -> None:
+    """A crash may have torn the last line of ``path``: end it, so that the next one is not glued to it."""
+    if path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        with path.open("a") as file:
+            file.write("\n")
+
+
+def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
+    """Read the whole lines of ``metrics.jsonl`` behind ``offset`` (bytes); returns them and where to go on. Torn lines are skipped."""
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        return [], offset
+    with path.open("rb") as file:
+        file.seek(offset)
+        text = file.read()
+    end = text.rfind(b"\n") + 1
+    lines = []
+    for line in text[:end].splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines, offset + end
+
+
+def write_record(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Write ``run.json``, whole or not at all."""
+    temporary = run_dir / f".{RECORD_FILE}.tmp"
+    temporary.write_text(json.dumps(facts, indent=2) + "\n")
+    temporary.replace(run_dir / RECORD_FILE)
+
+
+def read_record(run_dir: Path) -> dict[str, Any] | None:
+    """Read ``run.json``; None where there is none."""
+    path = run_dir / RECORD_FILE
+    return json.loads(path.read_text()) if path.is_file() else None

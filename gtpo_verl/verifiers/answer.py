@@ -1,0 +1,93 @@
+"""DAPO's ``Answer:`` rule: the text behind the last "Answer:" equals the truth after both are normalised.
+
+The normalisation is Minerva's (arXiv 2206.14858, appendix D.1), as DAPO and verl's ``math_dapo`` apply it. Every step here has
+the order and the quirks of theirs, because a baseline that reads answers differently is another baseline: the tests compare
+the verdicts with verl's own on generated strings. Only the standard library is needed.
+"""
+
+import re
+
+TAIL = 300  # characters of a response that are read; the longest answer in MATH-500 has 159
+BOX_TAIL = 100  # of them, those in which a box is looked for
+NO_ANSWER = "[INVALID]"  # the prediction of a response without an answer
+
+ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+BOX = "\\boxed{"
+
+# In this order, each on the result of the one before. Articles, spaces, and "and" in lists; \text{m} goes with the units.
+REPLACED = (
+    *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", "")),
+    *(("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
+)
+# Units and words that MATH's answers carry, wherever they stand, then what is left of LaTeX around them.
+DELETED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet"),
+    *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"),
+    *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)  # fmt: skip
+REWRITTEN = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r".*?\$(.*?)\$.*", r"$\1$"),  # of a line with formulas, the first
+        (r"\\text\{(.*?)\}", r"\1"),
+        (r"\\textbf\{(.*?)\}", r"\1"),
+        (r"\\overline\{(.*?)\}", r"\1"),
+        (r"\\boxed\{(.*)\}", r"\1"),
+        (r"frac([^{])(.)", r"frac{\1}{\2}"),  # \frac12 is \frac{1}{2}
+        (r"sqrt([^{])", r"sqrt{\1}"),
+    )
+)
+
+
+def judge(response: str, truth: str, *, strict_box: bool = False) -> tuple[bool, str]:
+    """Read a response's final answer and compare it with the truth.
+
+    The last "Answer:" (any case) counts, to the end of its line. Where there is none, a box in the last 100 characters does,
+    and must equal the truth character by character.
+
+    Args:
+        response: its last 300 characters are read.
+        truth: the right answer.
+        strict_box: look for the box alone.
+
+    Returns:
+        Whether it is right, and the answer that was read (normalised, or the box's content); ``[INVALID]`` for none.
+    """
+    response = response[-TAIL:]
+    if not strict_box:
+        found = ANSWER.findall(response)
+        answer = normalise(found[-1] if found else NO_ANSWER)
+        if answer != NO_ANSWER:
+            return answer == normalise(truth), answer
+    boxed = last_box(response[-BOX_TAIL:])
+    if boxed is None:
+        return not strict_box and normalise(truth) == NO_ANSWER, NO_ANSWER
+    return boxed == truth, boxed
+
+
+def normalise(answer: str) -> str:
+    """Return an answer without units, articles, styling and spaces, of an equation the last side."""
+    answer = answer.rpartition("=")[2]
+    for before, after in REPLACED:
+        answer = answer.replace(before, after)
+    for text in DELETED:
+        answer = answer.replace(text, "")
+    for pattern, replacement in REWRITTEN:
+        answer = pattern.sub(replacement, answer)
+    answer = answer.replace("$", "")
+    digits = answer.replace(",", "")
+    return (digits if digits.isdigit() else answer).strip()
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last ``\boxed{...}``; None where there is none or its braces do not close."""
+    start = text.rfind(BOX)
+    if start < 0:
+        return None
+    depth = 0
+    for position in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if text[position] == "}" and depth == 0:
+            return text[start + len(BOX) : position]
+    return None

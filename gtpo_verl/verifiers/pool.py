@@ -1,0 +1,279 @@
+"""A few processes that judge answers, and what a caller sees of them: a verdict for every sample, whatever happens.
+
+A sample whose verifier hangs, crashes or runs out of memory is a wrong answer with the reason beside it; the next one is judged
+as if nothing had been.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypedDict
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.verifiers import RULES
+from gtpo_verl.verifiers.server import Settings
+
+logger = logging.getLogger(__name__)
+
+TAIL = 16_384  # characters of a response that are read
+START_TIMEOUT = 300.0  # seconds, for a machine that is busy; it takes one or two
+GRACE = 5.0  # seconds beyond the kernel's timer, after which the processes are taken for stuck
+
+
+class Verdict(TypedDict):
+    """What verl gets for a response: the same keys for every one.
+
+    ``score`` is DAPO's ±1, ``acc`` 1.0 for a right answer and 0.0 otherwise, ``pred`` the answer that was read. ``verifier_failure``
+    is empty where the verifier came to its verdict itself, and otherwise ``timeout``, ``memory``, ``crash`` or ``error``.
+    """
+
+    score: float
+    acc: float
+    pred: str
+    verifier_failure: str
+
+
+def verdict(right: bool, pred: str, failure: str = "") -> Verdict:
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred, "verifier_failure": failure}
+
+
+def tail(response: str, limit: int = TAIL) -> str:
+    """Return the end of a long response, from the first line that begins in it.
+
+    A cut in the middle of a line could turn a formula inside out, whose delimiters pair up within a line. Where the last half
+    has no line break, the cut is where it falls.
+    """
+    if len(response) <= limit:
+        return response
+    end = response[-limit:]
+    line = end.find("\n", 0, limit // 2)
+    return end[line + 1 :]
+
+
+class VerifierPool:
+    """Judges responses by one rule in processes of their own. Safe to use from several threads; processes start when first needed.
+
+    Args:
+        rule: a name in ``RULES``, or the full name of a module with ``judge(response, truth, **options) -> (right, pred)``.
+        options: keyword arguments of the rule.
+        workers: samples judged at the same time, each in a process.
+        timeout: seconds for one sample, on the clock.
+        memory_mb: MiB that a sample may allocate.
+        max_chars: characters at the end of a response that are read; see ``tail``.
+
+    Raises:
+        UserError: a setting that cannot be.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        workers: int = 2,
+        timeout: float = 10.0,
+        memory_mb: int = 1024,
+        max_chars: int = TAIL,
+    ) -> None:
+        for name, value, least in (("workers", workers, 1), ("memory_mb", memory_mb, 64), ("max_chars", max_chars, 1)):
+            if value < least:
+                raise UserError(f"verifier: {name}={value} must be at least {least}.")
+        if not timeout > 0:
+            raise UserError(f"verifier: timeout={timeout} must be more than 0 seconds.")
+        self.rule = rule
+        self.timeout = timeout
+        self.max_chars = max_chars
+        self.counts: Counter[str] = Counter()  # "samples", and each failure by its name
+        self._settings = Settings(
+            f"gtpo_verl.verifiers.{rule}" if rule in RULES else rule, dict(options or {}), timeout, memory_mb
+        )
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix=f"verifier-{rule}")
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(workers):
+            self._idle.put(number)
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        self._closed = False
+
+    def submit(self, response: str, truth: str) -> "Future[Verdict]":
+        """Judge in the background.
+
+        Raises (through the future):
+            UserError: the verifier does not start at all.
+        """
+        return self._threads.submit(self._judge, tail(response, self.max_chars), truth)
+
+    def judge(self, response: str, truth: str) -> Verdict:
+        """Judge now; as :meth:`submit`."""
+        return self.submit(response, truth).result()
+
+    def close(self) -> None:
+        """Stop the processes; samples that wait are dropped."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            server, self._server = self._server, None
+        if server is not None:
+            server.kill()  # wakes the threads that wait for a reply
+        self._threads.shutdown()
+
+    def __enter__(self) -> "VerifierPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- one sample, in a thread of the pool
+
+    def _judge(self, response: str, truth: str) -> Verdict:
+        request = json.dumps({"response": response, "truth": truth}).encode("ascii") + b"\n"
+        channel = self._idle.get()
+        try:
+            reply = self._ask(channel, request)
+        finally:
+            self._idle.put(channel)
+        failure = reply.get("failure", "")
+        self._count(failure, reply.get("detail", ""))
+        return verdict(reply["right"], reply["pred"]) if not failure else verdict(False, "", failure)
+
+    def _ask(self, channel: int, request: bytes) -> dict[str, Any]:
+        reply: dict[str, Any] = {}
+        for _ in range(
+            2
+        ):  # when all processes died at once, it was the doing of one sample, most likely not of this one
+            server = self._running()
+            reply = server.ask(channel, request, self.timeout + GRACE)
+            if "server" not in reply:
+                return reply
+            with self._lock:
+                if self._server is server:
+                    server.kill()
+                    self._server = None
+            if reply["failure"] == "timeout":
+                break
+        return reply
+
+    def _running(self) -> "_Server":
+        with self._lock:
+            if self._closed:
+                raise CancelledError("the pool was closed")
+            if self._server is None:
+                self._server = _Server(self._settings, self._workers)
+            return self._server
+
+    def _count(self, failure: str, detail: str) -> None:
+        with self._lock:
+            self.counts["samples"] += 1
+            if not failure:
+                return
+            self.counts[failure] += 1
+            times = self.counts[failure]
+            samples = self.counts["samples"]
+        if times & (times - 1):
+            return  # the 1st, 2nd, 4th, 8th ... is logged, with the count: a bad data set must not fill the disk
+        what = f"no verdict within {self.timeout:g} s" if failure == "timeout" else failure
+        logger.warning(
+            "verifier %s: %s%s; the sample counts as wrong (%d of %d samples so far)",
+            self.rule,
+            what,
+            f", {detail}" if detail else "",
+            times,
+            samples,
+        )
+
+
+class _Server:
+    """One run of ``gtpo_verl.verifiers.server`` and the channels to its children.
+
+    Raises:
+        UserError: the process does not start, or the rule's package is not there.
+    """
+
+    def __init__(self, settings: Settings, workers: int) -> None:
+        pairs = [socket.socketpair() for _ in range(workers)]
+        self.channels = [ours for ours, _ in pairs]
+        theirs = [other for _, other in pairs]
+        numbers = tuple(other.fileno() for other in theirs)
+        settings = Settings(settings.module, settings.options, settings.timeout, settings.memory_mb, numbers)
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # -P: a file in the working directory must not pass for a module. A session of its own: Ctrl-C is the caller's business.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "gtpo_verl.verifiers.server", settings.dump()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=numbers,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,
+        )
+        for other in theirs:
+            other.close()
+        first = self._receive(self.channels[0], START_TIMEOUT)
+        if "ready" in first:
+            return
+        if first.get("failure") == "crash":  # its channels are closed: it is about to end by itself
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE)
+        self.kill()
+        if "broken" in first:
+            raise UserError(
+                f"the verifier does not start: {first['broken']}; pip install gtpo-verl brings what it needs."
+            )
+        raise UserError(
+            f"the verifier does not start: its process ended with exit code {self.process.returncode} "
+            f"(-9: no sign of life within {START_TIMEOUT:.0f} s); what it printed stands above."
+        )
+
+    def ask(self, number: int, request: bytes, seconds: float) -> dict[str, Any]:
+        """Send a request over a channel and wait for its reply; a reply with ``server`` says that the processes are gone or stuck."""
+        channel = self.channels[number]
+        try:
+            channel.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while channel.recv(65536):
+                    pass  # the end of a child that died while it had nothing to do is no reply
+            channel.settimeout(seconds)
+            channel.sendall(request)
+        except OSError as error:
+            return {"server": True, "failure": "crash", "detail": f"the verifier is gone ({error})"}
+        return self._receive(channel, seconds)
+
+    @staticmethod
+    def _receive(channel: socket.socket, seconds: float) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        line = b""
+        while not line.endswith(b"\n"):
+            channel.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
+            try:
+                part = channel.recv(65536)
+            except TimeoutError:
+                return {"server": True, "failure": "timeout", "detail": "the verifier's own timer did not end it"}
+            except OSError as error:
+                return {"server": True, "failure": "crash", "detail": f"the verifier is gone ({error})"}
+            if not part:
+                return {"server": True, "failure": "crash", "detail": "the verifier is gone"}
+            line += part
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def kill(self) -> None:
+        """End all processes of this server; who waits for a reply sees the end of its channel."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for channel in self.channels:
+            with contextlib.suppress(OSError):  # not connected any more
+                channel.shutdown(socket.SHUT_RDWR)
