@@ -1,0 +1,1 @@
+"""Hydra configuration of gtpo_verl, packaged as ``gtpo_verl.configs``."""
