@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Make this machine a node of a Ray cluster; run it on every node, in the same environment or container.
+#   scripts/ray_node.sh head
+#   scripts/ray_node.sh worker HEAD_ADDRESS
+# A worker stays in the foreground until the cluster ends. `ray stop` on a node takes it out.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+case "${1:-} $#" in
+"head 1") exec ray start --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 --disable-usage-stats ;;
+"worker 2") exec ray start --address="$2:6379" --block --disable-usage-stats ;;
+*)
+    echo "usage: $0 head | worker HEAD_ADDRESS" >&2
+    exit 2
+    ;;
+esac
