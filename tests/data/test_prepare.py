@@ -1,0 +1,296 @@
+"""``gtpo-verl prepare-data`` on small files in the schemas of the real data sets."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from gtpo_verl.cli import main
+from gtpo_verl.data.prompts import STYLES, restyle, unwrap, wrap
+from gtpo_verl.errors import UserError
+
+Rows = list[dict[str, Any]]
+Write = Callable[[str, Rows], Path]
+DapoRow = Callable[..., dict[str, Any]]
+
+
+def prepare(*arguments: object) -> int:
+    return main(["prepare-data", *map(str, arguments)])
+
+
+def rows_of(file: Path) -> Rows:
+    return pq.read_table(file).to_pylist()
+
+
+def manifest(file: Path) -> dict[str, Any]:
+    return json.loads(file.with_name(file.name + ".manifest.json").read_text())
+
+
+@pytest.fixture
+def math_rows() -> Rows:
+    """MATH-500's columns."""
+    return [
+        {
+            "problem": f"What is $\\frac{{{2 * i + 1}}}{{2}}$?",
+            "solution": "…",
+            "answer": f"\\frac{{{2 * i + 1}}}{{2}}",
+            "subject": "Prealgebra",
+            "level": 2,
+            "unique_id": f"test/prealgebra/{i}.json",
+        }
+        for i in range(4)
+    ]
+
+
+# -------------------------------------------------------------------- the schemas
+
+
+def test_dapo_rows_are_collapsed_and_keep_what_verl_needs(
+    write: Write, dapo_row: DapoRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [dapo_row(f"What is {i} + 1?", str(i + 1), f"uid-{i}") for i in range(5)]
+    output = tmp_path / "out.parquet"
+    assert prepare("dapo-math-17k", "--from", write("dapo.parquet", rows * 100), "--output", output) == 0
+    prepared = rows_of(output)
+    assert [row["prompt"] for row in prepared] == [row["prompt"] for row in rows]
+    assert [row["reward_model"] for row in prepared] == [row["reward_model"] for row in rows]
+    assert {row["data_source"] for row in prepared} == {"math_dapo"}
+    assert [row["extra_info"] for row in prepared] == [{"index": i, "id": f"uid-{i}"} for i in range(5)]
+    assert manifest(output)["summary"]["repetitions"] == [100, 100]
+    assert "5, 100 times each" in capsys.readouterr().out
+
+
+def test_the_repetition_of_aime_files_is_collapsed_so_that_avg_32_is_not_done_twice(
+    write: Write, dapo_row: DapoRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [dapo_row(f"Find {i}.", f"{i:03d}", str(i)) for i in range(30)]
+    output = tmp_path / "out.parquet"
+    assert prepare("aime-2024", "--from", write("aime.parquet", rows * 32), "--output", output) == 0
+    prepared = rows_of(output)
+    assert len(prepared) == 30
+    assert prepared[7]["reward_model"]["ground_truth"] == "7"  # an integer has no leading zeros
+    assert {row["data_source"] for row in prepared} == {"aime_2024"}
+    printed = capsys.readouterr().out
+    assert "val_kwargs.n=32" in printed
+    assert "warning" not in printed
+
+
+def test_aime_2025_of_two_files_with_a_unit_in_an_answer(write: Write, tmp_path: Path, capsys: Any) -> None:
+    first = write("aime2025-I.jsonl", [{"question": "Find the angle.", "answer": "336^\\circ"}])
+    second = write("aime2025-II.jsonl", [{"question": "Find $m+n$.", "answer": 70.0}])
+    output = tmp_path / "out.parquet"
+    assert prepare("aime-2025", "--from", first, second, "--output", output) == 0
+    prepared = rows_of(output)
+    assert [row["reward_model"]["ground_truth"] for row in prepared] == ["336", "70"]
+    assert prepared[1]["prompt"] == [{"role": "user", "content": wrap("Find $m+n$.", "answer")}]
+    assert "has 30 problems, 2 were kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["1000", "-3", "x", "1/2"])
+def test_no_aime_answer(write: Write, tmp_path: Path, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("aime.jsonl", [{"question": "Find $x$.", "answer": answer}])
+    assert prepare("aime-2025", "--from", file, "--output", tmp_path / "out.parquet") == 2
+    assert "aime.jsonl, row 0: the answer of an AIME problem is an integer from 0 to 999" in capsys.readouterr().err
+
+
+def test_math_500(write: Write, math_rows: Rows, tmp_path: Path) -> None:
+    output = tmp_path / "out.parquet"
+    assert prepare("math-500", "--from", write("t.jsonl", math_rows), "--output", output, "--style", "boxed") == 0
+    row = rows_of(output)[2]
+    assert row["prompt"][0]["content"].startswith("What is $\\frac{5}{2}$?\n\n")
+    assert row["prompt"][0]["content"].endswith("within \\boxed{}.")
+    assert row["reward_model"] == {"style": "rule", "ground_truth": "\\frac{5}{2}"}
+    assert row["extra_info"] == {"index": 2, "id": "test/prealgebra/2.json"}
+    assert row["data_source"] == "math_500"
+
+
+def test_files_of_ones_own(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("mine.parquet", [{"text": " 1+1? ", "label": 2}, {"text": "2+2?", "label": 4}])
+    output = tmp_path / "out.parquet"
+    assert prepare("parquet", file, "--output", output) == 2
+    assert "--problem-column" in capsys.readouterr().err
+    columns = ("--problem-column", "text", "--answer-column", "label")
+    assert prepare("parquet", file, *columns, "--data-source", "sums", "--output", output) == 0
+    row = rows_of(output)[0]
+    assert row["prompt"][0]["content"] == wrap("1+1?", "answer")
+    assert (row["reward_model"]["ground_truth"], row["data_source"]) == ("2", "sums")
+
+
+def test_a_file_in_verls_schema_keeps_prompts_and_columns_of_its_own(write: Write, tmp_path: Path) -> None:
+    rows: Rows = [
+        {
+            "data_source": "mine",
+            "prompt": [{"role": "system", "content": "Think."}, {"role": "user", "content": f"{i}?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"split": "train", "index": 10 + i},
+            "agent_name": "tool_agent",
+        }
+        for i in range(3)
+    ]
+    output = tmp_path / "out.parquet"
+    assert prepare("parquet", write("mine.parquet", rows), "--output", output) == 0
+    prepared = rows_of(output)[1]
+    assert prepared["prompt"] == rows[1]["prompt"]
+    assert prepared["agent_name"] == "tool_agent"
+    assert prepared["data_source"] == "mine"
+    assert prepared["extra_info"] == {"split": "train", "index": 1, "id": "11"}
+    assert manifest(output)["summary"]["style"] == {"their own": 3}
+
+
+def test_the_output_is_what_verls_data_set_reads(write: Write, math_rows: Rows, tmp_path: Path) -> None:
+    from gtpo_verl import preflight
+    from gtpo_verl.config import compose_config
+
+    output = tmp_path / "out.parquet"
+    assert prepare("math-500", "--from", write("test.jsonl", math_rows), "--output", output) == 0
+    config = compose_config([f"data.train_files={output}", f"data.val_files={output}", "data.train_batch_size=4"])
+    preflight._check_data(config)
+
+
+# -------------------------------------------------------------------- the checks
+
+
+def test_different_answers_to_one_problem(write: Write, dapo_row: DapoRow, tmp_path: Path) -> None:
+    rows = [dapo_row("A?", "1"), dapo_row("B?", "2"), dapo_row("A?\n", "3")]
+    file, output = write("dapo.parquet", rows), tmp_path / "out.parquet"
+    assert prepare("dapo-math-17k", "--from", file, "--output", output) == 0
+    assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["2"]
+    assert manifest(output)["summary"]["conflicting"] == 1
+    assert prepare("dapo-math-17k", "--from", file, "--output", output, "--conflicts", "first") == 0
+    assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["1", "2"]
+
+
+def test_rows_without_an_answer_are_left_out(write: Write, tmp_path: Path) -> None:
+    rows: Rows = [{"problem": p, "answer": a} for p, a in (("A", "1"), ("B", ""), ("C", None), ("D", "  "))]
+    output = tmp_path / "out.parquet"
+    assert prepare("parquet", write("mine.jsonl", rows), "--output", output) == 0
+    assert len(rows_of(output)) == 1
+    assert manifest(output)["summary"]["without_answer"] == 3
+
+
+def test_problems_of_the_test_set_are_left_out_of_the_training_set(
+    write: Write, dapo_row: DapoRow, tmp_path: Path
+) -> None:
+    train = [dapo_row("Let  $x = 1$. Find\\, $x$.", "1"), dapo_row("Find $x-1$.", "2"), dapo_row("Find $x+1$.", "3")]
+    test = write(
+        "test.jsonl", [{"Problem": "let x=1. find x.", "Answer": 1}, {"Problem": "Find $X + 1$.", "Answer": 3}]
+    )
+    output = tmp_path / "out.parquet"
+    file = write("dapo.parquet", train)
+    assert prepare("dapo-math-17k", "--from", file, "--against", test, "--output", output) == 0
+    assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["2"]
+    assert manifest(output)["summary"]["overlapping"] == 2
+
+
+def test_nothing_left(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write("mine.jsonl", [{"problem": "A", "answer": ""}])
+    assert prepare("parquet", file, "--output", tmp_path / "out.parquet") == 2
+    assert "no problem is left of 1 rows" in capsys.readouterr().err
+    assert not (tmp_path / "out.parquet").exists()
+
+
+# -------------------------------------------------------------------- once, and whole
+
+
+def test_a_second_call_does_nothing_until_something_changes(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("mine.jsonl", [{"problem": "A", "answer": "1"}])
+    output = tmp_path / "out.parquet"
+    command = ("parquet", file, "--output", output)
+    prepare(*command)
+    facts = manifest(output)
+    assert facts["inputs"][0]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert facts["output"]["sha256"] == hashlib.sha256(output.read_bytes()).hexdigest()
+    capsys.readouterr()
+
+    def is_repeated(*more: str) -> bool:
+        assert prepare(*command, *more) == 0
+        return "is up to date" not in capsys.readouterr().out
+
+    assert not is_repeated()
+    assert is_repeated("--force")
+    assert is_repeated("--style", "boxed")
+    assert is_repeated()
+    write("mine.jsonl", [{"problem": "A", "answer": "2"}])
+    assert is_repeated()
+    assert rows_of(output)[0]["reward_model"]["ground_truth"] == "2"
+    output.write_bytes(output.read_bytes()[:-1])
+    assert is_repeated()
+    assert not is_repeated()
+
+
+def test_an_error_leaves_the_last_output_whole(write: Write, tmp_path: Path) -> None:
+    file = write("mine.jsonl", [{"problem": "A", "answer": "1"}])
+    output = tmp_path / "out.parquet"
+    prepare("parquet", file, "--output", output)
+    before = output.read_bytes()
+    file.write_text('{"problem": "A", "answer": "1"}\n{"problem"')
+    assert prepare("parquet", file, "--output", output) == 2
+    assert output.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
+
+
+def test_without_a_network_the_message_says_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert prepare("aime-2025", "--output", tmp_path / "out.parquet") == 2
+    error = capsys.readouterr().err
+    assert "opencompass/AIME2025 could not be downloaded" in error
+    assert "get aime2025-I.jsonl and aime2025-II.jsonl" in error
+    assert "--from FILE" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("parquet",), "name the files"),
+        (("parquet", "missing.parquet"), "missing.parquet: no such file"),
+        (("parquet", "{torn}"), "torn.parquet is not a parquet file"),
+        (("parquet", "{text}"), "expected a .parquet or a .jsonl file"),
+        (("parquet", "{rows}", "--output", "{rows}"), "is one of the files that are read"),
+        (("parquet", "{rows}", "--problem-column", "nope"), "--problem-column nope"),
+        (("parquet", "{verl}"), "row 0: TypeError"),
+        (("math-500", "{rows}"), "--from"),
+        (("parquet", "--from", "{rows}"), "--from is for a data set of the hub"),
+    ],
+)
+def test_what_is_wrong_is_said(
+    write: Write, tmp_path: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {
+        "torn": tmp_path / "torn.parquet",
+        "text": tmp_path / "text.csv",
+        "rows": write("rows.jsonl", [{"problem": "A", "answer": "1"}]),
+        "verl": write("verl.jsonl", [{"prompt": "A", "reward_model": {"ground_truth": "1"}}]),
+    }
+    files["torn"].write_bytes(b"PAR1")
+    files["text"].write_text("problem,answer\n")
+    given = [argument.format_map(files) for argument in arguments]
+    if "--output" not in given:
+        given += ["--output", str(tmp_path / "out.parquet")]
+    assert prepare(*given) == 2
+    assert message in capsys.readouterr().err
+
+
+# -------------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_instruction_is_recognised_and_exchanged(style: str) -> None:
+    assert unwrap(wrap("Find $x$.", style)) == ("Find $x$.", style)
+    for other in STYLES:
+        assert restyle(wrap("Find $x$.", style), other) == wrap("Find $x$.", other)
+    assert unwrap(" Find $x$. ") == ("Find $x$.", None)
+
+
+def test_an_unknown_instruction_is_left_alone_or_refused() -> None:
+    assert restyle("Find $x$. Think!", None) == "Find $x$. Think!"
+    with pytest.raises(UserError, match="leave --style out"):
+        restyle("Find $x$. Think!", "boxed")

@@ -1,0 +1,100 @@
+"""``gtpo-verl eval`` of a quickstart's trained model gives what the training's own validation gave, and goes on where it stopped."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+Metrics = Callable[[Path], dict[int, dict[str, Any]]]
+PROMPTS = 32
+LAST_STEP = 2
+SOURCE = "gtpo_verl/sums"
+
+
+@pytest.fixture
+def run_dir(quickstart: tuple[Path, str]) -> Path:
+    """An arm that validated greedily before and after two steps, two samples a prompt."""
+    return quickstart[0] / "gtpo"
+
+
+def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gtpo_verl.cli", "eval", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=400)
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, metrics: Metrics) -> None:
+    for step in (0, LAST_STEP):
+        logged = metrics(run_dir)[step]
+        samples = lines(run_dir / "validation" / f"{step}.jsonl")
+        mean = sum(sample["acc"] for sample in samples) / len(samples)
+        assert logged[f"val/{SOURCE}/mean@2"] == pytest.approx(mean, abs=1e-9)
+        assert logged[f"val/{SOURCE}/mean@2"] == pytest.approx(logged[f"val-core/{SOURCE}/acc/mean@2"], abs=1e-9)
+        assert logged[f"val/{SOURCE}/problems"] == PROMPTS
+        assert logged[f"val/{SOURCE}/failed_samples"] == 0
+        # greedy: both samples of a prompt are the same, so one more changes nothing
+        assert logged[f"val/{SOURCE}/pass@2"] == pytest.approx(logged[f"val/{SOURCE}/pass@1"]) == pytest.approx(mean)
+        # every byte of a response is a token, and one more ends it, unless it was truncated
+        tokens = [len(sample["output"]) + 1 for sample in samples]
+        assert logged[f"val/{SOURCE}/response_length"] == pytest.approx(sum(min(n, 32) for n in tokens) / len(tokens))
+        assert logged[f"val/{SOURCE}/truncated_share"] == pytest.approx(sum(n >= 32 for n in tokens) / len(tokens))
+
+
+def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, metrics: Metrics) -> None:
+    """Greedy, response by response. The last part of the file is then lost as in a crash, and the same command restores it."""
+    done = evaluate(run_dir)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
+    problems = lines(output / "problems.jsonl")
+    assert sorted(problem["row"] for problem in problems) == list(range(PROMPTS))
+
+    validated = [
+        (sample["gts"], sample["output"], sample["acc"])
+        for sample in lines(run_dir / "validation" / f"{LAST_STEP}.jsonl")
+    ]
+    answered = [
+        (problem["ground_truth"], response["response"], response["acc"])
+        for problem in problems
+        for response in problem["responses"]
+    ]
+    assert sorted(answered) == sorted(validated)
+    (summary,) = json.loads((output / "summary.json").read_text())["sources"]
+    logged = metrics(run_dir)[LAST_STEP]
+    for name, figure in (
+        ("mean@2", summary["mean"]),
+        ("pass@2", summary["pass_at"]["2"]),
+        ("maj@2", summary["majority_at"]["2"]),
+        ("response_length", summary["response_length"]),
+        ("truncated_share", summary["truncated_share"]),
+    ):
+        assert figure["value"] == pytest.approx(logged[f"val/{SOURCE}/{name}"], abs=1e-9), name
+    assert "mean@2" in done.stdout
+    assert (output / "pass_at_k.png").stat().st_size > 5000
+
+    whole = (output / "problems.jsonl").read_text().splitlines(keepends=True)
+    (output / "problems.jsonl").write_text("".join(whole[:24]) + whole[24][:30])
+    again = evaluate(run_dir)
+    assert again.returncode == 0, (again.stdout + again.stderr)[-5000:]
+    assert f"{PROMPTS} rows, 24 of them finished before" in again.stdout
+    resumed = (output / "problems.jsonl").read_text().splitlines(keepends=True)
+    assert resumed[:24] == whole[:24]
+    assert sorted(resumed) == sorted(whole)
+    assert json.loads((output / "summary.json").read_text())["sources"] == [summary]
+
+
+def test_another_setting_is_refused_by_name(run_dir: Path) -> None:
+    output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
+    before = (output / "problems.jsonl").read_bytes()
+    refused = evaluate(run_dir, "actor_rollout_ref.rollout.val_kwargs.n=4")
+    assert refused.returncode == 2
+    assert "rollout.val_kwargs.n was 2, is 4" in refused.stderr
+    assert (output / "problems.jsonl").read_bytes() == before

@@ -1,0 +1,161 @@
+"""verl's asynchronous trainers with the rollout's entropies, on real verl, Ray and vLLM; and an engine that dies under one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from gtpo_verl.quickstart.task import Task
+
+pytestmark = pytest.mark.e2e
+
+Train = Callable[..., Path]
+Metrics = Callable[[Path], dict[int, dict[str, Any]]]
+
+# Small steps: what is tested is who computes which entropy with which weights, not learning.
+SMALL = (
+    *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
+    *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32", "trainer.credit_dump_freq=1"),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    "algorithm.filter_groups.enable=false",
+)
+# Responses that run to their limit, in a queue longer than a step: weights change in the middle of some.
+LONG = (
+    *("actor_rollout_ref.rollout.ignore_eos=true", "data.max_response_length=100"),
+    *("actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.max_num_seqs=16"),
+    "reward.custom_reward_function.name=random_verdict",  # such responses are all wrong, and the policy would never move
+)
+
+
+class Training:
+    """A ``gtpo-verl train`` in the background."""
+
+    def __init__(self, task: Task, run_dir: Path, *overrides: str) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(".log")
+        command = [
+            *(sys.executable, "-m", "gtpo_verl.train", "setting=quickstart", "hardware=cpu"),
+            f"actor_rollout_ref.model.path={task.model_path}",
+            f"data.train_files={task.train_file}",
+            f"data.val_files={task.val_file}",
+            f"trainer.run_dir={run_dir}",
+            *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
+            *overrides,
+        ]
+        with self.log.open("wb") as log:
+            self.process = psutil.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, cwd=run_dir.parent, start_new_session=True
+            )
+
+    def wait_for_step(self, step: int, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while step not in self.steps():
+            assert self.process.poll() is None, self.log.read_text()[-5000:]
+            assert time.monotonic() < deadline, self.log.read_text()[-5000:]
+            time.sleep(0.2)
+
+    def steps(self) -> set[int]:
+        file = self.run_dir / "metrics.jsonl"
+        return {json.loads(line)["step"] for line in file.read_text().splitlines()} if file.exists() else set()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def colocate_async(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A training that has come to its fourth step and would go on for ever."""
+    training = Training(
+        task,
+        tmp_path_factory.mktemp("colocate") / "run",
+        *("algo=gtpo", "trainer.v1.trainer_mode=colocate_async", "algorithm.entropy.source=rollout"),
+        *("algorithm.entropy.check_every=1", "trainer.total_training_steps=100000", *SMALL, *LONG),
+    )
+    try:
+        training.wait_for_step(4)
+        yield training
+    finally:
+        training.close()
+
+
+def test_colocate_async_agrees_with_the_actor_on_every_token_of_its_weights(
+    colocate_async: Training, metrics: Metrics
+) -> None:
+    for step, data in metrics(colocate_async.run_dir).items():
+        assert data["rollout_entropy/abs_diff_max"] < 1e-4, f"step {step}"
+        assert data["rollout_entropy/correlation"] > 0.9999
+
+
+def test_colocate_async_stamps_each_token_with_the_weights_that_sampled_it(
+    colocate_async: Training, metrics: Metrics
+) -> None:
+    spans = 0
+    for step in range(1, 5):
+        batch = torch.load(colocate_async.run_dir / "credit" / f"{step}.pt")
+        for versions, mask in zip(batch["rollout_versions"], batch["response_mask"], strict=True):
+            stamps = versions[mask].tolist()
+            assert stamps == sorted(stamps)
+            assert all(0 <= stamp < step for stamp in stamps)
+            spans += len(set(stamps)) > 1
+        stale = (batch["rollout_versions"] < step - 1)[batch["response_mask"]].float().mean().item()
+        data = metrics(colocate_async.run_dir)[step]
+        assert data["rollout_entropy/stale_share"] == pytest.approx(stale)
+        assert torch.equal(batch["entropy"], batch["rollout_entropies"])
+    assert spans > 0, "no response was interrupted by an update"
+
+
+def test_old_log_probs_stay_the_rollouts_in_a_step_that_is_compared(colocate_async: Training, metrics: Metrics) -> None:
+    data = metrics(colocate_async.run_dir)[2]
+    assert data["rollout_entropy/check_s"] > 0
+    assert data["rollout_entropy/stale_share"] > 0
+    # against the rollout's own log-probs the importance ratio of fresh tokens is 1 and that of stale ones is not
+    assert data["rollout_entropy/stale_abs_diff_mean"] > 1e-4
+
+
+def test_a_killed_engine_ends_the_training_with_its_name(colocate_async: Training) -> None:
+    """Runs last: the training does not survive it."""
+    started = colocate_async.process.children(recursive=True)
+    (engine,) = [process for process in started if "VLLM::EngineCor" in " ".join(process.cmdline() or [process.name()])]
+    engine.kill()
+    killed = time.monotonic()
+    assert colocate_async.process.wait(timeout=60) not in (0, None)
+    assert time.monotonic() - killed < 60
+    (error,) = [line for line in colocate_async.log.read_text().splitlines() if line.startswith("error: ")]
+    assert "vLLM died" in error
+    assert str(colocate_async.run_dir) in error
+    assert json.loads((colocate_async.run_dir / "run.json").read_text())["status"] == "failed"
+    _, left = psutil.wait_procs(started, timeout=20)
+    assert left == []
+
+
+def test_separate_async_sends_weights_over_gloo(train: Train, metrics: Metrics, tmp_path: Path) -> None:
+    """Servers of their own, apart from the trainer: two logical devices, one of them the rollout's."""
+    run_dir = train(
+        tmp_path / "run",
+        *("algo=gtpo", "trainer.v1.trainer_mode=separate_async", "algorithm.entropy.source=both"),
+        *("trainer.v1.separate_async.parameter_sync_step=1", "trainer.total_training_steps=3", *SMALL),
+        *("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1"),
+        *("actor_rollout_ref.rollout.n_gpus_per_node=1", "ray_kwargs.ray_init.num_gpus=2"),
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+    )
+    steps = metrics(run_dir)
+    assert steps[1]["rollout_entropy/abs_diff_max"] < 1e-4  # of the weights that went over gloo before the first step
+    versions: dict[int, set[int]] = {}
+    for step in (1, 2, 3):
+        batch = torch.load(run_dir / "credit" / f"{step}.pt")
+        versions[step] = set(batch["rollout_versions"][batch["response_mask"]].tolist())
+        assert versions[step] <= set(range(step))
+        stale = versions[step] != {step - 1}  # the servers generate ahead of the actor
+        assert (steps[step]["rollout_entropy/stale_share"] > 0) == stale
+    assert max(versions[3]) >= 1  # weights of a later step arrived and were sampled from

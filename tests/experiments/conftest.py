@@ -1,0 +1,167 @@
+"""Run directories as a training leaves them, written from a model of a training whose true accuracy is known."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+GAINS = {"dapo": 1.15, "gtpo": 1.75, "grpo_s": 1.45}  # of the logit of accuracy over the whole training
+STEPS = 60
+PROMPTS = 500
+SAMPLES = 2
+
+
+class RunWriter:
+    """Writes runs under one directory; every number is drawn from one seeded generator."""
+
+    def __init__(self, root: Path, seed: int = 0):
+        self.root = root
+        self.rng = np.random.default_rng(seed)
+
+    def run(
+        self,
+        name: str = "quickstart",
+        arms: Sequence[str] = ("dapo", "gtpo", "grpo_s"),
+        status: str = "complete",
+        planned: Sequence[str] | None = None,
+        steps: int = STEPS,
+        **options: object,
+    ) -> Path:
+        """A whole run; ``options`` go to `arm`."""
+        path = self.root / name
+        path.mkdir(parents=True)
+        for arm in arms:
+            self.arm(path / arm, algorithm=arm, steps=steps, **options)
+        record = {
+            "name": name,
+            "created": "2025-11-20T13:05:41+00:00",
+            "command": "gtpo-verl quickstart --output outputs/quickstart",
+            "versions": {"gtpo_verl": "0.1.0", "verl": "0.9.1", "vllm": "0.28.0", "torch": "2.13.0", "ray": "2.51.0"},
+            "hardware": "2 CPU cores, 8 GiB",
+            "arms": list(planned or arms),
+            "status": status,
+            "notes": ["The model was warm-started on demonstrations with noise, so that it starts near 45 %."],
+            "seed": 7,
+            "settings": {"prompts a step": 24, "responses a prompt": 8, "learning rate": 3e-4, "response limit": 40},
+        }
+        (path / "run.json").write_text(json.dumps(record))
+        return path
+
+    def arm(
+        self,
+        path: Path,
+        algorithm: str = "gtpo",
+        steps: int = STEPS,
+        prompts: int = PROMPTS,
+        samples: int = SAMPLES,
+        every: int = 10,
+        dumps: bool = True,
+        config: bool = True,
+        sources: Sequence[str] = ("arithmetic",),
+        bare: bool = False,
+    ) -> Path:
+        """One arm: metrics (a bare one logs its validation alone), validation samples and configuration."""
+        path.mkdir(parents=True)
+        rng = self.rng
+        difficulty = np.random.default_rng(99).normal(-0.2, 1.4, prompts)  # the same prompts in every arm
+        gain = GAINS.get(algorithm, 1.2)
+        lines = []
+        for step in range(steps + 1):
+            progress = gain * (1 - np.exp(-3 * step / STEPS)) / (1 - np.exp(-3))
+            data = self._step(step, algorithm, progress) if step and not bare else {}
+            if step % every == 0:
+                chance = 1 / (1 + np.exp(-(difficulty + progress)))
+                verdicts = rng.random((prompts, samples)) < chance[:, None]
+                for index, source in enumerate(sources):
+                    part = verdicts[index :: len(sources)]
+                    data[f"val-core/{source}/acc/mean@{samples}"] = float(part.mean())
+                if dumps:
+                    self.validation(path, step, verdicts)
+            lines.append(json.dumps({"step": step, "data": data}))
+        (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        if config:
+            (path / "config.yaml").write_text(yaml.safe_dump(self._config(path, algorithm, steps)))
+        return path
+
+    def validation(self, arm: Path, step: int, verdicts: np.ndarray) -> None:
+        """verl's dump: one line a sample; ``verdicts`` has shape (prompts, samples)."""
+        (arm / "validation").mkdir(exist_ok=True)
+        lines = [
+            json.dumps(
+                {
+                    "input": f"What is {number} + {number * 7 % 90}?",
+                    "output": "= 1",
+                    "gts": str(number + number * 7 % 90),
+                    "score": float(verdict),
+                    "step": step,
+                    "reward": float(verdict),
+                    "acc": bool(verdict),
+                }
+            )
+            for number, row in enumerate(verdicts)
+            for verdict in row
+        ]
+        (arm / "validation" / f"{step}.jsonl").write_text("\n".join(lines) + "\n")
+
+    def _step(self, step: int, algorithm: str, progress: float) -> dict[str, float]:
+        rng = self.rng
+        accuracy = 1 / (1 + np.exp(-(progress - 0.15)))
+        entropy = 0.62 * np.exp(-(0.5 if algorithm == "dapo" else 0.28) * step / STEPS)
+        noise = rng.normal(0, 1, 12)
+        data = {
+            "training/accuracy": accuracy + 0.03 * noise[0],
+            "critic/score/mean": accuracy - 0.02 + 0.03 * noise[0],
+            "credit/entropy_all": entropy + 0.02 * noise[1],
+            "credit/entropy_correct": 0.8 * entropy + 0.02 * noise[2],
+            "credit/entropy_wrong": 1.3 * entropy + 0.03 * noise[3],
+            "actor/entropy": entropy + 0.02 * noise[1],
+            "response_length/mean": 21 + 3 * progress + 0.4 * noise[4],
+            "actor/pg_clipfrac": abs(0.004 + 0.001 * noise[5]),
+            "credit/advantage_spread": 0.0 if algorithm == "dapo" else abs(0.35 + 0.04 * noise[6]),
+            "credit/degenerate_share": float(np.clip(0.12 + 0.1 * progress + 0.04 * noise[7], 0, 1)),
+            "rollout_entropy/abs_diff_mean": 8e-7 * np.exp(0.2 * noise[8]),
+            "rollout_entropy/abs_diff_max": 1e-5 * np.exp(0.3 * noise[9]),
+            "timing_s/gen": 3.1 + 0.2 * noise[10],
+            "timing_s/old_log_prob": 0.7,
+            "timing_s/adv": 0.05 if algorithm == "dapo" else 0.09,
+            "timing_s/update_actor": 2.3 + 0.1 * noise[11],
+            "timing_s/update_weights": 0.35,
+        }
+        if algorithm != "dapo":
+            data["credit/sign_flip_correct"] = abs(0.08 + 0.02 * noise[4])
+            data["credit/sign_flip_wrong"] = abs(0.11 + 0.02 * noise[5])
+        if step % 20 == 0:
+            data["timing_s/save_checkpoint"] = 1.4
+        data["timing_s/step"] = 0.15 + sum(value for key, value in data.items() if key.startswith("timing_s/"))
+        if step % 10 == 0:
+            data["timing_s/testing"] = 6.0
+        return {key: float(value) for key, value in data.items()}
+
+    @staticmethod
+    def _config(path: Path, algorithm: str, steps: int) -> dict:
+        estimator = {"dapo": "grpo"}.get(algorithm, algorithm)
+        return {
+            "algorithm": {"adv_estimator": estimator, "gamma": 1.0},
+            "actor_rollout_ref": {
+                "actor": {
+                    "policy_loss": {"loss_mode": "vanilla" if algorithm == "dapo" else algorithm},
+                    "optim": {"lr": 3e-4},
+                }
+            },
+            "trainer": {"experiment_name": algorithm, "default_local_dir": str(path), "total_training_steps": steps},
+        }
+
+
+@pytest.fixture(scope="session")
+def run_writer() -> type[RunWriter]:
+    """The class itself, for fixtures that write a run once for several tests."""
+    return RunWriter
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> RunWriter:
+    """Writes runs under ``tmp_path / "outputs"``."""
+    return RunWriter(tmp_path / "outputs")

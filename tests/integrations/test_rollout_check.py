@@ -1,0 +1,109 @@
+"""source=rollout: when the actor's pass is run after all, and that training goes on with the rollout's log-probs either way.
+
+The trainer around it is a stand-in that writes down what it was asked for; the end-to-end tests run the real one.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations import trainer as ours
+from gtpo_verl.integrations.metrics import ActorPass
+
+COLUMNS = {
+    "entropy": torch.tensor([[0.5, 1.5], [2.5, 0.0]]),
+    "rollout_entropies": torch.tensor([[0.5, 1.25], [2.0, 0.0]]),
+    "rollout_versions": torch.tensor([[4, 4], [3, -1]]),
+}
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+class StandIn(ours.CreditAssignmentMixin):
+    def __init__(self, source: str, step: int, check_every: int) -> None:
+        self.entropy_source = source
+        self.actor_pass = ActorPass(check_every)
+        self.global_steps = step
+        self.config = OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": source == "rollout"}}})
+
+    def on_sample_end(self) -> None:
+        pass
+
+    def _fetch(self, batch: Any, column: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return COLUMNS[column], MASK
+
+
+@pytest.fixture
+def old_log_probs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run our ``_compute_old_log_prob``; returns verl's passes, by whether they bypassed the actor, and the metrics."""
+    passes: list[bool] = []
+
+    def stock(self: Any, batch: Any, metrics: dict) -> Any:
+        passes.append(self.config.algorithm.rollout_correction.bypass_mode)
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", stock)
+
+    def run(trainer: StandIn) -> tuple[list[bool], dict[str, float]]:
+        passes.clear()
+        metrics: dict[str, float] = {}
+        batch = SimpleNamespace(tags=[{"seq_len": 10}, {"seq_len": 30}])
+        assert trainer._compute_old_log_prob(batch, metrics) is batch  # type: ignore[arg-type]
+        return list(passes), metrics
+
+    return run
+
+
+def test_a_step_that_compares_ends_with_the_rollouts_log_probs(old_log_probs: Any) -> None:
+    trainer = StandIn("rollout", step=5, check_every=20)
+    passes, metrics = old_log_probs(trainer)
+    assert passes == [False, True]  # the actor's, then the rollout's over them
+    assert metrics["rollout_entropy/abs_diff_max"] == 0.25
+    assert metrics["rollout_entropy/abs_diff_mean"] == 0.125  # tokens of version 4, the weights that step 5 starts with
+    assert metrics["rollout_entropy/stale_share"] == pytest.approx(1 / 3)
+    assert metrics["rollout_entropy/stale_abs_diff_mean"] == 0.5
+    assert metrics["rollout_entropy/check_s"] >= 0
+    assert metrics["rollout_entropy/time_saved_s"] == 0
+
+
+def test_later_steps_skip_the_actor_and_say_what_that_saved(old_log_probs: Any) -> None:
+    trainer = StandIn("rollout", step=5, check_every=20)
+    for trainer.global_steps in (5, 6):
+        old_log_probs(trainer)
+    trainer.global_steps = 7
+    passes, metrics = old_log_probs(trainer)
+    assert passes == [True]
+    assert list(metrics) == ["rollout_entropy/time_saved_s"]
+    trainer.global_steps = 21
+    assert old_log_probs(trainer)[0] == [False, True]
+
+
+def test_without_checks_the_actor_is_never_asked(old_log_probs: Any) -> None:
+    passes, metrics = old_log_probs(StandIn("rollout", step=1, check_every=0))
+    assert (passes, metrics) == ([True], {})
+
+
+@pytest.mark.parametrize(("source", "compared"), [("actor", False), ("both", True)])
+def test_the_other_sources_run_the_actors_pass_once(old_log_probs: Any, source: str, compared: bool) -> None:
+    passes, metrics = old_log_probs(StandIn(source, step=5, check_every=20))
+    assert passes == [False]
+    assert ("rollout_entropy/abs_diff_max" in metrics) is compared
+    assert "rollout_entropy/check_s" not in metrics
+
+
+def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    trainer = StandIn("actor", step=5, check_every=20)
+    trainer.run_dir = tmp_path
+    trainer.llm_server_manager = SimpleNamespace(server_handles=["a", "b"])
+    monkeypatch.setattr(ours, "dead_servers", lambda servers: ["server 1: gone"] if servers == ["a", "b"] else [])
+    with pytest.raises(UserError) as caught:
+        trainer.check_servers()
+    assert "vLLM died (server 1: gone)" in str(caught.value)
+    assert f"trainer.run_dir={tmp_path}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(ours, "dead_servers", lambda servers: [])
+    trainer.check_servers()

@@ -1,0 +1,437 @@
+"""Dynamic sampling on a real TransferQueue: it ends, it keeps to its budget, it loses and repeats nothing, and what it chooses
+follows from the order of the prompts and their verdicts."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from gtpo_verl.config import compose_config
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.carry_over import SAMPLING_FILE, remove_outdated, restore_groups, save_groups
+from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
+
+pytestmark = pytest.mark.slow
+
+BATCH = 4
+MIXED, ALL_CORRECT, ALL_WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)
+GROUP = len(MIXED)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def queue() -> Iterator[None]:
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    config = compose_config(["hardware=cpu"]).transfer_queue
+    config.enable = True
+    tq.init(config)
+    yield
+    tq.close()
+    ray.shutdown()
+
+
+class Prompts:
+    """Stands for data and engines: the verdicts of each prompt come from ``pattern``, in the order of the data.
+
+    A prompt is answered at once, or, with ``order``, some time later and in that random order.
+    """
+
+    def __init__(self, pattern: Iterator[tuple[float, ...]], order: random.Random | None = None) -> None:
+        self.pattern = pattern
+        self.order = order
+        self.step = 1
+        self.submitted: list[str] = []
+        self.mixed: list[str] = []
+        self.running: list[tuple[str, tuple[float, ...]]] = []
+
+    def submit(self, count: int) -> int:
+        for _ in range(count):
+            uid, verdicts = f"prompt{len(self.submitted):04d}", next(self.pattern)
+            self.submitted.append(uid)
+            if len(set(verdicts)) > 1:
+                self.mixed.append(uid)
+            self._tag(uid, "running")
+            self.running.append((uid, verdicts))
+        if self.order is None:
+            self.answer(len(self.running))
+        return count
+
+    def answer(self, count: int) -> None:
+        """Finish so many of the prompts that are running; verdicts of -1 stand for a session that failed."""
+        if self.order is not None:
+            self.order.shuffle(self.running)
+        for uid, verdicts in self.running[:count]:
+            written = {session: verdict for session, verdict in enumerate(verdicts) if verdict >= 0}
+            if written:
+                tq.kv_batch_put(
+                    keys=[f"{uid}_{session}_0" for session in written],
+                    partition_id="train",
+                    fields=list_of_dict_to_tensordict(
+                        [
+                            {
+                                "responses": torch.arange(2 + session),
+                                "rollout_log_probs": torch.full((2 + session,), -0.5),
+                                "extra_fields": {"reward_extra_info": {"acc": float(verdict)}},
+                            }
+                            for session, verdict in written.items()
+                        ]
+                    ),
+                    tags=[{"status": "success", "global_steps": self.step, "seq_len": 9} for _ in written],
+                )
+            self._tag(uid, "failure" if len(written) < len(verdicts) else "finished")
+        del self.running[:count]
+
+    def _tag(self, uid: str, status: str) -> None:
+        tags = [{"is_prompt": True, "status": status, "global_steps": self.step}]
+        tq.kv_batch_put(keys=[uid], partition_id="train", tags=tags)
+
+
+class Run:
+    """A trainer's steps without a trainer: submit, sample, and clear what was trained on."""
+
+    def __init__(self, buffer: BudgetedReplayBuffer, prompts: Prompts) -> None:
+        self.buffer = buffer
+        self.prompts = prompts
+        self.trained: list[str] = []
+
+    def step(self, number: int = 1) -> tuple[list[str], dict[str, Any]]:
+        self.prompts.step = number
+        first = self.buffer.first_round(number, "train", BATCH)
+        if first:
+            self.prompts.submit(first)
+        batch, metrics = self.buffer.sample(global_steps=number, partition_id="train", batch_size=BATCH)
+        tq.kv_clear(keys=batch.keys, partition_id="train")
+        uids = list(dict.fromkeys(key.split("_")[0] for key in batch.keys))
+        sessions = [f"{uid}_{session}_0" for uid in uids for session in range(GROUP)]
+        assert batch.keys == [key for key in sessions if key in batch.keys], "rows are not in order"
+        self.trained += uids
+        return uids, {name.rsplit("/", 1)[-1]: value for name, value in metrics.items()}
+
+
+MakeRun = Callable[..., Run]
+
+
+@pytest.fixture
+def make_run() -> Iterator[MakeRun]:
+    def make(
+        pattern: Iterator[tuple[float, ...]],
+        *,
+        budget: int = 5,
+        on_budget: str = "train_smaller",
+        window: int = 1,
+        max_age: int = 0,
+        order: random.Random | None = None,
+    ) -> Run:
+        prompts = Prompts(pattern, order)
+        stock = ReplayBuffer(
+            trainer_mode="sync",
+            trainer_config=OmegaConf.create({}),
+            max_off_policy_threshold=8,
+            max_off_policy_strategy="drop",
+            sampler_kwargs=OmegaConf.create({"poll_interval": 0.01}),
+            refill_fn=prompts.submit,
+            filter_groups_metric="acc",
+            train_batch_size=BATCH,
+            gen_batch_size=1,
+            max_inflight_gen_batches=window,
+        )
+        buffer = BudgetedReplayBuffer.like(
+            stock,
+            max_num_gen_batches=budget,
+            on_budget=on_budget,
+            carry_over_max_age=max_age,
+            correct_threshold=1.0,
+        )
+        if order is not None:
+            wait = buffer._wait_for_next_poll
+
+            def progress(partition_id: str, last_debug: float) -> float:
+                prompts.answer(order.randint(1, 3))
+                return wait(partition_id, last_debug)
+
+            buffer._wait_for_next_poll = progress  # type: ignore[method-assign]
+        return Run(buffer, prompts)
+
+    yield make
+    clear_queue()
+
+
+def clear_queue() -> None:
+    left = tq.kv_list("train").get("train", {})
+    if left:
+        tq.kv_clear(keys=list(left), partition_id="train")
+
+
+def waiting() -> list[str]:
+    return [key for key, tag in tq.kv_list("train").get("train", {}).items() if tag.get("is_prompt")]
+
+
+# -------------------------------------------------------------------- the filter
+
+
+def test_mixed_groups_pass_at_once(make_run: MakeRun) -> None:
+    run = make_run(itertools.repeat(MIXED))
+    uids, metrics = run.step()
+    assert uids == run.prompts.submitted
+    assert metrics["yield"] == 1.0
+    assert metrics["carried_share"] == 0.0
+
+
+def test_groups_without_contrast_are_replaced_in_the_order_of_the_prompts(make_run: MakeRun) -> None:
+    run = make_run(itertools.cycle([MIXED, ALL_CORRECT, ALL_WRONG, MIXED]))
+    uids, metrics = run.step()
+    assert uids == run.prompts.mixed[:BATCH]
+    generated = len(run.prompts.submitted)
+    assert metrics["generated_groups"] == generated > BATCH
+    assert metrics["yield"] == len(run.prompts.mixed) / generated
+    assert metrics["solve_all_share"] + metrics["solve_none_share"] == pytest.approx(1 - metrics["yield"])
+    assert metrics["solve_all_share"] == pytest.approx(0.25, abs=0.13)
+    assert metrics["_dapo_filtered_reward_counts"] == {
+        1.0: round(metrics["solve_all_share"] * generated),
+        0.0: round(metrics["solve_none_share"] * generated),
+    }
+
+
+def test_the_verdict_divides_a_group_and_not_the_number(make_run: MakeRun) -> None:
+    """Partial credit below `correct_threshold` is wrong: a group of such answers holds no correct one."""
+    run = make_run(itertools.chain([(0.2, 0.7, 0.2)], itertools.repeat((0.2, 1.0, 0.7))))
+    uids, metrics = run.step()
+    assert run.prompts.submitted[0] not in uids
+    assert metrics["solve_none_share"] == 1 / metrics["generated_groups"]
+
+
+def test_a_group_with_a_failed_rollout_is_judged_by_what_is_left_of_it(make_run: MakeRun) -> None:
+    run = make_run(itertools.chain([(1, -1, 0), (1, -1, 1), (-1, -1, -1)], itertools.repeat(MIXED)))
+    uids, metrics = run.step()
+    assert uids[0] == run.prompts.submitted[0]
+    assert set(run.prompts.submitted[1:3]).isdisjoint(uids)
+    assert metrics["failed_groups"] == 2
+
+
+def test_rollouts_that_all_fail_end_the_run_without_a_budget_too(make_run: MakeRun) -> None:
+    run = make_run(itertools.repeat((-1, -1, -1)), budget=0)
+    with pytest.raises(UserError, match="step 1: the rollouts of all 4 groups failed"):
+        run.step()
+
+
+def test_a_reward_without_the_verdict_is_named(make_run: MakeRun) -> None:
+    run = make_run(itertools.repeat(MIXED))
+    run.buffer.filter_groups_metric = "accuracy"
+    with pytest.raises(UserError, match="filters on 'accuracy', and the reward function did not return it"):
+        run.step()
+
+
+# -------------------------------------------------------------------- the budget
+
+
+@pytest.mark.parametrize("pattern", [ALL_CORRECT, ALL_WRONG])
+@pytest.mark.parametrize("on_budget", ["train_smaller", "stop"])
+def test_a_task_without_contrast_ends_with_the_counts(
+    make_run: MakeRun, pattern: tuple[int, ...], on_budget: str
+) -> None:
+    run = make_run(itertools.repeat(pattern), budget=3, on_budget=on_budget)
+    with pytest.raises(UserError) as caught:
+        run.step()
+    assert len(run.prompts.submitted) == 3 * BATCH
+    correct, wrong = (12, 0) if pattern == ALL_CORRECT else (0, 12)
+    counts = f"12 groups generated: 0 mixed, {correct} all correct, {wrong} all wrong, 0 failed"
+    assert counts in str(caught.value)
+
+
+def test_a_spent_budget_trains_on_what_there_is(make_run: MakeRun) -> None:
+    run = make_run(itertools.chain([MIXED, MIXED], itertools.repeat(ALL_CORRECT)), budget=2)
+    uids, metrics = run.step()
+    assert uids == run.prompts.mixed
+    assert metrics["kept_groups"] == 2
+    assert len(run.prompts.submitted) == 2 * BATCH
+
+
+def test_a_spent_budget_stops_when_asked_to(make_run: MakeRun) -> None:
+    run = make_run(itertools.chain([MIXED, MIXED], itertools.repeat(ALL_CORRECT)), budget=2, on_budget="stop")
+    with pytest.raises(UserError, match="8 groups generated: 2 mixed, 6 all correct"):
+        run.step()
+
+
+def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun) -> None:
+    run = make_run(itertools.cycle([MIXED, ALL_WRONG]), window=4)
+    assert run.buffer.first_round(1, "train", BATCH) == BATCH
+    _, metrics = run.step(1)
+    assert metrics["yield"] < 1
+    first = run.buffer.first_round(2, "train", BATCH)
+    assert BATCH / metrics["yield"] < first <= 4 * BATCH
+    before = len(run.prompts.submitted)
+    _, metrics = run.step(2)
+    assert len(run.prompts.submitted) - before == first, "one round was to be enough"
+
+
+# -------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize("max_age", [0, 3])
+def test_who_finishes_first_has_no_part_in_the_choice(make_run: MakeRun, max_age: int) -> None:
+    """Short responses finish first. With the same data and verdicts the same groups are chosen, whatever the order of finishing."""
+    verdicts = random.Random(0).choices([MIXED, ALL_CORRECT, ALL_WRONG], k=500)
+    chosen = []
+    for seed in range(4):
+        run = make_run(iter(verdicts), window=2, max_age=max_age, order=random.Random(seed))
+        for step in range(1, 5 if max_age else 2):  # what a step throws away decides where the next one begins
+            run.step(step)
+        chosen.append(run.trained)
+        clear_queue()
+    assert len({tuple(uids) for uids in chosen}) == 1
+    assert chosen[0] == run.prompts.mixed[: len(chosen[0])]
+
+
+def test_nothing_is_left_in_the_queue_and_nothing_is_taken_twice(make_run: MakeRun) -> None:
+    run = make_run(itertools.cycle([ALL_WRONG, MIXED]))
+    for step in (1, 2, 3):
+        run.step(step)
+        assert tq.kv_list("train").get("train", {}) == {}
+    assert len(set(run.trained)) == len(run.trained) == 3 * BATCH
+
+
+# -------------------------------------------------------------------- carry-over
+
+
+def random_verdicts() -> Iterator[tuple[int, ...]]:
+    generator = random.Random(7)
+    while True:
+        yield generator.choice([MIXED, ALL_CORRECT, ALL_WRONG])
+
+
+def test_surplus_groups_are_trained_on_later_once_and_spare_generation(make_run: MakeRun) -> None:
+    steps, generated = 12, {}
+    for max_age in (0, 2):
+        run = make_run(random_verdicts(), window=2, max_age=max_age, order=random.Random(1))
+        history = [run.step(step)[1] for step in range(1, steps + 1)]
+        assert len(set(run.trained)) == len(run.trained) == steps * BATCH
+        generated[max_age] = sum(metrics["generated_groups"] for metrics in history)
+        assert generated[max_age] == len(run.prompts.submitted)
+        lost = sum(metrics["discarded_surplus_groups"] + metrics["expired_groups"] for metrics in history)
+        assert len(run.prompts.mixed) == len(run.trained) + len(waiting()) + lost, "a group is unaccounted for"
+        if max_age == 0:
+            assert lost > 0
+            assert waiting() == []
+            assert all(metrics["carried_share"] == metrics["carried_age_max"] == 0 for metrics in history)
+        else:
+            assert lost == 0
+            assert run.trained == run.prompts.mixed[: len(run.trained)], "older groups come first"
+            for before, metrics in itertools.pairwise(history):
+                assert metrics["carried_share"] * BATCH == min(BATCH, before["carried_over_groups"])
+            assert max(metrics["carried_age_max"] for metrics in history) in (1, 2)
+        clear_queue()
+    assert generated[2] < generated[0]
+
+
+def test_groups_carried_over_expire_with_a_count(make_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    run = make_run(itertools.repeat(MIXED), window=4, max_age=2)
+    run.buffer.last_step = (5, 20)  # so that the first step generates far too much
+    _, metrics = run.step(1)
+    surplus = metrics["carried_over_groups"]
+    assert surplus == len(run.prompts.submitted) - BATCH > BATCH
+    uids, metrics = run.step(3)
+    assert (metrics["carried_share"], metrics["carried_age_mean"], metrics["carried_age_max"]) == (1.0, 2.0, 2)
+    assert metrics["generated_groups"] == metrics["expired_groups"] == 0
+    assert "yield" not in metrics
+    uids, metrics = run.step(4)
+    assert metrics["expired_groups"] == surplus - BATCH
+    assert f"{surplus - BATCH} groups carried over are older than" in caplog.text
+    assert metrics["carried_share"] == 0.0
+    assert metrics["generated_groups"] == len(uids) == BATCH
+
+
+def test_a_spent_budget_counts_the_groups_carried_over(make_run: MakeRun) -> None:
+    verdicts = itertools.chain([MIXED] * 5, itertools.repeat(ALL_WRONG))
+    run = make_run(verdicts, window=2, budget=2, max_age=1, on_budget="stop")
+    run.buffer.last_step = (8, 10)
+    run.step(1)
+    with pytest.raises(
+        UserError, match=r"8 groups generated: 0 mixed, 0 all correct, 8 all wrong, 0 failed, and 1 carried over"
+    ):
+        run.step(2)
+
+
+def test_groups_carried_over_outlive_a_restart_as_they_were(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(random_verdicts(), window=2, max_age=2, order=random.Random(3))
+    step = 0
+    while not waiting():
+        step += 1
+        run.step(step)
+    prompts = waiting()
+    before = tq.kv_list("train")["train"]
+    rows = [key for key in before if key not in prompts]
+    columns = tq.kv_batch_get(keys=rows, partition_id="train")
+    assert save_groups(tmp_path / "global_step_9", "train", run.buffer.last_step) == len(prompts)
+
+    clear_queue()
+    groups, last_step = restore_groups(tmp_path / "global_step_9", "train", with_entropies=False)
+    assert (groups, last_step) == (len(prompts), run.buffer.last_step)
+    assert tq.kv_list("train")["train"] == before
+    assert waiting() == prompts
+    back = tq.kv_batch_get(keys=rows, partition_id="train")
+    assert set(back.keys()) == set(columns.keys()) == {"responses", "rollout_log_probs", "extra_fields"}
+    for name in ("responses", "rollout_log_probs"):
+        for one, other in zip(back[name].unbind(), columns[name].unbind(), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+    assert list(back["extra_fields"]) == list(columns["extra_fields"])
+
+    resumed = make_run(run.prompts.pattern, window=2, max_age=2)
+    resumed.prompts.submitted, resumed.prompts.mixed = run.prompts.submitted, run.prompts.mixed
+    uids, metrics = resumed.step(step + 1)
+    assert uids[: len(prompts)] == prompts[:BATCH]
+    assert metrics["carried_age_max"] == 1
+    assert run.trained + uids == run.prompts.mixed[: len(run.trained) + BATCH], "repeated, lost or out of order"
+
+
+def test_a_restart_without_carry_over_drops_what_waits_with_a_count(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(itertools.repeat(MIXED), window=2, max_age=1)
+    run.buffer.last_step = (5, 10)
+    _, metrics = run.step(1)
+    save_groups(tmp_path, "train", run.buffer.last_step)
+    clear_queue()
+    restore_groups(tmp_path, "train", with_entropies=False)
+    resumed = make_run(itertools.repeat(MIXED))
+    resumed.prompts.submitted = run.prompts.submitted
+    uids, after = resumed.step(2)
+    assert after["expired_groups"] == metrics["carried_over_groups"] > 0
+    assert set(uids).isdisjoint(run.prompts.submitted[: -len(uids)])
+
+
+def test_a_checkpoint_of_another_kind_of_run_restores_nothing(tmp_path: Path) -> None:
+    assert restore_groups(tmp_path, "train", with_entropies=False) == (0, (1, 1))
+    assert save_groups(tmp_path, "train", (5, 20)) == 0
+    assert restore_groups(tmp_path, "train", with_entropies=False) == (0, (5, 20))
+    assert tq.kv_list("train").get("train", {}) == {}
+
+
+def test_groups_without_the_columns_of_this_run_are_refused(make_run: MakeRun, tmp_path: Path) -> None:
+    run = make_run(itertools.repeat(MIXED), window=2, max_age=1)
+    run.buffer.last_step = (5, 10)
+    run.step(1)
+    save_groups(tmp_path, "train", run.buffer.last_step)
+    with pytest.raises(
+        UserError, match=r"made with algorithm\.entropy\.source=actor, and this run has rollout or both"
+    ):
+        restore_groups(tmp_path, "train", with_entropies=True)
+
+
+def test_saved_groups_go_when_verl_has_removed_their_weights(tmp_path: Path) -> None:
+    for step, weights in ((1, False), (2, True), (3, False)):
+        folder = tmp_path / f"global_step_{step}"
+        save_groups(folder, "train", (1, 1))
+        if weights:
+            (folder / "actor").mkdir()
+    remove_outdated(tmp_path / "global_step_3")  # verl may still be writing the latest
+    assert sorted(file.parent.name for file in tmp_path.glob(f"*/{SAMPLING_FILE}")) == [
+        "global_step_2",
+        "global_step_3",
+    ]

@@ -1,0 +1,90 @@
+"""The figures of a validation during training, from recorded responses; the end-to-end test compares them with verl's own."""
+
+from typing import Any
+
+import pytest
+from transfer_queue import KVBatchMeta
+
+from gtpo_verl.evaluation.records import Response
+from gtpo_verl.integrations import validation
+from gtpo_verl.integrations.validation import read_responses, recorded, validation_metrics
+
+
+def response(problem: str, acc: float | None, *, answer: str | None = "7", length: int = 4) -> Response:
+    return Response(problem, "sums", acc, answer, length)
+
+
+def test_metrics_of_a_validation() -> None:
+    rows = [("u1", response("a", 1.0)), ("u1", response("a", 0.0, answer="8", length=8)), ("u2", response("b", 1.0))]
+    rows.append(("u2", response("b", 1.0)))
+    expected = {("sums", "u1"): 2, ("sums", "u2"): 2}
+    metrics = validation_metrics(rows, expected, limit=8, threshold=1.0)
+    assert metrics["val/sums/mean@2"] == 0.75
+    assert metrics["val/sums/pass@2"] == 1.0
+    assert metrics["val/sums/maj@2"] == 0.75
+    assert metrics["val/sums/response_length"] == 5
+    assert metrics["val/sums/truncated_share"] == 0.25
+    assert metrics["val/sums/failed_samples"] == 0
+
+
+def test_samples_that_never_came_count_as_wrong_in_the_mean_over_problems() -> None:
+    """A prompt with one response of two, and a prompt with none: a quarter is right, not all of what came."""
+    rows = [("u1", response("a", 1.0))]
+    metrics = validation_metrics(rows, {("sums", "u1"): 2, ("sums", "u2"): 2}, limit=8, threshold=1.0)
+    assert metrics["val/sums/mean@2"] == 0.25
+    assert metrics["val/sums/problems"] == 2
+    assert metrics["val/sums/failed_samples"] == 3
+
+
+def test_rows_that_repeat_a_problem_are_one_problem() -> None:
+    rows = [(f"u{i}", response("a", float(i % 4 == 0))) for i in range(32)]
+    expected = {("sums", f"u{i}"): 1 for i in range(32)}
+    metrics = validation_metrics(rows, expected, limit=8, threshold=1.0)
+    assert (metrics["val/sums/problems"], metrics["val/sums/mean@32"]) == (1, 0.25)
+
+
+def test_a_verifier_without_verdicts_has_no_figures() -> None:
+    assert validation_metrics([("u1", response("a", None))], {("sums", "u1"): 1}, limit=8, threshold=1.0) == {}
+
+
+def test_the_last_output_of_a_session_is_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent loop may write several outputs a session; keys are ``uid_session_output`` and arrive in any order."""
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+    keys = ["u_0_10", "u_1_0", "u_0_2"]
+    rows = {
+        key: {
+            "uid": "u",
+            "raw_prompt": [{"role": "user", "content": "1?"}],
+            "reward_model": {"ground_truth": "1"},
+            "data_source": "sums",
+            "extra_fields": {"reward_extra_info": {"acc": acc, "pred": pred, "verifier_failure": ""}},
+        }
+        for key, acc, pred in zip(keys, (1.0, 0.0, 0.0), ("1", "[INVALID]", "3"), strict=True)
+    }
+
+    def get(keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
+        return list_of_dict_to_tensordict([{field: rows[key][field] for field in select_fields} for key in keys])
+
+    monkeypatch.setattr(validation.tq, "kv_batch_get", get)
+    tags = [{"response_len": length} for length in (5, 6, 7)]
+    read = read_responses(KVBatchMeta(partition_id="val", keys=keys, tags=tags))
+    assert [(uid, r.acc, r.answer, r.length) for uid, r in read] == [("u", 1.0, "1", 5), ("u", 0.0, None, 6)]
+    assert len({r.problem for _, r in read}) == 1
+
+
+def test_the_buffer_is_its_own_again_after_a_validation() -> None:
+    batch = KVBatchMeta(partition_id="val", keys=[], tags=[])
+
+    class Buffer:
+        def sample(self, batch_size: int) -> tuple[KVBatchMeta, dict[str, int]]:
+            return batch, {"seen": batch_size}
+
+    mine: Any = Buffer()
+    with recorded(mine) as rows:
+        assert mine.sample(batch_size=2) == (batch, {"seen": 2})
+    assert rows == []
+    assert "sample" not in vars(mine)
+    with pytest.raises(RuntimeError, match="torn"), recorded(mine):
+        raise RuntimeError("torn")
+    assert "sample" not in vars(mine)

@@ -1,0 +1,146 @@
+"""A tiny policy with wide entropies, vLLM engines that serve it, and the truth from transformers in float64."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+# Any Python that has gtpo_verl and a vLLM: how other versions of vLLM than the one beside verl are tested.
+ENGINE_PYTHON = os.environ.get("GTPO_VERL_TEST_ENGINE_PYTHON", sys.executable)
+VOCABULARY = 512
+# The first vLLM whose runner speculates with a draft model on a CPU. V1 in 0.24 calls its sampling kernel with an argument that
+# it does not take; V2 has had only drafters that are trained for their model before 0.32.
+DRAFT_MODEL_ON_CPU_SINCE = {"V1": (0, 28), "V2": (0, 32)}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes ``speculating_runner`` once for each model runner that can, in the vLLM under test."""
+    if "speculating_runner" not in metafunc.fixturenames:
+        return
+    script = "import importlib.metadata as m; print(m.version('vllm'))"
+    version = subprocess.run([ENGINE_PYTHON, "-c", script], capture_output=True, text=True, check=True).stdout
+    release = tuple(map(int, version.split(".")[:2]))
+    runners = [runner for runner, since in DRAFT_MODEL_ON_CPU_SINCE.items() if release >= since]
+    metafunc.parametrize("speculating_runner", runners)
+
+
+def _save_policy(path: Path, seed: int, noise: float = 0.0) -> Path:
+    """A random Qwen2 (2 layers, hidden 64, 2 heads of 32) in float32, its output weights scaled so that entropies span nats.
+
+    The tokenizer has fewer ids than the model, so verl masks the tail with -inf in vLLM.
+    """
+    from gtpo_verl.quickstart.model import build_model, build_tokenizer, save
+
+    model = build_model(
+        VOCABULARY,
+        seed,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    draw = torch.Generator().manual_seed(1000 + seed)  # not the stream of which the weights were made
+    with torch.no_grad():
+        model.lm_head.weight.mul_(15)
+        for weight in model.parameters():
+            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=draw))
+    save(model, build_tokenizer(), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _save_policy(tmp_path_factory.mktemp("policy"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def other_policy_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another policy of the same shape, for weight updates."""
+    return _save_policy(tmp_path_factory.mktemp("other_policy"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A draft that the policy sometimes agrees with."""
+    return _save_policy(tmp_path_factory.mktemp("draft"), seed=0, noise=0.2)
+
+
+@pytest.fixture(scope="session")
+def truth() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Teacher-forced, in float64: (log-probs of the tokens, entropies, ranks) of a response, (T,) each."""
+    from transformers import Qwen2ForCausalLM
+
+    @functools.cache
+    def load(policy: Path) -> Any:
+        return (
+            Qwen2ForCausalLM.from_pretrained(policy, dtype=torch.float32, attn_implementation="eager").double().eval()
+        )
+
+    def truth(
+        policy: Path, prompt: list[int], tokens: list[int], temperature: float, masked: Sequence[int] = ()
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            logits = load(policy)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logits[:, list(masked)] = -torch.inf
+        log_probs = (logits / temperature).log_softmax(-1)
+        chosen = log_probs.gather(-1, torch.tensor(tokens)[:, None])
+        entropies = torch.special.entr(log_probs.exp()).sum(-1)
+        return chosen[:, 0], entropies, (log_probs >= chosen).sum(-1)
+
+    return truth
+
+
+@pytest.fixture(scope="session")
+def run_engine(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Run batches through a vLLM engine in its own process."""
+
+    def run(
+        batches: list[dict[str, Any]],
+        env: dict[str, str] | None = None,
+        python_path: Sequence[str] = (),
+        **engine: Any,
+    ) -> dict[str, Any]:
+        request = {
+            "engine": {
+                "model": str(policy_dir),
+                "max_model_len": 256,
+                "logprobs_mode": "processed_logprobs",
+                "enable_prefix_caching": True,
+                **engine,
+            },
+            "batches": batches,
+        }
+        folder = tmp_path_factory.mktemp("engine")
+        request_file, answer_file = folder / "request.json", folder / "answer.json"
+        request_file.write_text(json.dumps(request))
+        process = subprocess.run(
+            [ENGINE_PYTHON, str(HERE / "run_engine.py"), str(request_file), str(answer_file)],
+            env={
+                **os.environ,
+                "GTPO_VERL_ROLLOUT_ENTROPY": "1",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # run_engine.py asks the workers for their runner
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                **(env or {}),
+                "PYTHONPATH": os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            },
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert process.returncode == 0, process.stderr[-4000:]
+        return json.loads(answer_file.read_text())
+
+    return run

@@ -1,0 +1,194 @@
+"""Entropies through verl's own agent loops: aligned with the tokens that the policy wrote, whatever stands between them."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.tools.function_tool import FunctionTool
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.replica import TokenOutput
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop
+from gtpo_verl.quickstart.model import build_tokenizer
+
+
+class ScriptedServers:
+    """Answers like the policy's servers, with words that are known beforehand; tool calls need particular words."""
+
+    def __init__(self, turns):
+        self.turns = iter(turns)
+
+    async def generate(self, request_id, **request):
+        return next(self.turns)
+
+
+def turn(text, step, first):
+    """One answer of a server; its entropies count up from ``first``."""
+    tokens = build_tokenizer().encode(text)
+    return TokenOutput(
+        token_ids=tokens,
+        log_probs=[-1.0] * len(tokens),
+        stop_reason="completed",
+        extra_fields={
+            "global_steps": step,
+            "min_global_steps": step,
+            "max_global_steps": step,
+            "rollout_entropies": np.arange(first, first + len(tokens), dtype=np.float32) / 8,
+            "rollout_versions": np.full(len(tokens), step, np.int32),
+        },
+    )
+
+
+def add(a: int, b: int) -> str:
+    return str(a + b)
+
+
+ADD = FunctionTool(
+    name="add",
+    fn=add,
+    tool_schema=OpenAIFunctionToolSchema.model_validate(
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "description": "Adds.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                    "required": ["a", "b"],
+                },
+            },
+        }
+    ),
+)
+CALL = f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 2, 'b': 3}})}</tool_call>"
+
+
+def run(loop_class, turns, response_length=512, tools=()):
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "rollout": {
+                    "prompt_length": 256,
+                    "response_length": response_length,
+                    "full_determinism": False,
+                    "multi_turn": {
+                        "max_user_turns": 4,
+                        "max_assistant_turns": 4,
+                        "max_parallel_calls": 1,
+                        "max_tool_response_length": 64,
+                        "tool_response_truncate_side": "middle",
+                        "format": "hermes",
+                    },
+                }
+            }
+        }
+    )
+
+    async def go():
+        loop = loop_class(
+            trainer_config=DictConfigWrap(config),
+            server_manager=ScriptedServers(turns),
+            tokenizer=build_tokenizer(),
+            processor=None,
+            dataset_cls=RLHFDataset,
+            data_config=DictConfigWrap(OmegaConf.create({})),
+            tools=ToolListWrap(list(tools)),
+        )
+        return await loop.run({"logprobs": True}, raw_prompt=[{"role": "user", "content": "2+3\n"}])
+
+    return asyncio.run(go())
+
+
+def test_one_turn_keeps_every_entropy():
+    columns = run(EntropySingleTurnAgentLoop, [turn("the answer", step=3, first=1)]).as_dict()
+    assert columns["rollout_entropies"].dtype == torch.float32
+    assert columns["rollout_entropies"].tolist() == [i / 8 for i in range(1, 11)]
+    assert columns["rollout_versions"].tolist() == [3] * 10
+    assert columns["rollout_versions"].dtype == torch.int32
+    assert len(columns["responses"]) == 10
+
+
+def test_truncation_to_the_response_length_truncates_entropies():
+    columns = run(EntropySingleTurnAgentLoop, [turn("the answer", step=3, first=1)], response_length=4).as_dict()
+    assert columns["rollout_entropies"].tolist() == [i / 8 for i in range(1, 5)]
+    assert len(columns["responses"]) == len(columns["rollout_versions"]) == 4
+
+
+def test_raw_arrays_do_not_travel_twice():
+    columns = run(EntropySingleTurnAgentLoop, [turn("the answer", step=3, first=1)]).as_dict()
+    assert not {"rollout_entropies", "rollout_versions"} & columns["extra_fields"].keys()
+    assert columns["extra_fields"]["max_global_steps"] == 3
+
+
+def test_tool_output_lies_outside_the_mask_and_has_no_entropy():
+    turns = [turn(CALL, step=3, first=1), turn("so it is 5", step=4, first=100)]
+    columns = run(EntropyToolAgentLoop, turns, tools=[ADD]).as_dict()
+    mask = columns["response_mask"].bool()
+    assert not mask.all()  # the tool wrote something
+    assert len(columns["rollout_entropies"]) == len(columns["responses"]) == len(mask)
+    written = [len(each.token_ids) for each in turns]
+    expected = [i / 8 for i in range(1, 1 + written[0])] + [i / 8 for i in range(100, 100 + written[1])]
+    assert columns["rollout_entropies"][mask].tolist() == expected
+    assert columns["rollout_versions"][mask].tolist() == [3] * written[0] + [4] * written[1]
+    assert columns["rollout_entropies"][~mask].eq(0).all()
+    assert columns["rollout_versions"][~mask].eq(-1).all()
+    text = build_tokenizer().decode(columns["responses"])
+    assert text.startswith(CALL)
+    assert text.endswith("so it is 5")
+
+
+@pytest.mark.parametrize("spare", [0, 1])
+def test_a_tool_answer_that_does_not_fit_is_dropped_with_its_place(spare):
+    first = turn(CALL, step=3, first=1)
+    limit = len(first.token_ids) + spare
+    columns = run(EntropyToolAgentLoop, [first], response_length=limit, tools=[ADD]).as_dict()
+    assert columns["rollout_entropies"].tolist() == [i / 8 for i in range(1, 1 + len(first.token_ids))]
+    assert len(columns["responses"]) == len(columns["rollout_entropies"]) == len(columns["rollout_versions"])
+
+
+def test_an_answer_without_tokens_still_has_the_columns():
+    columns = run(EntropySingleTurnAgentLoop, [turn("", step=3, first=1)]).as_dict()
+    assert columns["rollout_entropies"].shape == columns["rollout_versions"].shape == (0,)
+    assert columns["rollout_entropies"].dtype == torch.float32
+
+
+def test_rows_of_both_loops_make_one_batch():
+    single = run(EntropySingleTurnAgentLoop, [turn("the answer", step=3, first=1)])
+    tool = run(EntropyToolAgentLoop, [turn(CALL, 3, 1), turn("5", 4, 100)], tools=[ADD])
+    names = ("responses", "response_mask", "rollout_entropies", "rollout_versions")
+    rows = [{name: output.as_dict()[name] for name in names} for output in (single, tool)]
+    batch = list_of_dict_to_tensordict(rows)
+    assert batch["rollout_entropies"].is_nested
+    assert batch["rollout_entropies"].offsets().tolist() == batch["responses"].offsets().tolist()
+
+
+def test_a_server_without_entropies_is_found_out():
+    plain = turn("the answer", step=3, first=1)
+    plain.extra_fields.pop("rollout_entropies")
+    with pytest.raises(UserError, match="the rollout server returned no entropies"):
+        run(EntropySingleTurnAgentLoop, [plain])
+
+
+def test_the_shipped_list_names_loops_that_exist():
+    from hydra.utils import get_class
+
+    from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS
+
+    listed = {entry.name: get_class(entry._target_) for entry in OmegaConf.load(AGENT_LOOPS)}
+    assert listed == {"single_turn_agent": EntropySingleTurnAgentLoop, "tool_agent": EntropyToolAgentLoop}
+
+
+def test_the_client_stays_reachable_behind_the_recorder():
+    servers = SimpleNamespace(tokenizer="t", generate=None)
+    from gtpo_verl.integrations.vllm.agent_loop import _TurnRecorder
+
+    assert _TurnRecorder(servers).tokenizer == "t"

@@ -1,0 +1,138 @@
+"""What is known to go wrong is found, and nothing is found where nothing is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from gtpo_verl.config import choices
+from gtpo_verl.planning.plan import make_plan
+
+Run = Callable[..., DictConfig]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def messages(config: DictConfig, level: str, overrides: list[str] | None = None, **given: float) -> list[str]:
+    plan = make_plan(config, overrides or (), given=given)
+    return [finding.message for finding in plan.findings if finding.level == level]
+
+
+@pytest.mark.parametrize("setting", [name for name in choices("setting") if name not in ("default", "quickstart")])
+@pytest.mark.parametrize("backend", choices("backend"))
+def test_settings_that_ship_have_nothing_wrong_and_fit_80_gb(run: Run, setting: str, backend: str) -> None:
+    config = run(f"setting={setting}", f"backend={backend}")
+    assert messages(config, "error") == []
+    assert messages(config, "warning") == []
+
+
+def test_one_gpu_fits_a_card_of_24_gb(run: Run) -> None:
+    assert make_plan(run("setting=one_gpu"), gpu="a10").errors == []
+
+
+CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
+    (["setting=paper_gtpo_7b"], {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 8}, "error", "28 attention heads do not divide"),
+    (["setting=paper_gtpo_32b", "backend=megatron"], {f"{ACTOR}.megatron.tensor_model_parallel_size": 16}, "error", "40 attention heads"),
+    (["setting=small_gpu", "backend=megatron"], {f"{ACTOR}.megatron.tensor_model_parallel_size": 4}, "error", "2 key-value heads"),
+    (["setting=small_gpu"], {f"{ROLLOUT}.tensor_model_parallel_size": 8}, "error", "12 attention heads do not divide"),
+    (["setting=paper_gtpo_7b", "backend=megatron"], {f"{ACTOR}.megatron.pipeline_model_parallel_size": 8}, "error", "28 layers"),
+    (
+        ["setting=paper_dapo_32b"],
+        {"actor_rollout_ref.model.use_remove_padding": False},
+        "error",
+        "sequence parallelism works on packed sequences",
+    ),
+    (["setting=paper_gtpo_7b"], {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-Math-7B"}, "error", "exceeds the 4096 positions"),
+    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": 200000}, "error", "vLLM refuses it"),
+    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": None}, "warning", "max_model_len is not set"),
+    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": 6000}, "error", "max_model_len=6000 is shorter"),
+    (["setting=paper_gtpo_7b"], {f"{ACTOR}.entropy_from_logits_with_chunking": False}, "warning", "entropies of a whole micro-batch"),
+    (["setting=paper_gtpo_7b"], {"algorithm.rollout_correction.bypass_mode": True}, "error", "bypass_mode=true skips the pass"),
+    (["setting=paper_gtpo_7b"], {f"{ACTOR}.ppo_mini_batch_size": 128}, "note", "one update a step"),
+    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.gpu_memory_utilization": 0.98}, "error", "generate needs about"),
+    (["setting=paper_gtpo_32b"], {f"{ROLLOUT}.tensor_model_parallel_size": 1}, "error", "less than one sequence of 6,144"),
+    (["setting=paper_gtpo_32b"], {"trainer.nnodes": 1, f"{ACTOR}.ppo_max_token_len_per_gpu": 24576}, "error", "update needs about"),
+    (["setting=paper_gtpo_7b", "algo=grpo_s"], {f"{ACTOR}.loss_agg_mode": "token-mean"}, "error", "averages over sequences"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "changes", "level", "message"), CASES, ids=[case[3] for case in CASES])
+def test_each_finding_is_found_where_it_is_and_not_elsewhere(
+    run: Run, overrides: list[str], changes: dict[str, Any], level: str, message: str
+) -> None:
+    assert not any(message in found for found in messages(run(*overrides), level))
+    assert any(message in found for found in messages(run(*overrides, changes), level))
+
+
+def test_more_ranks_than_key_value_heads_repeat_them_where_the_engine_does(run: Run) -> None:
+    """Ulysses and vLLM repeat key-value heads over more ranks than there are heads; Megatron does not."""
+    config = run("setting=small_gpu", {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 4})
+    assert messages(config, "error") == []
+
+
+def test_a_yield_below_the_budget_is_a_smaller_batch_or_the_end(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b")
+    assert messages(config, "warning", sampling_yield=0.1) == []
+    found = messages(config, "warning", sampling_yield=0.05)
+    assert len(found) == 1
+    assert "trains on about 64 of 128 groups" in found[0]
+    stop = run("setting=paper_gtpo_7b", {"algorithm.filter_groups.on_budget": "stop"})
+    assert "it stops" in messages(stop, "warning", sampling_yield=0.05)[0]
+    unlimited = run("setting=paper_gtpo_7b", {"algorithm.filter_groups.max_num_gen_batches": 0})
+    assert messages(unlimited, "warning", sampling_yield=0.05) == []
+
+
+IDLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # override; what makes it idle; what makes it count
+    ("algorithm.gtpo.alpha2=0.2", {"algorithm.adv_estimator": "grpo"}, {"algorithm.adv_estimator": "gtpo"}),
+    ("algorithm.grpo_s.beta2=0.2", {"algorithm.adv_estimator": "gtpo"}, {"algorithm.adv_estimator": "grpo_s"}),
+    ("algorithm.norm_adv_by_std_in_grpo=false", {"algorithm.adv_estimator": "gtpo"}, {"algorithm.adv_estimator": "grpo"}),
+    (f"{ACTOR}.policy_loss.seq_clip_ratio_low=0.1", {}, {f"{ACTOR}.policy_loss.loss_mode": "grpo_s", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}),
+    (f"{ACTOR}.clip_ratio_high=0.3", {f"{ACTOR}.policy_loss.loss_mode": "grpo_s", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}, {}),
+    ("algorithm.filter_groups.max_num_gen_batches=3", {"algorithm.filter_groups.enable": False}, {}),
+    ("data.gen_batch_size=512", {}, {"algorithm.filter_groups.enable": False}),
+    ("reward.reward_kwargs.overlong_buffer_cfg.len=512", {"reward.reward_kwargs.overlong_buffer_cfg.enable": False}, {}),
+    ("algorithm.gtpo.length_penalty=soft", {"reward.reward_kwargs.overlong_buffer_cfg.enable": False}, {}),
+    (f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", {}, {f"{ACTOR}.use_dynamic_bsz": False, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4}),
+    (f"{ACTOR}.ppo_max_token_len_per_gpu=20000", {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4}, {}),
+    (f"{ACTOR}.kl_loss_coef=0.01", {}, {f"{ACTOR}.use_kl_loss": True}),
+    ("algorithm.kl_ctrl.kl_coef=0.01", {}, {"algorithm.use_kl_in_reward": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "idle", "read"), IDLE, ids=[case[0] for case in IDLE])
+def test_a_setting_without_effect_is_named_with_the_reason(
+    run: Run, override: str, idle: dict[str, Any], read: dict[str, Any]
+) -> None:
+    changes = {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4}
+    found = messages(run("setting=paper_gtpo_7b", changes | idle), "warning", [override])
+    assert [message for message in found if message.startswith(f"{override} has no effect: ")], found
+    assert not any(
+        "has no effect" in m for m in messages(run("setting=paper_gtpo_7b", changes | read), "warning", [override])
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.clip_ratio=0.1", "critic.optim.lr=1e-5", "+custom_reward_function.path=x.py"],
+)
+def test_keys_that_no_run_here_reads(run: Run, override: str) -> None:
+    assert any(
+        message.startswith(override) for message in messages(run("setting=paper_gtpo_7b"), "warning", [override])
+    )
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["algo=gtpo", "data.train_batch_size=128", "algorithm.filter_groups.enable=false", f"{ACTOR}.clip_ratio_low=0.1"],
+)
+def test_keys_that_every_run_reads_are_left_alone(run: Run, override: str) -> None:
+    assert messages(run("setting=paper_gtpo_7b"), "warning", [override]) == []
+
+
+def test_a_training_says_so_too_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    from gtpo_verl.cli import main
+
+    assert main(["train", "algo=dapo", "algorithm.gtpo.alpha2=0.3", "hardware=cpu"]) == 2
+    printed = capsys.readouterr()
+    assert "algorithm.gtpo.alpha2=0.3 has no effect: the advantage estimator is another one" in printed.out
+    assert "no model" in printed.err

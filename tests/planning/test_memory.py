@@ -1,0 +1,127 @@
+"""Memory against what torch allocates and saves, and against sums worked out by hand."""
+
+from collections.abc import Callable
+
+import torch
+from omegaconf import DictConfig
+
+from gtpo_verl.planning.memory import BF16, FP32, GIB, Memory, layer_activation_bytes, memory_of
+from gtpo_verl.planning.shapes import ModelShape, load_shape
+from gtpo_verl.planning.step import check_batches
+
+Run = Callable[..., DictConfig]
+CAPACITY = 79.1 * GIB
+
+
+def memory(config: DictConfig, model: str = "Qwen/Qwen2.5-7B") -> Memory:
+    return memory_of(config, load_shape(model), check_batches(config), CAPACITY)
+
+
+def parts(config: DictConfig, phase: str, model: str = "Qwen/Qwen2.5-7B") -> dict[str, float]:
+    return next(item.parts for item in memory(config, model).phases if item.name == phase)
+
+
+def test_activations_of_a_layer_are_what_autograd_saves() -> None:
+    """One layer of a small Qwen2 in bfloat16 with fused attention: the bytes that autograd keeps, without weights and rotations."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokens = 128
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    hidden = torch.randn(1, tokens, 256, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(tokens)[None]
+    rotations = model.model.rotary_emb(hidden, positions)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *rotations)}
+    saved: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.model.layers[0](hidden, position_embeddings=rotations, position_ids=positions, attention_mask=None)
+    assert out.requires_grad
+    shape = ModelShape("", "", 0, 0, 0, 0, 1, 256, 704, 8, 2, 32, 64, tokens)
+    assert sum(saved.values()) == tokens * layer_activation_bytes(shape)
+
+
+def test_fsdp_shards_parameters_gradients_and_adam(run: Run) -> None:
+    update = parts(run("setting=paper_gtpo_7b"), "update")
+    share = 7_615_616_512 / 64
+    assert update["parameters"] == update["gradients"] == FP32 * share
+    assert update["optimizer"] == 2 * FP32 * share
+    half = parts(run("setting=paper_gtpo_7b", {"actor_rollout_ref.actor.fsdp_config.fsdp_size": 32}), "update")
+    assert half["optimizer"] == 2 * update["optimizer"]
+
+
+def test_megatron_splits_weights_by_tensor_and_adam_by_data(run: Run) -> None:
+    update = parts(run("setting=paper_gtpo_32b", "backend=megatron"), "update", "Qwen/Qwen2.5-32B")
+    shape = load_shape("Qwen/Qwen2.5-32B")
+    share = (shape.parameters - shape.hidden) / 8  # the last norm is left out
+    assert update["parameters"] == BF16 * share
+    assert update["gradients"] == FP32 * share
+    assert update["optimizer"] == 3 * FP32 * share / 8
+
+
+def test_a_pipeline_halves_the_layers_and_keeps_one_end(run: Run) -> None:
+    sizes = {
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 4,
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": 2,
+    }
+    update = parts(run("setting=paper_gtpo_32b", "backend=megatron", sizes), "update", "Qwen/Qwen2.5-32B")
+    shape = load_shape("Qwen/Qwen2.5-32B")
+    assert update["parameters"] == BF16 * (32 * shape.block + shape.head) / 4
+
+
+def test_offload_empties_the_gpu_while_the_engine_works(run: Run) -> None:
+    kept = parts(run("setting=paper_gtpo_7b"), "generate")
+    assert kept["parameters"] > 0
+    assert kept["optimizer"] > 0
+    offload = {f"actor_rollout_ref.actor.fsdp_config.{name}_offload": True for name in ("param", "optimizer")}
+    config = run("setting=paper_gtpo_7b", offload)
+    away = parts(config, "generate")
+    assert away["parameters"] == away["optimizer"] == 0
+    assert parts(config, "update")["optimizer"] > 0
+
+
+def test_checkpointing_keeps_an_input_a_layer(run: Run) -> None:
+    shape = load_shape("Qwen/Qwen2.5-7B")
+    layer = 12288 * layer_activation_bytes(shape)
+    with_it = parts(run("setting=paper_gtpo_7b"), "update")["activations"]
+    assert with_it == 28 * 12288 * 3584 * BF16 + layer
+    without = run("setting=paper_gtpo_7b", {"actor_rollout_ref.model.enable_gradient_checkpointing": False})
+    assert parts(without, "update")["activations"] == 28 * layer
+    offloaded = run("setting=paper_gtpo_7b", {"actor_rollout_ref.model.enable_activation_offload": True})
+    assert parts(offloaded, "update")["activations"] == layer
+
+
+def test_entropy_in_chunks_does_not_grow_with_the_micro_batch(run: Run) -> None:
+    chunked = [
+        parts(
+            run("setting=paper_gtpo_7b", {"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": limit}),
+            "old log-probs",
+        )
+        for limit in (12288, 24576)
+    ]
+    assert chunked[0]["entropy"] == chunked[1]["entropy"] == 2048 * 152064 * 4 * FP32
+    assert chunked[1]["logits"] == 2 * chunked[0]["logits"] == 24576 * 152064 * BF16
+
+
+def test_the_kv_cache_is_what_the_engine_has_left(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b", {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2})
+    engine = memory(config).engine
+    assert engine.budget == 0.75 * CAPACITY
+    assert engine.weights == BF16 * 7_615_616_512 / 2
+    assert engine.kv_cache == engine.budget - engine.weights - engine.workspace
+    assert engine.kv_tokens == int(engine.kv_cache / (2 * 28 * 2 * 128 * BF16))
+
+
+def test_without_sleep_the_engine_stays_during_the_update(run: Run) -> None:
+    awake = run("setting=paper_gtpo_7b", {"actor_rollout_ref.rollout.free_cache_engine": False})
+    assert parts(awake, "update")["rollout engine"] == 0.75 * CAPACITY
+    assert parts(run("setting=paper_gtpo_7b"), "update")["rollout engine"] == GIB

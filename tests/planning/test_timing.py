@@ -1,0 +1,181 @@
+"""Time: identities of the estimate, overriding and measuring assumptions."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.planning.plan import make_plan
+from gtpo_verl.planning.shapes import load_shape
+from gtpo_verl.planning.timing import StepTime, forward_flops
+
+Run = Callable[..., DictConfig]
+
+
+def time_of(config: DictConfig, **given: float) -> StepTime:
+    time = make_plan(config, given=given).time
+    assert time is not None
+    return time
+
+
+def test_operations_are_those_that_verl_counts_but_for_the_embedding() -> None:
+    """verl's counter has forward and backward (three forwards), and the input embedding as if it were multiplied with."""
+    from transformers import Qwen2Config
+    from verl.utils.flops_counter import _estimate_qwen2_flops
+
+    shape = load_shape("Qwen/Qwen2.5-7B")
+    config = Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
+    )  # fmt: skip
+    lengths = [2000] * 8
+    achieved = _estimate_qwen2_flops(config, sum(lengths), lengths, 1.0)  # TFLOP
+    ours = 3 * forward_flops(shape, 8, 2000) + 6 * shape.embedding * sum(lengths)
+    assert ours / 1e12 == pytest.approx(achieved, rel=1e-3)  # norms and biases are what is left
+
+
+def test_phases_scale_with_what_they_depend_on(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b")
+    base = time_of(config)
+    assert time_of(config, update_efficiency=0.7).update == pytest.approx(base.update / 2)
+    assert time_of(config, log_prob_efficiency=0.8).old_log_prob == pytest.approx(base.old_log_prob / 2)
+    assert time_of(config, advantage_ns=1000).advantage == pytest.approx(128 * 16 * 2048 * 1000e-9)
+    shorter = time_of(config, response_length=512)
+    assert shorter.update < base.update / 3
+    assert shorter.generate < base.generate
+    assert base.total == pytest.approx(base.generate + base.old_log_prob + base.advantage + base.update + base.other)
+    assert base.other / base.total == pytest.approx(0.03)
+
+
+def test_without_checkpointing_an_update_is_a_quarter_shorter(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b")
+    without = run("setting=paper_gtpo_7b", {"actor_rollout_ref.model.enable_gradient_checkpointing": False})
+    assert time_of(without).update == pytest.approx(time_of(config).update * 3 / 4)
+
+
+def test_entropies_of_the_rollout_save_the_actors_pass(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b", {"algorithm.entropy.source": "rollout"})
+    assert time_of(config).old_log_prob == 0
+    plan = make_plan(config)
+    assert all(arm.pass_seconds == 0 and arm.entropy_bytes == 0 for arm in plan.arms)
+    assert all(arm.rollout_bytes == 8 * 128 * 16 * 2048 for arm in plan.arms)
+    actor = make_plan(run("setting=paper_gtpo_7b", {"algorithm.entropy.source": "actor"}))
+    assert all(arm.rollout_bytes == 0 and arm.entropy_bytes == 4 * 128 * 16 * 2048 for arm in actor.arms)
+    assert [arm.arm for arm in actor.arms] == ["dapo", "gtpo", "grpo_s"]
+
+
+def test_a_lower_yield_costs_generation_alone(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b")
+    half, all_of_it = time_of(config, sampling_yield=0.5), time_of(config, sampling_yield=1.0)
+    assert half.generate > all_of_it.generate
+    assert half.update == all_of_it.update
+
+
+def test_responses_wait_for_room_in_the_cache(run: Run) -> None:
+    config = run("setting=paper_dapo_32b")
+    tight = run("setting=paper_dapo_32b", {"actor_rollout_ref.rollout.gpu_memory_utilization": 0.5})
+    assert time_of(tight).concurrent < time_of(config).concurrent
+    assert time_of(tight).generate > time_of(config).generate
+    few = run("setting=paper_dapo_32b", {"actor_rollout_ref.rollout.max_num_seqs": 8})
+    assert time_of(few).concurrent == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"speed": 1.0}, "no such assumption"),
+        ({"sampling_yield": 0.0}, "above 0 and at most 1"),
+        ({"update_efficiency": 1.5}, "above 0 and at most 1"),
+        ({"gpu_memory": -1.0}, "above 0"),
+        ({"other_share": 1.0}, "nothing would be left"),
+        ({"response_length": 5000.0}, "data.max_response_length=4096"),
+    ],
+)
+def test_assumptions_out_of_range_are_refused(run: Run, given: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(run("setting=paper_gtpo_7b"), given=given)
+
+
+# -------------------------------------------------------------------- a measured run
+
+
+def record(directory: Path, config: DictConfig, steps: list[dict[str, Any]]) -> Path:
+    """Write what a training leaves behind."""
+    directory.mkdir()
+    OmegaConf.save(config, directory / "config.yaml", resolve=True)
+    lines = [json.dumps({"step": number, "data": data}) for number, data in enumerate(steps)]
+    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def logged(time: StepTime, responses: int, prompt: float, response: float, sampling_yield: float) -> dict[str, Any]:
+    return {
+        "timing_s/gen": time.generate,
+        "timing_s/old_log_prob": time.old_log_prob,
+        "timing_s/adv": time.advantage,
+        "timing_s/update_actor": time.update,
+        "timing_s/step": time.total,
+        "prompt_length/mean": prompt,
+        "response_length/mean": response,
+        "perf/total_num_tokens": responses * (prompt + response),
+        "training/filter_groups/yield": sampling_yield,
+        "training/filter_groups/generated_groups": 128 / sampling_yield,
+        "training/filter_groups/kept_groups": 128,
+    }
+
+
+def test_a_measured_run_predicts_itself(run: Run, tmp_path: Path) -> None:
+    """A run that took other times than the defaults say: its plan, measured on it, gives these times back."""
+    config = run("setting=paper_gtpo_7b")
+    slow = StepTime(generate=300, old_log_prob=50, advantage=0.25, update=120, other=29.75, concurrent=0)
+    step = logged(slow, responses=2048, prompt=150, response=1234, sampling_yield=0.4)
+    warm_up = step | {"timing_s/gen": 5000.0, "timing_s/update_actor": 5000.0, "timing_s/step": 20000.0}
+    directory = record(tmp_path / "run", config, [{"val-core/x": 1.0}, warm_up, step, step])
+    plan = make_plan(config, measured=directory)
+    assert plan.time is not None
+    for phase in ("generate", "old_log_prob", "advantage", "update", "other"):
+        assert getattr(plan.time, phase) == pytest.approx(getattr(slow, phase), rel=1e-6), phase
+    assert plan.assumptions["response_length"].value == 1234
+    assert plan.assumptions["update_efficiency"].origin == "measured: run, 2 steps on 64 GPUs"
+    assert plan.step.generated_prompts == 320
+
+    larger = make_plan(run("setting=paper_gtpo_7b", {"trainer.nnodes": 16}), measured=directory)
+    assert larger.time is not None
+    assert larger.time.update == pytest.approx(60)
+
+
+def test_what_is_given_wins_over_what_was_measured(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b")
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    directory = record(tmp_path / "run", config, [{}, step])
+    assert make_plan(config, measured=directory, given={"response_length": 999}).step.tokens == 2048 * (150 + 999)
+
+
+def test_a_directory_that_is_no_run_is_refused(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b")
+    with pytest.raises(UserError, match=r"no metrics\.jsonl"):
+        make_plan(config, measured=tmp_path)
+    with pytest.raises(UserError, match="no finished training step"):
+        make_plan(config, measured=record(tmp_path / "run", config, [{"val-core/x": 1.0}]))
+
+
+def test_a_cpu_has_a_time_where_it_was_measured(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b", {"trainer.device": "cpu"})
+    assert make_plan(config).time is None
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    plan = make_plan(config, measured=record(tmp_path / "run", config, [{}, step, step | {"timing_s/gen": 300}]))
+    assert plan.memory is None
+    assert plan.time is not None
+    assert plan.time.update == pytest.approx(120)
+
+
+def test_steps_that_generated_nothing_have_no_yield(run: Run, tmp_path: Path) -> None:
+    """A step that lives on carried groups alone logs none; the others are taken."""
+    config = run("setting=paper_gtpo_7b")
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    without = {name: value for name, value in step.items() if not name.endswith("/yield")}
+    plan = make_plan(config, measured=record(tmp_path / "run", config, [{}, step, step, without, step]))
+    assert plan.step.sampling_yield == 0.4

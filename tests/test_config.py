@@ -1,0 +1,167 @@
+"""Composition of a run's configuration from verl's YAML, ours, and overrides."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.config import choices, compose_config, verl_config_dir
+from gtpo_verl.errors import UserError
+
+ARMS = ("dapo", "gtpo", "grpo_s")
+SETTINGS = choices("setting")
+MAY_DIFFER = (
+    "algorithm.adv_estimator",
+    "algorithm.gtpo.",
+    "algorithm.grpo_s.",
+    "actor_rollout_ref.actor.policy_loss.",
+    "actor_rollout_ref.actor.loss_agg_mode",
+)
+
+
+def flat(config: DictConfig) -> dict[str, object]:
+    """Dotted keys to values; interpolations as written, so that a difference shows where it is made."""
+    found: dict[str, object] = {}
+
+    def walk(node: object, prefix: str) -> None:
+        if isinstance(node, dict):
+            for name, value in node.items():
+                walk(value, f"{prefix}{name}.")
+        else:
+            found[prefix.rstrip(".")] = node
+
+    walk(OmegaConf.to_container(config, resolve=False), "")
+    return found
+
+
+RUNS = [
+    *([f"setting={setting}"] for setting in SETTINGS),
+    ["setting=paper_dapo_32b", "backend=megatron"],
+    ["setting=quickstart", "hardware=cpu"],
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=" ".join)
+def test_arms_of_an_ablation_differ_in_the_algorithm_alone(run: list[str]) -> None:
+    baseline = flat(compose_config(["algo=dapo", *run]))
+    for arm in ("gtpo", "grpo_s"):
+        other = flat(compose_config([f"algo={arm}", *run]))
+        differing = {key for key in baseline.keys() | other.keys() if baseline.get(key) != other.get(key)}
+        assert differing, f"{arm} is the same as dapo"
+        assert {key for key in differing if not key.startswith(MAY_DIFFER)} == set()
+
+
+@pytest.mark.parametrize("arm", choices("algo"))
+@pytest.mark.parametrize("backend", choices("backend"))
+def test_every_algorithm_composes_with_every_backend(arm: str, backend: str) -> None:
+    config = compose_config([f"algo={arm}", f"backend={backend}"])
+    assert config.actor_rollout_ref.actor.strategy == {"fsdp": "fsdp2", "megatron": "megatron"}[backend]
+
+
+def test_a_setting_brings_the_layout_of_its_backend_and_settings_know_no_backend() -> None:
+    """Settings are written once for both engines; how a 32B model is split is chosen by setting and backend together."""
+    fsdp = compose_config(["setting=paper_dapo_32b"]).actor_rollout_ref.actor
+    assert (fsdp.fsdp_config.ulysses_sequence_parallel_size, fsdp.ppo_max_token_len_per_gpu) == (4, 11264)
+    for setting in ("paper_gtpo_32b", "paper_dapo_32b"):
+        megatron = compose_config([f"setting={setting}", "backend=megatron"]).actor_rollout_ref.actor.megatron
+        assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (8, 1)
+    assert compose_config(["backend=megatron"]).actor_rollout_ref.actor.megatron.tensor_model_parallel_size == 1
+    without = compose_config(["setting=paper_dapo_32b", "~layout"]).actor_rollout_ref.actor
+    assert without.fsdp_config.ulysses_sequence_parallel_size == 1
+    for name in choices("layout"):
+        backend, _, setting = name.partition("_")
+        assert backend in choices("backend"), name
+        assert setting in SETTINGS, name
+
+
+def test_a_preset_holds_the_values_of_its_config_class() -> None:
+    from gtpo_verl.algorithms import GRPOSConfig, GTPOConfig
+
+    # the settings switch the soft punishment on, as their baseline does; a preset has none
+    config = compose_config(["algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"])
+    assert GTPOConfig.from_mapping(config.algorithm.gtpo) == GTPOConfig()
+    assert GRPOSConfig.from_mapping(config.algorithm.grpo_s) == GRPOSConfig()
+
+
+def test_dapo_is_whole_in_every_arm() -> None:
+    for arm in ARMS:
+        config = compose_config([f"algo={arm}", "setting=quickstart"])
+        actor = config.actor_rollout_ref.actor
+        assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 10.0)
+        assert config.algorithm.filter_groups.enable
+        assert config.algorithm.filter_groups.metric == "acc"
+        assert config.reward.reward_manager.name == "dapo"
+        assert config.reward.reward_kwargs.overlong_buffer_cfg.enable
+        assert not actor.use_kl_loss
+        assert not config.algorithm.use_kl_in_reward
+        assert actor.entropy_coeff == 0
+
+
+OURS = {  # keys that verl's YAML does not have, and who reads them
+    "algorithm.correct_threshold": "trainer._verdicts",
+    "algorithm.entropy": "trainer, task_runner, preflight",
+    "algorithm.filter_groups.on_budget": "sampling",
+    "algorithm.filter_groups.carry_over": "sampling",
+    "algorithm.overlong_filtering": "trainer",
+    "algorithm.gtpo": "estimators",
+    "algorithm.grpo_s": "estimators",
+    "actor_rollout_ref.actor.policy_loss.seq_ratio": "losses",
+    "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low": "losses",
+    "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high": "losses",
+    "actor_rollout_ref.rollout.enable_sleep_mode": "verl.workers.config.RolloutConfig",
+    "actor_rollout_ref.actor.fsdp_config.mixed_precision": "verl.workers.config.FSDPEngineConfig",
+    "actor_rollout_ref.ref.fsdp_config": "verl.workers.config.FSDPEngineConfig",
+    "actor_rollout_ref.model.override_config.attn_implementation": "transformers",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": "vllm",
+    "reward.reward_kwargs": "verl.experimental.reward_loop.reward_manager.dapo",
+    "trainer.run_dir": "train, trainer",
+    "trainer.credit_dump_freq": "trainer",
+    "trainer.v1.sampler.sampler_kwargs.poll_interval": "sampling",
+    "ray_kwargs.ray_init.num_gpus": "ray.init",
+    "ray_kwargs.ray_init.include_dashboard": "ray.init",
+    "ray_kwargs.ray_init.runtime_env.env_vars": "ray.init",
+}
+
+
+@pytest.fixture(scope="module")
+def verls_keys() -> set[str]:
+    from hydra import compose, initialize_config_dir
+
+    with initialize_config_dir(str(verl_config_dir()), version_base="1.3"):
+        return set(flat(compose("ppo_trainer")))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: set[str]) -> None:
+    """A misspelt key in a group file composes without a word, so every key must be verl's or in the list above."""
+    ours = set(flat(compose_config([f"setting={setting}", "hardware=cpu"])))
+    unknown = {key for key in ours - verls_keys if not any(key == own or key.startswith(f"{own}.") for own in OURS)}
+    assert unknown == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("algo=gtpp", "did you mean gtpo?"),
+        ("algorithm.gtpo.alpa2=1", "did you mean algorithm.gtpo.alpha2?"),
+        ("data.train_batchsize=1", "did you mean data.train_batch_size?"),
+        ("gtpo.alpha1=1", "did you mean algorithm.gtpo.alpha1?"),
+        ("sett=default", "did you mean setting?"),
+        ("layout=megatron_paper_dapo_32", "did you mean megatron_paper_dapo_32b?"),
+        ("trainer.nnodes={", "do not compose"),
+    ],
+)
+def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint) as caught:
+        compose_config([override])
+    assert "\n" not in str(caught.value)
+
+
+def test_composing_imports_neither_verl_nor_torch() -> None:
+    code = "import sys; from gtpo_verl.config import compose_config; compose_config(); print([m for m in ('verl', 'torch', 'ray', 'vllm') if m in sys.modules])"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path("/")
+    ).stdout
+    assert printed.strip() == "[]"

@@ -1,0 +1,246 @@
+"""Bad input gets one line that says what to do, before verl, Ray or vLLM start."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from omegaconf import DictConfig
+
+from gtpo_verl import preflight
+from gtpo_verl.config import compose_config
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations import checks
+from gtpo_verl.train import prepare
+
+REWARD = """
+def good(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "acc": 1.0}
+def number(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+async def slow_but_good(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "acc": 1.0}
+def no_verdict(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0}
+def no_result(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": -1.0, "acc": 0.0, "verifier_failure": "error"}
+def crashes(data_source, solution_str, ground_truth, extra_info=None):
+    return 1 / 0
+def hangs(data_source, solution_str, ground_truth, extra_info=None):
+    import time
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Overrides for a run that has nothing wrong with it."""
+    directory = tmp_path_factory.mktemp("inputs")
+    model = directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    rows = [
+        {
+            "data_source": "sums",
+            "prompt": [{"role": "user", "content": "1+1"}],
+            "reward_model": {"style": "rule", "ground_truth": "2"},
+        }
+    ] * 64
+    for name in ("train", "val"):
+        pd.DataFrame(rows).to_parquet(directory / f"{name}.parquet")
+    pd.DataFrame(rows).drop(columns="reward_model").to_parquet(directory / "no_reward_model.parquet")
+    pd.DataFrame(rows[:3]).to_parquet(directory / "small.parquet")
+    (directory / "not.parquet").write_text("text")
+    (directory / "reward.py").write_text(REWARD)
+    return {
+        "directory": str(directory),
+        "actor_rollout_ref.model.path": str(model),
+        "data.train_files": str(directory / "train.parquet"),
+        "data.val_files": str(directory / "val.parquet"),
+        "reward.custom_reward_function.path": str(directory / "reward.py"),
+        "reward.custom_reward_function.name": "good",
+        "trainer.n_gpus_per_node": "1",
+    }
+
+
+Composer = Callable[..., DictConfig]
+
+
+@pytest.fixture
+def composed(inputs: dict[str, str]) -> Composer:
+    """A function that composes the sound run with some keys changed; DIR stands for the inputs' directory."""
+
+    def compose(*changes: str) -> DictConfig:
+        changed = dict(inputs)
+        directory = changed.pop("directory")
+        for change in changes:
+            key, value = change.replace("DIR", directory).split("=", 1)
+            changed[key] = value
+        overrides = [f"{key}={value}" for key, value in changed.items() if value != "MISSING"]
+        config = compose_config(overrides)
+        prepare(config, overrides)
+        return config
+
+    return compose
+
+
+def test_a_sound_run_passes(composed: Composer) -> None:
+    preflight.check(composed())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("actor_rollout_ref.model.path=MISSING", "no model: set actor_rollout_ref.model.path"),
+        ("actor_rollout_ref.model.path=/no/such/model", "no such directory"),
+        ("actor_rollout_ref.model.path=DIR", "no config.json"),
+        ("data.train_files=MISSING", "no data: set data.train_files"),
+        ("data.val_files=DIR/absent.parquet", "no such file"),
+        ("data.train_files=DIR/no_reward_model.parquet", "lacks the column reward_model"),
+        ("data.train_files=DIR/not.parquet", "is not a parquet file"),
+        ("data.train_files=DIR/reward.py", "is not a parquet file"),
+        ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
+        ("data.train_batch_size=30", "not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5", "does not divide by"),
+        ("trainer.n_gpus_per_node=3", "does not divide over 3 data-parallel ranks"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "do not divide by the 2 of one rollout engine"),
+        ("actor_rollout_ref.rollout.n=1", "at least two responses"),
+        ("actor_rollout_ref.rollout.max_model_len=100", "is shorter than data.max_prompt_length"),
+        ("reward.reward_kwargs.max_resp_len=4096", "exceeds data.max_response_length"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=4096", "must be between 1 and max_resp_len=2048"),
+        ("data.max_response_length=0", "must be at least 1"),
+        ("algorithm.gtpo.negatives=inverted", "negatives"),
+        ("algorithm.gtpo.clip_kappa=20", "clip_kappa"),
+        ("algorithm.filter_groups.on_budget=cry", "train_smaller or stop"),
+        ("algorithm.filter_groups.max_num_gen_batches=-1", "it must be a whole number, at least 0"),
+        ("algorithm.filter_groups.max_inflight_gen_batches=0", "it must be a whole number, at least 1"),
+        ("algorithm.filter_groups.carry_over.max_age=-1", "it must be a whole number, at least 0"),
+        ("algorithm.filter_groups.carry_over.max_age=0.5", "it must be a whole number, at least 0"),
+        ("skip.rollout_tq.enable=true", "set algorithm.filter_groups.enable=false"),
+        ("algorithm.entropy.source=vllm", "choose one of actor, rollout, both"),
+        ("algorithm.rollout_correction.bypass_mode=true", "set algorithm.entropy.source=rollout"),
+        ("actor_rollout_ref.rollout.name=sglang", "algorithm.entropy.source=actor"),
+        ("actor_rollout_ref.rollout.top_p=0.9", "top_p=1"),
+        ("actor_rollout_ref.rollout.top_k=50", "top_k=-1"),
+        ("algorithm.entropy.check_every=-1", "it counts steps"),
+        ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "processed_logprobs"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "seq-mean-token-mean"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:
+    if change.startswith("algorithm.gtpo.clip_kappa"):
+        config = composed(change, "algorithm.gtpo.alpha1=0.9")
+    else:
+        config = composed(change)
+    with pytest.raises(UserError) as caught:
+        preflight.check(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("algorithm.filter_groups.enable=false", "set algorithm.filter_groups.enable=true"),
+        ("trainer.v1.trainer_mode=colocate_async", "needs trainer.v1.trainer_mode=sync"),
+        ("trainer.v1.sampler.custom_sampler.path=DIR/reward.py", "with its own sampler"),
+    ],
+)
+def test_carry_over_is_refused_where_nothing_would_do_it(composed: Composer, change: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        preflight.check(composed("algorithm.filter_groups.carry_over.max_age=1", change))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("mode", "noted"), [("sync", False), ("colocate_async", True)])
+def test_a_budget_that_nothing_keeps_is_pointed_out(
+    composed: Composer, capsys: pytest.CaptureFixture[str], mode: str, noted: bool
+) -> None:
+    preflight.check(composed(f"trainer.v1.trainer_mode={mode}"))
+    assert ("on_budget have no effect" in capsys.readouterr().out) == noted
+
+
+@pytest.mark.parametrize(
+    ("change", "noted"),
+    [
+        ("algorithm.entropy.source=both", True),
+        ("algorithm.entropy.source=rollout", False),
+        ("algorithm.rollout_correction.rollout_is=token", False),
+    ],
+)
+def test_carry_over_with_a_ratio_blind_to_age_is_pointed_out(
+    composed: Composer, capsys: pytest.CaptureFixture[str], change: str, noted: bool
+) -> None:
+    preflight.check(composed("algorithm.filter_groups.carry_over.max_age=1", change))
+    assert ("the clipped ratio does not see their age" in capsys.readouterr().out) == noted
+
+
+@pytest.mark.parametrize("name", ["good", "number", "slow_but_good"])
+def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> None:
+    checks.check_with_verl(composed(f"reward.custom_reward_function.name={name}"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("reward.custom_reward_function.name=no_verdict", "add `acc`"),
+        (
+            "reward.custom_reward_function.name=no_result",
+            "no verdict on the first prompt (error), whose right answer is",
+        ),
+        ("reward.custom_reward_function.name=crashes", "ZeroDivisionError"),
+        ("reward.custom_reward_function.name=absent", "could not be loaded"),
+        ("reward.custom_reward_function.path=null", "no verifier for data_source='sums'"),
+        ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gttpo", "did you mean gtpo?"),
+    ],
+)
+def test_what_only_verl_knows_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        checks.check_with_verl(composed(change))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_verifier_that_hangs_is_not_waited_for(composed: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "VERIFIER_TIMEOUT", 0.2)
+    with pytest.raises(UserError, match="no verdict on the first prompt"):
+        checks.check_with_verl(composed("reward.custom_reward_function.name=hangs"))
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(composed: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "HUB_TIMEOUT", 0.2)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: time.sleep(60))
+    with pytest.raises(UserError, match="could not be asked"):
+        preflight.check(composed("actor_rollout_ref.model.path=organisation/name"))
+
+
+def test_the_command_prints_one_line_and_starts_no_ray(inputs: dict[str, str], tmp_path: Path) -> None:
+    """Through the real command: exit code, stderr, and no Ray session of its own."""
+    environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
+    overrides = [f"{key}={value}" for key, value in inputs.items() if key != "directory"]
+    command = [sys.executable, "-m", "gtpo_verl.train", *overrides, "hardware=cpu", "data.train_batch_size=30"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: data.train_batch_size=30 is not a multiple")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stdout
+    assert not list(tmp_path.glob("ray*"))
+
+
+def test_an_unknown_vllm_is_refused_by_name(
+    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Ray starts, and only where the rollout's entropies are asked for."""
+    installed = tmp_path / "vllm-0.40.2.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"vLLM 0\.40\.2 is installed.*algorithm\.entropy\.source=actor"):
+        preflight.check(composed())
+    preflight.check(composed("algorithm.entropy.source=actor"))
