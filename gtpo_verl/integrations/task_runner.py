@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+from gtpo_verl.integrations.watch import watched
 
 
 class TaskRunner:
@@ -38,7 +39,9 @@ class TaskRunner:
         try:
             trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
             trainer.init()
-            trainer.fit(self._agent_loops(config, trainer))
+            agent_loops = self._agent_loops(config, trainer)
+            with watched(trainer.check_servers):
+                trainer.fit(agent_loops)
             succeeded = True
         except Exception:
             if trainer is not None:

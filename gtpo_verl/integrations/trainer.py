@@ -169,9 +169,7 @@ class CreditAssignmentMixin(PPOTrainer):
         return super()._compute_old_log_prob(batch, metrics)
 
     def _agreement(self, batch: KVBatchMeta) -> dict[str, float]:
-        actor, mask = self._fetch(batch, "entropy")
-        rollout, _ = self._fetch(batch, ROLLOUT_ENTROPIES)
-        versions, _ = self._fetch(batch, ROLLOUT_VERSIONS)
+        actor, rollout, versions, mask = self._fetch(batch, "entropy", ROLLOUT_ENTROPIES, ROLLOUT_VERSIONS)
         # Weights are sent at the end of a step, with its number; old log-probs are of those weights in every trainer mode.
         return agreement(rollout, actor, mask, current=versions == self.global_steps - 1)
 
@@ -208,6 +206,7 @@ class CreditAssignmentMixin(PPOTrainer):
         kept = {"old_log_probs": "old_log_probs", "rewards": "rm_scores", "responses": "responses"}
         if self.entropy_source != "actor":
             kept |= {"rollout_entropies": ROLLOUT_ENTROPIES, "rollout_versions": ROLLOUT_VERSIONS}
+        *columns, _ = self._fetch(batch, *kept.values())
         prompts = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
         directory = self.run_dir / "credit"
         directory.mkdir(exist_ok=True)
@@ -220,21 +219,21 @@ class CreditAssignmentMixin(PPOTrainer):
                 "entropy": context.entropy,
                 "advantages": advantages,
             }
-            | {name: self._fetch(batch, column)[0] for name, column in kept.items()},
+            | dict(zip(kept, columns, strict=True)),
             directory / f"{self.global_steps}.pt",
         )
 
-    def _fetch(self, batch: KVBatchMeta, column: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """One column of the batch and the response mask, both (B, T), right-padded with zeros; rows in the batch's order."""
+    def _fetch(self, batch: KVBatchMeta, *columns: str) -> tuple[torch.Tensor, ...]:
+        """Columns of the batch and, last, the response mask: each (B, T), right-padded with zeros, rows in the batch's order."""
         data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=[column, "response_mask"]
+            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*columns, "response_mask"]
         )
-        if column not in data:
-            raise UserError(_MISSING[column])
+        for column in columns:
+            if column not in data:
+                raise UserError(_MISSING[column])
         mask = data["response_mask"].to_padded_tensor(0).bool()
-        values = data[column].to_padded_tensor(0.0)
         # A row that verl adds to fill the batch keeps the response of the row it copies, under a mask of one zero.
-        return values[:, : mask.shape[1]], mask
+        return *(data[column].to_padded_tensor(0)[:, : mask.shape[1]] for column in columns), mask
 
     def _reward_infos(self, batch: KVBatchMeta) -> list[dict[str, Any]]:
         """What the reward function returned, a dict a row, in the batch's order."""

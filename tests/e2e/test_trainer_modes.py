@@ -92,9 +92,14 @@ def colocate_async(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_colocate_async_agrees_with_the_actor_on_every_token_of_its_weights(
     colocate_async: Training, metrics: Metrics
 ) -> None:
+    compared = 0
     for step, data in metrics(colocate_async.run_dir).items():
+        if data["rollout_entropy/stale_share"] == 1:  # nothing in this step was sampled from its weights
+            continue
         assert data["rollout_entropy/abs_diff_max"] < 1e-4, f"step {step}"
         assert data["rollout_entropy/correlation"] > 0.9999
+        compared += 1
+    assert compared > 0
 
 
 def test_colocate_async_stamps_each_token_with_the_weights_that_sampled_it(

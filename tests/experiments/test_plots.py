@@ -48,3 +48,10 @@ def test_running_mean_stays_within_the_data_and_keeps_a_constant(values: list[fl
 @pytest.mark.parametrize(("points", "window"), [(1, 1), (20, 1), (60, 7), (200, 21)])
 def test_smoothing_window_is_odd_and_a_tenth_of_the_curve(points: int, window: int):
     assert plots.smoothing_window(points) == window
+
+
+def test_shares_that_stay_at_zero_are_drawn_at_the_bottom():
+    zeros = plots.Line("dapo", plots.arm_styles(["dapo"])["dapo"], np.arange(4), np.zeros(4))
+    figure = plots.panels_figure([plots.Panel("flips", (zeros,), percent=True)], plots.LIGHT)
+    low, high = figure.axes[0].get_ylim()
+    assert low == 0 < high

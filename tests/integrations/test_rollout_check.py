@@ -33,8 +33,8 @@ class StandIn(ours.CreditAssignmentMixin):
     def on_sample_end(self) -> None:
         pass
 
-    def _fetch(self, batch: Any, column: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return COLUMNS[column], MASK
+    def _fetch(self, batch: Any, *columns: str) -> tuple[torch.Tensor, ...]:
+        return *(COLUMNS[column] for column in columns), MASK
 
 
 @pytest.fixture

@@ -1,0 +1,76 @@
+"""A program that waits for ever is interrupted with the reason: in a system call, in ``ray.get``, in an asyncio loop."""
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import ray
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.watch import SIGNAL, watched
+
+
+def gone() -> None:
+    raise UserError("server 1 is gone")
+
+
+WAITS: dict[str, Callable[[], object]] = {
+    "system call": lambda: time.sleep(60),
+    "lock": lambda: threading.Event().wait(60),
+    "event loop": lambda: asyncio.run(asyncio.sleep(60)),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_ends_with_what_the_check_raised(name: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(UserError, match="server 1 is gone"), watched(gone, interval=0.1):
+        WAITS[name]()
+    assert time.monotonic() - started < 30
+
+
+def test_a_check_that_finds_nothing_disturbs_nothing() -> None:
+    calls = []
+    before = signal.getsignal(SIGNAL)
+    with watched(lambda: calls.append(1), interval=0.01):
+        while len(calls) < 3:
+            time.sleep(0.01)
+    assert signal.getsignal(SIGNAL) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+
+
+def test_what_the_block_itself_raises_comes_through() -> None:
+    with pytest.raises(ZeroDivisionError), watched(lambda: None, interval=0.01):
+        raise ZeroDivisionError
+
+
+def test_an_interruption_that_somebody_swallows_is_repeated() -> None:
+    with pytest.raises(UserError, match="gone"), watched(gone, interval=0.1):
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+        time.sleep(60)
+
+
+@pytest.mark.slow
+def test_an_actor_that_waits_in_ray_get_ends_with_the_reason() -> None:
+    """As the task runner does, with a worker that never answers, the way a sender of weights to a dead engine does not."""
+
+    class Runner:
+        def run(self) -> None:
+            never = ray.remote(num_cpus=0)(lambda: time.sleep(600)).remote()
+            with watched(gone, interval=0.5):
+                ray.get(never)
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        runner = ray.remote(Runner).remote()
+        with pytest.raises(ray.exceptions.RayTaskError) as caught:
+            ray.get(runner.run.remote(), timeout=60)
+        assert isinstance(caught.value.cause, UserError)
+    finally:
+        ray.shutdown()
