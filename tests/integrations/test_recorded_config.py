@@ -136,6 +136,7 @@ ELSEWHERE = {
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM": "verl/plugin/platform/platform_manager.py:92",
     "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE": "vllm/envs.py:870",
     "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_OMP_THREADS_BIND": "vllm/envs.py:876",
+    "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_ENABLE_V1_MULTIPROCESSING": "vllm/envs.py:1398",
 }
 
 
