@@ -186,7 +186,10 @@ def main() -> int:
         parts += ["Four updates a step:", table(result["ladder"]["several updates a step"])]
     if "carry-over" in result:
         found = result["carry-over"]
-        parts += [f"## Groups carried over, {found['steps']} steps", table({k: v for k, v in found.items() if "=" in k})]
+        parts += [
+            f"## Groups carried over, {found['steps']} steps",
+            table({k: v for k, v in found.items() if "=" in k}),
+        ]
         parts += [f"Groups generated with carry-over / without: {found['ratio']:.3f}"]
     (RESULTS / "dapo-techniques.md").write_text("\n\n".join(parts) + "\n")
     print("\n\n".join(parts))

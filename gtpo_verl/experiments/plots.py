@@ -206,7 +206,9 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
                 axes.yaxis.set_major_locator(LogLocator(numticks=6))
                 axes.yaxis.set_minor_formatter(NullFormatter())
             if panel.percent and axes.get_ylim()[0] < 0:
-                axes.set_ylim(bottom=0)  # a share has nothing below 0, and curves that stay there would be drawn in the middle
+                axes.set_ylim(
+                    bottom=0
+                )  # a share has nothing below 0, and curves that stay there would be drawn in the middle
             _steps_axis(axes, "step")
         for axes in grid[len(panels) :]:
             axes.remove()

@@ -1,4 +1,4 @@
-"""``gtpo-verl eval`` of a quickstart's trained model gives what the training's own validation gave, and goes on where it stopped."""
+"""``gtpo-verl eval`` of a quickstart's trained model gives what the training's own validation gave."""
 
 import json
 import subprocess
@@ -50,7 +50,7 @@ def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, metr
 
 
 def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, metrics: Metrics) -> None:
-    """Greedy, response by response. The last part of the file is then lost as in a crash, and the same command restores it."""
+    """Greedy, response by response."""
     done = evaluate(run_dir)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
@@ -80,15 +80,17 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, metrics: M
     assert "mean@2" in done.stdout
     assert (output / "pass_at_k.png").stat().st_size > 5000
 
-    whole = (output / "problems.jsonl").read_text().splitlines(keepends=True)
-    (output / "problems.jsonl").write_text("".join(whole[:24]) + whole[24][:30])
+
+def test_a_finished_evaluation_is_not_done_again(run_dir: Path) -> None:
+    """What a crash leaves of the file, and what goes on from it, is tested in tests/evaluation/test_records.py."""
+    output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
+    before, summary = (output / "problems.jsonl").read_bytes(), (output / "summary.json").read_text()
+    (output / "summary.json").unlink()
     again = evaluate(run_dir)
     assert again.returncode == 0, (again.stdout + again.stderr)[-5000:]
-    assert f"{PROMPTS} rows, 24 of them finished before" in again.stdout
-    resumed = (output / "problems.jsonl").read_text().splitlines(keepends=True)
-    assert resumed[:24] == whole[:24]
-    assert sorted(resumed) == sorted(whole)
-    assert json.loads((output / "summary.json").read_text())["sources"] == [summary]
+    assert f"{PROMPTS} rows, {PROMPTS} of them finished before" in again.stdout
+    assert (output / "problems.jsonl").read_bytes() == before
+    assert json.loads((output / "summary.json").read_text())["sources"] == json.loads(summary)["sources"]
 
 
 def test_another_setting_is_refused_by_name(run_dir: Path) -> None:

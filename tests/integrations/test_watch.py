@@ -1,6 +1,7 @@
 """A program that waits for ever is interrupted with the reason: in a system call, in ``ray.get``, in an asyncio loop."""
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -48,12 +49,13 @@ def test_what_the_block_itself_raises_comes_through() -> None:
 
 
 def test_an_interruption_that_somebody_swallows_is_repeated() -> None:
-    with pytest.raises(UserError, match="gone"), watched(gone, interval=0.1):
-        try:
+    def deaf() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
             time.sleep(60)
-        except KeyboardInterrupt:
-            pass
         time.sleep(60)
+
+    with pytest.raises(UserError, match="gone"), watched(gone, interval=0.1):
+        deaf()
 
 
 @pytest.mark.slow

@@ -1,10 +1,7 @@
-"""Every setting, backend and hardware makes a configuration that verl accepts, and every key that ``configs/`` sets is acted on."""
+"""Every key that ``configs/`` sets is acted on: seen to be read in a real training, or somewhere that is named here."""
 
 import dataclasses
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,73 +9,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.config import choices, compose_config, set_value, verl_config_dir
-from gtpo_verl.errors import UserError
+from gtpo_verl.config import compose_config, verl_config_dir
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-
-# ---------------------------------------------------------------- every combination
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory for verl to look into: the published models are not here."""
-    from gtpo_verl.quickstart import model as tiny
-
-    directory = tmp_path_factory.mktemp("model")
-    tokenizer = tiny.build_tokenizer()
-    tiny.save(tiny.build_model(len(tokenizer), seed=0), tokenizer, directory)
-    return directory
-
-
-def convert(config: DictConfig) -> None:
-    """What verl's trainer and workers do with a configuration before they build anything."""
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import omega_conf_to_dataclass, validate_config
-
-    # so their sections are never converted: no algorithm has a critic, and no KL term asks for a reference policy
-    assert not need_critic(config)
-    assert not need_reference_policy(config)
-    validate_config(config, use_reference_policy=False, use_critic=False)
-    section = config.actor_rollout_ref
-    for part in (section.actor, section.rollout, section.model, section.rollout.checkpoint_engine):
-        omega_conf_to_dataclass(part)
-
-
-@pytest.fixture
-def quick_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra reads verl's files again for every composition: with PyYAML's C parser that is no longer most of the time."""
-    monkeypatch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("quick_yaml")
-@pytest.mark.parametrize("hardware", choices("hardware"))
-@pytest.mark.parametrize("backend", choices("backend"))
-@pytest.mark.parametrize("setting", choices("setting"))
-def test_every_setting_backend_and_hardware_is_valid_for_verl(
-    setting: str, backend: str, hardware: str, tiny_model: Path
-) -> None:
-    from gtpo_verl import preflight
-
-    # every algorithm with every backend and hardware, the three arms with every setting: tests/test_config.py proves that an algorithm
-    # touches its own keys alone
-    algorithms = choices("algo") if setting == "default" else ("dapo", "gtpo", "grpo_s")
-    refused = backend == "megatron" and hardware == "cpu"
-    for algorithm in ("gtpo",) if refused else algorithms:
-        chosen = [f"setting={setting}", f"backend={backend}", f"hardware={hardware}", f"algo={algorithm}"]
-        config = compose_config(chosen)
-        set_value(config, "actor_rollout_ref.model.path", str(tiny_model))
-        if setting == "quickstart":
-            config.trainer.n_gpus_per_node = 1  # verl's 8 are more than its 192 responses are meant for
-        if refused:
-            with pytest.raises(UserError, match="backend=megatron needs GPUs"):
-                preflight.check(config)
-            continue
-        convert(config)
-
-
-# ---------------------------------------------------------------- every key
 
 
 @pytest.mark.parametrize("name", ["GTPOConfig", "GRPOSConfig"])
@@ -199,37 +132,10 @@ def test_the_place_that_is_said_to_read_a_key_names_it(key: str) -> None:
     assert key.rpartition(".")[2] in (lines[int(line) - 1] if line else "\n".join(lines))
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """The keys that a real training of one step used, and the modules that did; in all its processes."""
-    from gtpo_verl.quickstart.task import prepare_task
-
-    base = tmp_path_factory.mktemp("recorded")
-    task = prepare_task(tmp_path_factory.getbasetemp() / "task", progress=False)
-    notes = base / "notes"
-    notes.mkdir()
-    recorder = Path(__file__).with_name("recorder")
-    path = os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")]))
-    command = [
-        *(sys.executable, "-m", "gtpo_verl.train", "algo=gtpo", "setting=quickstart", "hardware=cpu"),
-        f"actor_rollout_ref.model.path={task.model_path}",
-        f"data.train_files={task.train_file}",
-        f"data.val_files={task.val_file}",
-        f"trainer.run_dir={base / 'run'}",
-        *("trainer.total_training_steps=1", "trainer.credit_dump_freq=1", "data.val_max_samples=16"),
-        *("+trainer.nobody_reads_this=1", "+actor_rollout_ref.model.override_config.nobody=1"),
-    ]
-    environment = os.environ | {"PYTHONPATH": path, "GTPO_VERL_RECORD": str(notes)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, cwd=base)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    keys: dict[str, set[str]] = {}
-    for file in notes.iterdir():
-        for line in file.read_text().splitlines():
-            key, _, reader = line.partition("\t")
-            if reader.startswith("transfer_queue."):  # TransferQueue makes a configuration of its own of the section
-                key = f"transfer_queue.{key}"
-            keys.setdefault(key, set()).add(reader)
-    return keys
+@pytest.fixture
+def recorded(two_ranks: tuple[Path, str, dict[str, set[str]]]) -> dict[str, set[str]]:
+    """The keys that a real training used, and the modules that did; in all its processes."""
+    return two_ranks[2]
 
 
 @pytest.mark.e2e
