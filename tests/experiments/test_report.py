@@ -68,7 +68,9 @@ def test_the_page_is_one_file_that_loads_nothing(written):
     assert page.open == []
     assert len(page.images) == 7
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
-    source = written.html.read_text()
+    source = re.sub(
+        r"data:image/png;base64,[A-Za-z0-9+/=]+", "", written.html.read_text()
+    )  # where any four letters occur
     assert "http" not in source
     assert "<script" not in source
     assert "prefers-color-scheme: dark" in source

@@ -63,7 +63,8 @@ def test_draws_do_not_depend_on_how_they_are_chunked(monkeypatch: pytest.MonkeyP
     means = np.random.default_rng(3).random((50, 2))
     whole = resampled_means(means, draws=101)
     monkeypatch.setattr("gtpo_verl.experiments.statistics._CHUNK", 700)
-    np.testing.assert_array_equal(resampled_means(means, draws=101), whole)
+    # sums of other lengths may be added in another order
+    np.testing.assert_allclose(resampled_means(means, draws=101), whole, rtol=1e-12)
 
 
 @settings(max_examples=25, deadline=None)

@@ -52,9 +52,8 @@ def test_every_setting_backend_and_hardware_is_valid_for_verl(
 ) -> None:
     from gtpo_verl import preflight
 
-    # every algorithm with every backend and hardware, the three arms with every setting: tests/test_config.py proves that an algorithm
-    # touches its own keys alone
-    algorithms = choices("algo") if setting == "default" else ("dapo", "gtpo", "grpo_s")
+    # the three arms alone on a CPU: tests/test_config.py proves that an algorithm touches its own keys alone
+    algorithms = choices("algo") if hardware == "gpu" else ("dapo", "gtpo", "grpo_s")
     refused = backend == "megatron" and hardware == "cpu"
     for algorithm in ("gtpo",) if refused else algorithms:
         chosen = [f"setting={setting}", f"backend={backend}", f"hardware={hardware}", f"algo={algorithm}"]

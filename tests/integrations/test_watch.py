@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -68,6 +69,7 @@ def test_an_actor_that_waits_in_ray_get_ends_with_the_reason() -> None:
             with watched(gone, interval=0.5):
                 ray.get(never)
 
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         runner = ray.remote(Runner).remote()

@@ -117,7 +117,12 @@ def loaded(prepared: Task):
     return AutoTokenizer.from_pretrained(prepared.model_path)
 
 
-@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+SPECIAL = ("<eos>", "<pad>")  # each is one token, wherever it stands
+
+
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"])).filter(lambda text: not any(map(text.__contains__, SPECIAL)))
+)
 def test_any_text_survives_the_tokenizer(tokenizer, loaded, text: str):
     ids = tokenizer(text).input_ids
     composed = unicodedata.normalize("NFC", text)
@@ -311,12 +316,19 @@ def test_a_baseline_out_of_range_is_said_aloud(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_default_task_starts_between_forty_and_fifty_five_percent(tmp_path: Path):
-    """Two processes ask for it at once: one makes it, the other waits for it, and both get the same."""
-    with in_a_process(tmp_path / "task") as first, in_a_process(tmp_path / "task") as second:
+def test_the_default_task_starts_between_forty_and_fifty_five_percent(
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    """Two processes ask for it at once: one makes it, the other waits for it, and both get the same.
+
+    After the end-to-end tests it is there already, and neither makes it.
+    """
+    directory = tmp_path_factory.getbasetemp() / "task"
+    to_be_made = 0 if directory.exists() else 1
+    with in_a_process(directory) as first, in_a_process(directory) as second:
         outputs = [process.communicate()[0].splitlines() for process in (first, second)]
     assert first.returncode == second.returncode == 0
-    assert sum("warm start of a Qwen2" in line for lines in outputs for line in lines) == 1
+    assert sum("warm start of a Qwen2" in line for lines in outputs for line in lines) == to_be_made
     manifests = [json.loads(lines[-1]) for lines in outputs]
     assert manifests[0] == manifests[1]
     baseline = manifests[0]["baseline"]
@@ -325,8 +337,8 @@ def test_the_default_task_starts_between_forty_and_fifty_five_percent(tmp_path: 
     assert 0.004 < baseline["standard_error"] < 0.015
 
     # The model on disk, sampled anew with another seed, is the one that was measured.
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "task" / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "task" / "model").eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
     validation = demonstrations.partition(0, 3584, 1024).validation
     again = measure_accuracy(model, tokenizer, validation, seed=1)
     spread = (again["standard_error"] ** 2 + baseline["standard_error"] ** 2) ** 0.5
@@ -336,7 +348,7 @@ def test_the_default_task_starts_between_forty_and_fifty_five_percent(tmp_path: 
         "import sys; from pathlib import Path; from gtpo_verl.quickstart.task import prepare_task;"
         "prepare_task(Path(sys.argv[1])); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
-    reused = subprocess.run([sys.executable, "-c", code, tmp_path / "task"], capture_output=True, text=True)
+    reused = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True)
     assert reused.returncode == 0, reused.stderr
     assert "reusing" in reused.stdout
 
