@@ -7,11 +7,13 @@ import difflib
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
@@ -55,13 +57,56 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
     GlobalHydra.instance().clear()
     with initialize_config_module("gtpo_verl.configs", version_base="1.3"):
         try:
-            return compose(config_name, overrides=[search_path, *overrides])
+            config = compose(config_name, overrides=[search_path, *overrides])
         except (HydraException, OmegaConfBaseException) as error:
             raise _explain(error, config_name, search_path) from error
+        _check_types(overrides, config_name, search_path)
+    return config
+
+
+def _check_types(overrides: Sequence[str], config_name: str, search_path: str) -> None:
+    """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would take it."""
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    words = [
+        item
+        for item in parsed
+        if not (item.is_delete() or item.is_add() or item.is_sweep_override() or item.key_or_group in GROUPS)
+        and isinstance(item.value(), str)
+        and "${" not in item.value()
+    ]
+    if not words:
+        return
+    chosen = tuple(item.input_line for item in parsed if item.key_or_group in GROUPS and not item.is_delete())
+    defaults = _defaults(config_name, search_path, chosen)
+    for item in words:
+        default = defaults.get(item.key_or_group)
+        if isinstance(default, bool):
+            raise UserError(
+                f"{item.input_line}: it must be true or false (without the override it is {str(default).lower()})."
+            )
+        if isinstance(default, int | float):
+            raise UserError(f"{item.input_line}: it must be a number (without the override it is {default}).")
+
+
+@lru_cache(maxsize=16)
+def _defaults(config_name: str, search_path: str, chosen: tuple[str, ...]) -> dict[str, Any]:
+    """The values that these groups give by themselves: {dotted key: value}, interpolations left out."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, prefix: str) -> None:
+        for name, value in node.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            else:
+                found[f"{prefix}{name}"] = value
+
+    walk(OmegaConf.to_container(compose(config_name, overrides=[search_path, *chosen]), resolve=False), "")
+    return found
 
 
 def _check_layout(overrides: Sequence[str]) -> None:
-    """Refuse a layout that does not exist: the group is optional, since most settings need none, so Hydra would ignore the name."""
+    """Refuse a layout that does not exist, or is another backend's: the group is optional, so Hydra would ignore the name."""
+    backend = next((item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("backend=")), "fsdp")
     for override in overrides:
         group, _, name = override.partition("=")
         if group == "layout" and name not in choices("layout"):
@@ -69,6 +114,8 @@ def _check_layout(overrides: Sequence[str]) -> None:
             raise UserError(
                 f"{override}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes none."
             )
+        if group == "layout" and not name.startswith(f"{backend}_"):
+            raise UserError(f"{override} is not for backend={backend}: its sizes would have no effect there.")
 
 
 def set_value(config: DictConfig, key: str, value: Any) -> None:

@@ -4,7 +4,7 @@
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,8 @@ def _check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_f
                     f"data.{key}={file} lacks the column{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}; "
                     f"it has {', '.join(table.schema_arrow.names)}."
                 )
+            for problem in _schema_problems(table.schema_arrow, config.data.prompt_key):
+                raise UserError(f"data.{key}={file}: {problem}")
             if table.metadata.num_rows == 0:
                 raise UserError(f"data.{key}={file} has no rows.")
             if (
@@ -266,6 +268,18 @@ def _check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_f
                 raise UserError(
                     f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
                 )
+
+
+def _schema_problems(schema: Any, prompt_key: str) -> Iterator[str]:
+    """What keeps verl from reading these columns, by their Arrow types."""
+    import pyarrow as pa
+
+    prompt, reward = schema.field(prompt_key).type, schema.field("reward_model").type
+    messages = prompt.value_type if pa.types.is_list(prompt) or pa.types.is_large_list(prompt) else None
+    if messages is None or not pa.types.is_struct(messages) or {"role", "content"} - {field.name for field in messages}:
+        yield f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. `gtpo-verl prepare-data` makes such files."
+    if not pa.types.is_struct(reward) or "ground_truth" not in {field.name for field in reward}:
+        yield f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. `gtpo-verl prepare-data` makes such files."
 
 
 def files_of(value: Any) -> list[str]:

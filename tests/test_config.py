@@ -150,6 +150,7 @@ def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: s
         ("gtpo.alpha1=1", "did you mean algorithm.gtpo.alpha1?"),
         ("sett=default", "did you mean setting?"),
         ("layout=megatron_paper_dapo_32", "did you mean megatron_paper_dapo_32b?"),
+        ("layout=megatron_paper_dapo_32b", "is not for backend=fsdp"),
         ("trainer.nnodes={", "do not compose"),
     ],
 )
@@ -165,3 +166,35 @@ def test_composing_imports_neither_verl_nor_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path("/")
     ).stdout
     assert printed.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_batch_size=abc", "data.train_batch_size=abc: it must be a number (without the override it is"),
+        ("trainer.nnodes=two", "it must be a number (without the override it is 1)"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "it must be a number (without the override it is 1e-06)"),
+        ("algorithm.filter_groups.enable=yes", "it must be true or false (without the override it is true)"),
+    ],
+)
+def test_a_word_in_the_place_of_a_number_is_refused(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_config([override])
+    assert message in str(caught.value)
+
+
+def test_words_numbers_and_interpolations_pass_where_they_belong() -> None:
+    config = compose_config(
+        [
+            *(
+                "trainer.project_name=mine",
+                "data.train_batch_size=24",
+                "+trainer.new=word",
+                "setting=small_gpu",
+                "~layout",
+            ),
+            "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
+            *("actor_rollout_ref.model.path=a/b", "data.val_files=[a.parquet,b.parquet]", "data.seed=null"),
+        ]
+    )
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 24

@@ -54,6 +54,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pd.DataFrame(rows).to_parquet(directory / f"{name}.parquet")
     pd.DataFrame(rows).drop(columns="reward_model").to_parquet(directory / "no_reward_model.parquet")
     pd.DataFrame(rows[:3]).to_parquet(directory / "small.parquet")
+    pd.DataFrame([row | {"prompt": "1+1"} for row in rows]).to_parquet(directory / "text_prompt.parquet")
+    pd.DataFrame([row | {"reward_model": {"style": "rule"}} for row in rows]).to_parquet(directory / "no_truth.parquet")
     (directory / "not.parquet").write_text("text")
     (directory / "reward.py").write_text(REWARD)
     return {
@@ -103,6 +105,8 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.train_files=DIR/no_reward_model.parquet", "lacks the column reward_model"),
         ("data.train_files=DIR/not.parquet", "is not a parquet file"),
         ("data.train_files=DIR/reward.py", "is not a parquet file"),
+        ("data.train_files=DIR/text_prompt.parquet", "prompt must be a list of messages"),
+        ("data.val_files=DIR/no_truth.parquet", "reward_model must be a dict with ground_truth"),
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
         ("data.train_batch_size=30", "not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5", "does not divide by"),

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 
 from omegaconf import DictConfig
 
@@ -40,6 +41,24 @@ def validate(config: DictConfig) -> None:
     except (AssertionError, ValueError) as error:
         raise UserError(f"verl refuses this configuration: {error}") from error
     check_with_verl(config)
+
+
+def check_gpus(config: DictConfig) -> None:
+    """Make sure that a Ray of our own, on this machine, would have GPUs where the run is not ``hardware=cpu``.
+
+    Raises:
+        UserError: it would not. A cluster that is joined is Ray's to judge.
+    """
+    from verl.utils.device import get_device_name
+
+    ray_init = config.ray_kwargs.get("ray_init") or {}
+    joins = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or Path("/tmp/ray/ray_current_cluster").exists()
+    wants_cpu = (ray_init.get("runtime_env") or {}).get("env_vars", {}).get("VERL_PLATFORM") == "cpu"
+    if get_device_name() == "cpu" and not wants_cpu and not joins:
+        raise UserError(
+            "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first (scripts/ray_node.sh head) and "
+            "submit the run there; --check validates it here."
+        )
 
 
 def run_job(config: DictConfig) -> None:

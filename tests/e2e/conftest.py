@@ -1,18 +1,21 @@
-"""The embedded task, prepared once for all end-to-end tests, and a function that trains on it with the real command."""
+"""The embedded task, prepared once for all end-to-end tests, and trainings on it with the real command."""
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gtpo_verl.quickstart.task import Task, prepare_task
 
-Train = Callable[..., Path]
+Start = Callable[..., "Training"]
 
 
 @pytest.fixture(scope="session")
@@ -20,25 +23,68 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     return prepare_task(tmp_path_factory.getbasetemp() / "task", progress=False)
 
 
-@pytest.fixture(scope="session")
-def train(task: Task) -> Train:
-    """Train with ``python -m gtpo_verl.train`` in a process of its own; returns the run directory."""
+class Training:
+    """``python -m gtpo_verl.train`` in a process of its own, with its children."""
 
-    def run(run_dir: Path, *overrides: str, timeout: float = 600) -> Path:
-        command = [
-            *(sys.executable, "-m", "gtpo_verl.train", "setting=quickstart", "hardware=cpu"),
-            f"actor_rollout_ref.model.path={task.model_path}",
-            f"data.train_files={task.train_file}",
-            f"data.val_files={task.val_file}",
-            f"trainer.run_dir={run_dir}",
-            *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
-            *overrides,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=run_dir.parent)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-        return run_dir
+    def __init__(self, run_dir: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(".log")
+        command = [sys.executable, "-m", "gtpo_verl.train", *overrides, f"trainer.run_dir={run_dir}"]
+        with self.log.open("ab") as log:
+            self.process = psutil.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=run_dir.parent,
+                start_new_session=True,
+                env=os.environ | (environment or {}),
+            )
 
-    return run
+    def wait_for_step(self, step: int, seconds: float = 600) -> None:
+        deadline = time.monotonic() + seconds
+        while step not in self.steps():
+            assert self.process.poll() is None, self.output()[-5000:]
+            assert time.monotonic() < deadline, self.output()[-5000:]
+            time.sleep(0.2)
+
+    def wait_for_end(self, code: int = 0, seconds: float = 600) -> Path:
+        assert self.process.wait(timeout=seconds) == code, self.output()[-5000:]
+        return self.run_dir
+
+    def steps(self) -> set[int]:
+        file = self.run_dir / "metrics.jsonl"
+        return {json.loads(line)["step"] for line in file.read_text().splitlines()} if file.exists() else set()
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def start(task: Task) -> Iterator[Start]:
+    """Start a training on the embedded task without validation and checkpoints; it is ended with the module if it has not by itself.
+
+    ``bare`` leaves all of that to the overrides. Those that do not depend on each other are best started together: starting is most of their time, and leaves a core idle.
+    """
+    started: list[Training] = []
+
+    common = (
+        *("setting=quickstart", "hardware=cpu", f"actor_rollout_ref.model.path={task.model_path}"),
+        *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
+        *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
+    )
+
+    def begin(run_dir: Path, *overrides: str, bare: bool = False) -> Training:
+        started.append(Training(run_dir, *(() if bare else common), *overrides))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        training.close()
 
 
 @pytest.fixture(scope="session")
@@ -70,25 +116,24 @@ def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     base = tmp_path_factory.mktemp("two_ranks")
     notes = base / "notes"
     notes.mkdir()
-    run_dir = base / "run"
     recorder = Path(__file__).with_name("recorder")
-    command = [
-        *(sys.executable, "-m", "gtpo_verl.train", "algo=gtpo", "setting=quickstart", "hardware=cpu"),
-        "trainer.n_gpus_per_node=2",
+    training = Training(
+        base / "run",
+        *("algo=gtpo", "setting=quickstart", "hardware=cpu", "trainer.n_gpus_per_node=2"),
         f"actor_rollout_ref.model.path={task.model_path}",
-        f"data.train_files={task.train_file}",
-        f"data.val_files={task.val_file}",
-        f"trainer.run_dir={run_dir}",
+        *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
         *("trainer.total_training_steps=3", "trainer.credit_dump_freq=1", "data.val_max_samples=16"),
         *("+trainer.nobody_reads_this=1", "+actor_rollout_ref.model.override_config.nobody=1"),
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),
-        "GTPO_VERL_RECORD": str(notes),
-        "RAY_DEDUP_LOGS": "0",  # otherwise Ray prints a line that several processes write only once
-    }
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=base, env=environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+        environment={
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),
+            "GTPO_VERL_RECORD": str(notes),
+            "RAY_DEDUP_LOGS": "0",  # otherwise Ray prints a line that several processes write only once
+        },
+    )
+    try:
+        training.wait_for_end()
+    finally:
+        training.close()
     readers: dict[str, set[str]] = {}
     for file in notes.iterdir():
         for line in file.read_text().splitlines():
@@ -96,7 +141,7 @@ def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
             if reader.startswith("transfer_queue."):  # TransferQueue makes a configuration of its own of the section
                 key = f"transfer_queue.{key}"
             readers.setdefault(key, set()).add(reader)
-    return run_dir, done.stdout + done.stderr, readers
+    return training.run_dir, training.output(), readers
 
 
 @pytest.fixture(scope="session")

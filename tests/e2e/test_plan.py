@@ -19,6 +19,8 @@ from gtpo_verl.quickstart.task import Task
 
 pytestmark = pytest.mark.e2e
 
+Training = Any  # tests/e2e/conftest.py
+Start = Callable[..., Training]
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 
 # name: (algorithm, its prompts and mini-batch divided by this, micro-batches by tokens or by responses)
@@ -63,14 +65,19 @@ def planned(overrides: list[str], run_dir: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("setting", COPIES)
-def test_a_step_is_what_the_plan_says(setting: str, task: Task, metrics: Metrics, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    overrides = scaled_down(setting, task)
-    command = [sys.executable, "-m", "gtpo_verl.train", *overrides, f"trainer.run_dir={run_dir}"]
-    trained = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert trained.returncode == 0, (trained.stdout + trained.stderr)[-5000:]
+@pytest.fixture(scope="module")
+def trainings(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    """Both, started together."""
+    base = tmp_path_factory.mktemp("plan")
+    return {setting: start(base / setting, *scaled_down(setting, task), bare=True) for setting in COPIES}
 
+
+@pytest.mark.parametrize("setting", COPIES)
+def test_a_step_is_what_the_plan_says(
+    setting: str, task: Task, metrics: Metrics, trainings: dict[str, Training]
+) -> None:
+    run_dir = trainings[setting].wait_for_end()
+    overrides = scaled_down(setting, task)
     plan = planned(overrides, run_dir)
     step, logged = plan["step"], metrics(run_dir)[1]
     optimizer = torch.load(

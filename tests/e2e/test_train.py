@@ -1,10 +1,6 @@
 """``gtpo-verl train``: Ctrl-C saves a checkpoint, and entropies of the rollout can stand for the actor's."""
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,45 +9,34 @@ import numpy as np
 import pytest
 import torch
 
-from gtpo_verl.quickstart.task import Task
-
 pytestmark = pytest.mark.e2e
 
-Train = Callable[..., Path]
+Training = Any  # tests/e2e/conftest.py
+Start = Callable[..., Training]
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float = 400) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, "the training ended early"
-        assert time.monotonic() < deadline, "it took too long"
-        time.sleep(0.5)
+@pytest.fixture(scope="module")
+def from_rollout(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Started, not awaited: it runs beside the other one."""
+    return start(
+        tmp_path_factory.mktemp("from_rollout") / "run",
+        *("algo=gtpo", "algorithm.entropy.source=rollout", "trainer.total_training_steps=3"),
+    )
 
 
-def test_ctrl_c_saves_a_checkpoint(task: Task, metrics: Metrics, tmp_path: Path) -> None:
+def test_ctrl_c_saves_a_checkpoint(start: Start, from_rollout: Training, metrics: Metrics, tmp_path: Path) -> None:
     """And the next call goes on from a checkpoint: tests/e2e/test_dynamic_sampling.py. What it trained on without shaping is known."""
-    run_dir = tmp_path / "run"
-    command = [
-        *(sys.executable, "-m", "gtpo_verl.train", "algo=gtpo", "setting=quickstart", "hardware=cpu"),
-        f"actor_rollout_ref.model.path={task.model_path}",
-        f"data.train_files={task.train_file}",
-        f"data.val_files={task.val_file}",
-        f"trainer.run_dir={run_dir}",
-        *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.total_training_steps=200"),
-        *("trainer.credit_dump_freq=1", "algorithm.gtpo.alpha2=0", "algorithm.gtpo.length_penalty=none"),
-    ]
-    log = (tmp_path / "log").open("wb")
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True)
-    try:
-        wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=200) == 0
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+    training = start(
+        tmp_path / "run",
+        *("algo=gtpo", "trainer.total_training_steps=200", "trainer.save_freq=100", "trainer.credit_dump_freq=1"),
+        *("algorithm.gtpo.alpha2=0", "algorithm.gtpo.length_penalty=none"),
+    )
+    training.wait_for_step(1)
+    training.process.send_signal(signal.SIGINT)
+    run_dir = training.wait_for_end()
     last = max(metrics(run_dir))
-    assert last < 200
+    assert last < 100
     assert (run_dir / "checkpoints" / f"global_step_{last}").is_dir()
     assert (run_dir / "model").exists()
     for step in range(1, last + 1):
@@ -78,10 +63,9 @@ def assert_token_weighted_grpo(batch: dict[str, Any]) -> None:
     assert compared >= 2
 
 
-def test_entropies_of_the_rollout_replace_the_actors_pass(train: Train, metrics: Metrics, tmp_path: Path) -> None:
+def test_entropies_of_the_rollout_replace_the_actors_pass(from_rollout: Training, metrics: Metrics) -> None:
     """source=rollout: GTPO runs on the rollout's entropies; verl's old-log-prob pass is run twice for a comparison, then skipped."""
-    run_dir = train(tmp_path / "run", "algo=gtpo", "algorithm.entropy.source=rollout", "trainer.total_training_steps=3")
-    steps = metrics(run_dir)
+    steps = metrics(from_rollout.wait_for_end())
     for data in steps.values():
         assert data["credit/entropy_all"] > 0.01
         assert data["credit/advantage_spread"] > 1e-3

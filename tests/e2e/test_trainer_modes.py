@@ -1,12 +1,8 @@
 """verl's asynchronous trainers with the rollout's entropies, on real verl, Ray and vLLM; and an engine that dies under one."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +10,10 @@ import psutil
 import pytest
 import torch
 
-from gtpo_verl.quickstart.task import Task
-
 pytestmark = pytest.mark.e2e
 
-Train = Callable[..., Path]
+Training = Any  # tests/e2e/conftest.py
+Start = Callable[..., Training]
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 
 # Small steps: what is tested is who computes which entropy with which weights, not learning.
@@ -36,57 +31,29 @@ LONG = (
 )
 
 
-class Training:
-    """A ``gtpo-verl train`` in the background."""
-
-    def __init__(self, task: Task, run_dir: Path, *overrides: str) -> None:
-        self.run_dir = run_dir
-        self.log = run_dir.with_suffix(".log")
-        command = [
-            *(sys.executable, "-m", "gtpo_verl.train", "setting=quickstart", "hardware=cpu"),
-            f"actor_rollout_ref.model.path={task.model_path}",
-            f"data.train_files={task.train_file}",
-            f"data.val_files={task.val_file}",
-            f"trainer.run_dir={run_dir}",
-            *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
-            *overrides,
-        ]
-        with self.log.open("wb") as log:
-            self.process = psutil.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, cwd=run_dir.parent, start_new_session=True
-            )
-
-    def wait_for_step(self, step: int, seconds: float = 300) -> None:
-        deadline = time.monotonic() + seconds
-        while step not in self.steps():
-            assert self.process.poll() is None, self.log.read_text()[-5000:]
-            assert time.monotonic() < deadline, self.log.read_text()[-5000:]
-            time.sleep(0.2)
-
-    def steps(self) -> set[int]:
-        file = self.run_dir / "metrics.jsonl"
-        return {json.loads(line)["step"] for line in file.read_text().splitlines()} if file.exists() else set()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+@pytest.fixture(scope="module")
+def separate_async(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Servers of their own, apart from the trainer: two logical devices, one of them the rollout's. Started, not awaited."""
+    return start(
+        tmp_path_factory.mktemp("separate") / "run",
+        *("algo=gtpo", "trainer.v1.trainer_mode=separate_async", "algorithm.entropy.source=both"),
+        *("trainer.v1.separate_async.parameter_sync_step=1", "trainer.total_training_steps=3", *SMALL),
+        *("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1"),
+        *("actor_rollout_ref.rollout.n_gpus_per_node=1", "ray_kwargs.ray_init.num_gpus=2"),
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+    )
 
 
 @pytest.fixture(scope="module")
-def colocate_async(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    """A training that has come to its fourth step and would go on for ever."""
-    training = Training(
-        task,
+def colocate_async(start: Start, separate_async: Training, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training that has come to its fourth step and would go on for ever; the other one is started beside it."""
+    training = start(
         tmp_path_factory.mktemp("colocate") / "run",
         *("algo=gtpo", "trainer.v1.trainer_mode=colocate_async", "algorithm.entropy.source=rollout"),
         *("algorithm.entropy.check_every=1", "trainer.total_training_steps=100000", *SMALL, *LONG),
     )
-    try:
-        training.wait_for_step(4)
-        yield training
-    finally:
-        training.close()
+    training.wait_for_step(4)
+    return training
 
 
 def test_colocate_async_agrees_with_the_actor_on_every_token_of_its_weights(
@@ -136,7 +103,7 @@ def test_a_killed_engine_ends_the_training_with_its_name(colocate_async: Trainin
     killed = time.monotonic()
     assert colocate_async.process.wait(timeout=60) not in (0, None)
     assert time.monotonic() - killed < 60
-    (error,) = [line for line in colocate_async.log.read_text().splitlines() if line.startswith("error: ")]
+    (error,) = [line for line in colocate_async.output().splitlines() if line.startswith("error: ")]
     assert "vLLM died" in error
     assert str(colocate_async.run_dir) in error
     assert json.loads((colocate_async.run_dir / "run.json").read_text())["status"] == "failed"
@@ -144,16 +111,8 @@ def test_a_killed_engine_ends_the_training_with_its_name(colocate_async: Trainin
     assert left == []
 
 
-def test_separate_async_sends_weights_over_gloo(train: Train, metrics: Metrics, tmp_path: Path) -> None:
-    """Servers of their own, apart from the trainer: two logical devices, one of them the rollout's."""
-    run_dir = train(
-        tmp_path / "run",
-        *("algo=gtpo", "trainer.v1.trainer_mode=separate_async", "algorithm.entropy.source=both"),
-        *("trainer.v1.separate_async.parameter_sync_step=1", "trainer.total_training_steps=3", *SMALL),
-        *("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1"),
-        *("actor_rollout_ref.rollout.n_gpus_per_node=1", "ray_kwargs.ray_init.num_gpus=2"),
-        "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
-    )
+def test_separate_async_sends_weights_over_gloo(separate_async: Training, metrics: Metrics) -> None:
+    run_dir = separate_async.wait_for_end()
     steps = metrics(run_dir)
     assert steps[1]["rollout_entropy/abs_diff_max"] < 1e-4  # of the weights that went over gloo before the first step
     versions: dict[int, set[int]] = {}
