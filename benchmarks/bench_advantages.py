@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from dense import dense_grpo_s, dense_gtpo
+from rich.progress import track
 
 from gtpo_verl.algorithms import (
     GRPOSConfig,
@@ -198,22 +199,26 @@ def measure_options(batch: Batch, runs: int, device: str) -> dict[str, float]:
     """Ratio of every option alone, at the size of the batch."""
     found = {}
     for kind, options in (("GTPO", GTPO_OPTIONS), ("GRPO-S", GRPO_S_OPTIONS)):
-        for settings in varied(options):
-            name = label(kind, settings)
-            steps = {"verl grpo": verl_step(batch), name: step(batch, config_of(kind, settings))}
-            found[name] = ratio(alternate(steps, runs, device), name)
+        steps = {label(kind, settings): step(batch, config_of(kind, settings)) for settings in varied(options)}
+        seconds = alternate({"verl grpo": verl_step(batch)} | steps, runs, device)
+        found |= {name: ratio(seconds, name) for name in steps}
     return found
 
 
 def measure_grid(batch: Batch, device: str) -> dict[str, float]:
     """Ratio of every combination, fastest of three runs each: a median of so few would find the machine's hiccups, not the slowest."""
+    every = [
+        (label(kind, settings), step(batch, config_of(kind, settings)))
+        for kind, options in (("GTPO", GTPO_OPTIONS), ("GRPO-S", GRPO_S_OPTIONS))
+        for settings in combined(options)
+    ]
+    blocks = [
+        dict(every[start : start + 8]) for start in range(0, len(every), 8)
+    ]  # verl's estimator takes its turn in each
     found = {}
-    for kind, options in (("GTPO", GTPO_OPTIONS), ("GRPO-S", GRPO_S_OPTIONS)):
-        for settings in combined(options):
-            name = label(kind, settings)
-            steps = {"verl grpo": verl_step(batch), name: step(batch, config_of(kind, settings))}
-            seconds = alternate(steps, 3, device)
-            found[name] = min(seconds[name]) / min(seconds["verl grpo"])
+    for block in track(blocks, description="combinations"):
+        seconds = alternate({"verl grpo": verl_step(batch)} | block, 3, device)
+        found |= {name: min(seconds[name]) / min(seconds["verl grpo"]) for name in block}
     return found
 
 
@@ -414,25 +419,32 @@ def main() -> None:
     if arguments.memory_case:
         print(json.dumps(memory_of(arguments.memory_case, scale, device)))
         return
-    results: dict[str, Any] = {"machine": machine(device, arguments.threads), "runs": runs, "scale": scale}
-    if "memory" in parts:
-        results["memory"] = measure_memory(scale, device, arguments.threads)
-    if "scaling" in parts:
-        results["scaling"] = measure_scaling(scale, device)
-    if "combinations" in parts:
-        results["grid_scale"] = scale * GRID_SCALE
-        results["combinations"] = measure_grid(make_batch(scale * GRID_SCALE, device), device)
-    batch = make_batch(scale, device)
-    results |= {"responses": len(batch.group), "tokens": batch.tokens}
-    if "main" in parts:
-        results["main"] = measure_main(batch, runs, device)
-    if "options" in parts:
-        results["options"] = measure_options(batch, runs, device)
-    if "combinations" in parts:
-        results["slowest combinations"] = confirm(batch, results["combinations"], 5, runs, device)
     arguments.out.mkdir(parents=True, exist_ok=True)
     target = arguments.out / f"advantages-{device}"
-    target.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    file = target.with_suffix(".json")
+    results: dict[str, Any] = {"machine": machine(device, arguments.threads), "runs": runs, "scale": scale}
+    if file.exists() and set(parts) != set(PARTS):  # the parts that are not measured now stay, if they are of this size
+        before = json.loads(file.read_text())
+        results = before | results if (before["scale"], before["runs"]) == (scale, runs) else results
+
+    def keep(**found: Any) -> None:
+        results.update(found)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+
+    if "memory" in parts:
+        keep(memory=measure_memory(scale, device, arguments.threads))
+    if "scaling" in parts:
+        keep(scaling=measure_scaling(scale, device))
+    batch = make_batch(scale, device)
+    keep(responses=len(batch.group), tokens=batch.tokens)
+    if "main" in parts:
+        keep(main=measure_main(batch, runs, device))
+    if "options" in parts:
+        keep(options=measure_options(batch, runs, device))
+    if "combinations" in parts:
+        grid = measure_grid(make_batch(scale * GRID_SCALE, device), device)
+        slowest = confirm(batch, grid, 5, runs, device)
+        keep(grid_scale=scale * GRID_SCALE, combinations=grid, **{"slowest combinations": slowest})
     target.with_suffix(".md").write_text(report(results))
     print(report(results))
 

@@ -98,7 +98,7 @@ def row_figures(run_dir: Path) -> dict[str, float]:
 
 
 def ladder(task: Task, runs: Path) -> dict[str, Any]:
-    names = [name.removeprefix("ladder/") for name in choices("algo") if name.startswith("ladder/")]
+    names = choices("algo.ladder")
     common = ("data.max_response_length=24", f"trainer.total_training_steps={STEPS}", "trainer.credit_dump_freq=1")
     several = (
         *("actor_rollout_ref.actor.ppo_mini_batch_size=6", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"),

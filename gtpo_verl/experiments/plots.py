@@ -203,6 +203,10 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
             # differences of exactly 0 have no place on a logarithmic axis
             if panel.log and any((line.values > 0).any() for line in panel.lines):
                 axes.set_yscale("log", nonpositive="mask")
+                positive = np.concatenate([line.values[line.values > 0] for line in panel.lines])
+                axes.set_ylim(
+                    10 ** math.floor(np.log10(positive.min())), 10 ** (math.floor(np.log10(positive.max())) + 1)
+                )
                 axes.yaxis.set_major_locator(LogLocator(numticks=6))
                 axes.yaxis.set_minor_formatter(NullFormatter())
             if panel.percent and axes.get_ylim()[0] < 0:

@@ -55,3 +55,15 @@ def test_shares_that_stay_at_zero_are_drawn_at_the_bottom():
     figure = plots.panels_figure([plots.Panel("flips", (zeros,), percent=True)], plots.LIGHT)
     low, high = figure.axes[0].get_ylim()
     assert low == 0 < high
+
+
+def test_a_logarithmic_axis_has_a_tick_at_both_ends():
+    line = plots.Line("gtpo", plots.arm_styles(["gtpo"])["gtpo"], np.arange(3), np.array([2e-6, 0.0, 1.3e-5]))
+    figure = plots.panels_figure([plots.Panel("difference", (line,), log=True)], plots.LIGHT)
+    assert figure.axes[0].get_ylim() == (1e-6, 1e-4)
+
+
+def test_values_that_are_a_power_of_ten_have_an_axis():
+    line = plots.Line("gtpo", plots.arm_styles(["gtpo"])["gtpo"], np.arange(2), np.full(2, 1e-5))
+    low, high = plots.panels_figure([plots.Panel("difference", (line,), log=True)], plots.LIGHT).axes[0].get_ylim()
+    assert low <= 1e-5 < high

@@ -30,6 +30,7 @@ PASSING = (
     "ray.cloudpickle",
     "gtpo_verl.config",
     "gtpo_verl.integrations.checks",
+    "gtpo_verl.integrations.launch",
     "gtpo_verl.planning",
     "gtpo_verl.preflight",
     "verl.base_config",
