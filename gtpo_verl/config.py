@@ -67,13 +67,13 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
 def _check_types(overrides: Sequence[str], config_name: str, search_path: str) -> None:
     """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would take it."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    words = [
-        item
-        for item in parsed
-        if not (item.is_delete() or item.is_add() or item.is_sweep_override() or item.key_or_group in GROUPS)
-        and isinstance(item.value(), str)
-        and "${" not in item.value()
-    ]
+    words = []
+    for item in parsed:
+        if item.is_delete() or item.is_add() or item.is_sweep_override() or item.key_or_group in GROUPS:
+            continue
+        value = item.value()
+        if isinstance(value, str) and "${" not in value:
+            words.append(item)
     if not words:
         return
     chosen = tuple(item.input_line for item in parsed if item.key_or_group in GROUPS and not item.is_delete())
