@@ -23,10 +23,10 @@ SMALL = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     "algorithm.filter_groups.enable=false",
 )
-# Responses that run to their limit, in a queue longer than a step: weights change in the middle of some.
+# Responses that run to their limit, four at a time: the queue lasts longer than a step, and weights change in the middle of some.
 LONG = (
     *("actor_rollout_ref.rollout.ignore_eos=true", "data.max_response_length=100"),
-    *("actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.max_num_seqs=16"),
+    *("actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.max_num_seqs=4"),
     "reward.custom_reward_function.name=random_verdict",  # such responses are all wrong, and the policy would never move
 )
 
