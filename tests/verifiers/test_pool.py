@@ -107,7 +107,7 @@ def test_stopped_processes_are_taken_for_stuck(make_pool: MakePool, monkeypatch:
     pool = make_pool(workers=1, timeout=0.5)
     child = int(pool.judge("", "")["pred"])
     assert pool.judge("os.kill(os.getpid(), signal.SIGSTOP)", "")["verifier_failure"] == "timeout"
-    assert gone(child)
+    wait_until(lambda: gone(child))
     assert pool.judge(GOOD, "") == RIGHT
 
 
