@@ -47,7 +47,7 @@ GROUPS, GROUP_SIZE, MAX_LENGTH = 512, 16, 20480
 CACHE_LENGTH = 4096
 GRID_SCALE = 1 / 16
 RESULTS = Path(__file__).parent / "results"
-PARTS = ["memory", "scaling", "combinations", "main", "options"]
+PARTS = ["memory", "scaling", "combinations", "main", "options", "holes"]
 
 # Goals: time as a multiple of verl's grpo estimator, memory as a multiple of the entropy tensor.
 GOAL_GTPO, GOAL_GRPO_S, GOAL_OTHER = 1.3, 1.0, 3.0
@@ -105,6 +105,16 @@ def make_batch(scale: float, device: str) -> Batch:
         rewards[row, length - 1] = float(correct[row])
     index = np.array([f"prompt-{ident}" for ident in group.tolist()], dtype=object)
     return Batch(entropy.to(device), correct.to(device), mask.to(device), group.to(device), rewards.to(device), index)
+
+
+def punch_holes(batch: Batch) -> None:
+    """Take three spans out of the mask of every response, as the answers of tools in a dialogue are, up to a tenth of it each."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = response_lengths(batch.mask)
+    starts = torch.rand(len(lengths), 3, generator=generator)
+    for row, (length, shares) in enumerate(zip(lengths.tolist(), starts.tolist(), strict=True)):
+        for start in (int(share * length) for share in shares):
+            batch.mask[row, start : min(start + length // 10, length - 1)] = False
 
 
 def verl_step(batch: Batch) -> Step:
@@ -365,6 +375,11 @@ def report(results: dict[str, Any]) -> str:
             f"| {name} | {row['median']:.3f} | {row['ratio']:.2f} | {goals.get(name, '')} |"
             for name, row in results["main"].items()
         ]
+    if "holes" in results:
+        lines += heading(
+            "The same with three holes in every mask, as tool calls make them", ["estimator", "times verl"]
+        )
+        lines += [f"| {name} | {row['ratio']:.2f} |" for name, row in results["holes"].items()]
     if "options" in results:
         lines += heading(f"Every option alone (goal ≤ {GOAL_OTHER})", ["option", "times verl"])
         lines += [f"| {name} | {value:.2f} |" for name, value in results["options"].items()]
@@ -445,6 +460,9 @@ def main() -> None:
         grid = measure_grid(make_batch(scale * GRID_SCALE, device), device)
         slowest = confirm(batch, grid, 5, runs, device)
         keep(grid_scale=scale * GRID_SCALE, combinations=grid, **{"slowest combinations": slowest})
+    if "holes" in parts:
+        punch_holes(batch)  # last: it changes the batch
+        keep(holes=measure_main(batch, runs, device))
     target.with_suffix(".md").write_text(report(results))
     print(report(results))
 

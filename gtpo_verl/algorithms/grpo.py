@@ -41,11 +41,10 @@ def grpo_advantages(
         recorder = Recorder(layout)
         if entropy is not None:
             check_entropy_shape(entropy, response_mask)
-            scratch = Scratch(layout, entropy, torch.float32)
-            rows = entropy.detach().unbind(0), response_mask.unbind(0)
+            scratch = Scratch(layout, response_mask, torch.float32)
+            rows = entropy.detach().unbind(0)
             for members in layout.groups:
-                sums = check_entropies(scratch.load(members, *rows)[0], entropy, response_mask)
-                recorder.entropies(members, sums)
+                recorder.entropies(members, check_entropies(scratch.load(members, rows), entropy, response_mask))
         advantages = [0.0] * len(rewards)
         for members in layout.groups:
             right, wrong = (

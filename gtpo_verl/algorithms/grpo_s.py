@@ -1,5 +1,4 @@
 """GRPO-S: sequence-level reward shaping by policy entropy (arXiv 2508.04349)."""
-# ruff: noqa: N806
 
 import math
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from gtpo_verl.algorithms.layout import (
     check_entropies,
     check_entropy_shape,
     check_penalty,
+    clamp_entropies,
     one_thread,
     read_layout,
 )
@@ -47,7 +47,7 @@ def grpo_s_advantages(
         # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little: float32 would lose that.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
         kind = torch.float64 if fine or entropy.dtype == torch.float64 else torch.float32
-        scratch = Scratch(layout, entropy, kind)
+        scratch = Scratch(layout, response_mask, kind)
         means = _mean_entropies(entropy.detach(), response_mask, layout, config, scratch, recorder)
         rewards = _shaped_rewards(means, layout, config, None if length_penalty is None else length_penalty.tolist())
         dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
@@ -68,17 +68,15 @@ def _mean_entropies(
     recorder: Recorder,
 ) -> list[float]:
     """Ĥ of each row: the arithmetic or geometric mean of its clamped entropies; 0 for an empty row."""
-    entropy_rows, mask_rows = entropy.unbind(0), response_mask.unbind(0)
+    entropy_rows = entropy.unbind(0)
     means = [0.0] * len(entropy)
     for group in layout.groups:
-        H, M = scratch.load(group, entropy_rows, mask_rows)
-        recorder.entropies(group, check_entropies(H, entropy, response_mask))
-        if config.entropy_clip is not None:
-            H.clamp_(*config.entropy_clip)
-        H.clamp_(min=config.entropy_floor)
+        tokens = scratch.load(group, entropy_rows)
+        recorder.entropies(group, check_entropies(tokens, entropy, response_mask))
+        clamp_entropies(tokens.values, config.entropy_clip, config.entropy_floor)
         if config.entropy_mean == "geometric":
-            H.log_()
-        sums = H.mul_(M).sum(dim=1).tolist()
+            tokens.values.log_()
+        sums = torch.stack([row.sum() for row in tokens.right.rows + tokens.wrong.rows]).tolist()
         for row, total in zip(group.rows, sums, strict=True):
             mean = total / layout.lengths[row]
             means[row] = math.exp(mean) if config.entropy_mean == "geometric" else mean

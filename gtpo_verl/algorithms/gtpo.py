@@ -1,10 +1,10 @@
 """GTPO: token-level reward shaping by policy entropy (arXiv 2508.04349, not the other GTPO of arXiv 2508.03772).
 
-Shapes in this file: G responses of one group, n of them correct and first, L columns up to the end of the longest; V values compared
-(entropies of correct tokens, inverse entropies of wrong ones), W weights, R shaped rewards, M mask as numbers.
+The tokens of a group go through the same memory in this order: entropies H, values V that are compared (H of correct tokens, 1/H of
+wrong ones), weights W, shaped rewards R, centred rewards, advantages.
 """
-# ruff: noqa: N803, N806
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,13 +14,16 @@ from gtpo_verl.algorithms.config import GTPOConfig
 from gtpo_verl.algorithms.layout import (
     Group,
     Scratch,
+    Side,
+    Tokens,
     check_batch,
     check_entropies,
     check_entropy_shape,
     check_penalty,
+    clamp_entropies,
     one_thread,
     read_layout,
-    write_rows,
+    write_tokens,
     zeros,
 )
 from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
@@ -55,29 +58,24 @@ def gtpo_advantages(
 
 @dataclass(frozen=True)
 class _Compared:
-    """What the values of one polarity are compared with: the sum of these values (or of their logarithms) and their count."""
+    """What the values of one polarity are compared with: the sum of these values, or of their logarithms, and their count.
+
+    (L,) for `axis: position`, (rows,) for `response`, () for `matrix`.
+    """
 
     total: torch.Tensor
     count: torch.Tensor
 
-    def weigh(self, V: torch.Tensor, mean: str) -> None:
-        """V -> W in place: each value over the mean of the values it is compared with; 0 stays 0.
-
-        A comparison of positions may be longer than V: that of the batch reaches to its longest response.
-        """
-        total, count = (x[:, : V.shape[1]] for x in (self.total, self.count))
-        nothing = count == 0
-        if mean == "arithmetic":
-            V.div_((total / count).masked_fill_(nothing, 1.0))  # a quotient: a single survivor weighs exactly 1
-        else:
-            V.mul_((-total / count).exp_().masked_fill_(nothing, 1.0))
+    def typical(self, mean: str) -> torch.Tensor:
+        """The mean of the values, arithmetic or geometric; NaN where there are none."""
+        mean_summand = self.total / self.count  # a quotient: a single survivor weighs exactly 1
+        return mean_summand if mean == "arithmetic" else mean_summand.exp_()
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Shaped rewards of a group: mean (G, 1) and squared deviations of each row, and the moments of either polarity."""
+class _Centered:
+    """What is known of the shaped rewards of a group: squared deviations inside each response, and the moments of either polarity."""
 
-    means: torch.Tensor
     m2s: list[float]
     right: Moments
     wrong: Moments
@@ -107,139 +105,158 @@ class _Run:
         # difference. Everywhere else the two polarities are far apart and float32 is as good as the data.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
         self.dtype = torch.float64 if fine else self.out_dtype
-        self.penalty = None if length_penalty is None else length_penalty.detach().to(self.dtype)
-        self.scratch = Scratch(self.layout, entropy, self.dtype)
+        self.penalty = None if length_penalty is None else length_penalty.tolist()
+        self.base = torch.tensor(config.alpha1, dtype=self.dtype)
+        self.scratch = Scratch(self.layout, response_mask, self.dtype)
         self.swept = False
 
     def advantages(self, return_shaped: bool) -> AdvantageOutput:
         shape, device = self.response_mask.shape, self.entropy.device
-        compared = self._compare_batch() if self.config.scope == "batch" and self.config.axis != "response" else None
+        typical = self._typical_of_batch() if self.config.scope == "batch" and self.config.axis != "response" else None
         out = zeros(shape, self.out_dtype, device)
         shaped = zeros(shape, self.out_dtype, device) if return_shaped else None
         out_rows, shaped_rows = out.unbind(0), () if shaped is None else shaped.unbind(0)
         found = []
-        for group, H, M in self._sweep():
-            R = self._shape(group, H, M, compared)
+        for group, tokens in self._sweep():
+            self._shape(group, tokens, typical)
             if shaped is not None:
-                write_rows(R, shaped_rows, self.layout, group)
-            rows = self._center(group, R, M)
+                write_tokens(tokens, group, shaped_rows)
+            rewards = _center(tokens)
+            self.recorder.rewards(rewards.right, rewards.wrong)
             if self.config.norm_scope == "group":
-                self._normalize(group, R, M, rows, self._sides(rows.right, rows.wrong))
+                self._normalize(group, tokens, rewards, self._normalizers(rewards.right, rewards.wrong))
             else:
-                found.append((group, rows))
-            write_rows(R, out_rows, self.layout, group)
+                found.append((group, rewards))
+            write_tokens(tokens, group, out_rows)
         if found:
             # The centred rewards wait in the output: float32 keeps them as exactly as it keeps an advantage.
-            sides = self._sides(self.recorder.correct_rewards, self.recorder.wrong_rewards)
-            mask_rows = self.response_mask.unbind(0)
-            for group, rows in found:
-                R, M = self.scratch.load(group, out_rows, mask_rows)
-                self._normalize(group, R, M, rows, sides)
-                write_rows(R, out_rows, self.layout, group)
+            sides = self._normalizers(self.recorder.correct_rewards, self.recorder.wrong_rewards)
+            for group, rewards in found:
+                tokens = self.scratch.load(group, out_rows)
+                self._normalize(group, tokens, rewards, sides)
+                write_tokens(tokens, group, out_rows)
         return AdvantageOutput(out, shaped, self.recorder.metrics())
 
-    def _sides(self, right: Moments, wrong: Moments) -> tuple[Normalizer, Normalizer]:
+    def _normalizers(self, right: Moments, wrong: Moments) -> tuple[Normalizer, Normalizer]:
         return normalizers(right, wrong, self.config.normalization, self.config.negatives, self.eps)
 
     def _takes_part(self, group: Group) -> bool:
         return self.config.degenerate == "shape" or not group.one_polarity
 
-    def _sweep(self) -> Iterator[tuple[Group, torch.Tensor, torch.Tensor]]:
-        """Load the groups that take part one after the other: (group, H, M). The first sweep also checks the entropies of all."""
+    def _sweep(self) -> Iterator[tuple[Group, Tokens]]:
+        """Load the groups that take part one after the other, H clamped. The first sweep also checks the entropies of all groups."""
         first, self.swept = not self.swept, True
-        entropy_rows, mask_rows = self.entropy.unbind(0), self.response_mask.unbind(0)
+        entropy_rows = self.entropy.unbind(0)
         for group in self.layout.groups:
             if not first and not self._takes_part(group):
                 continue
-            H, M = self.scratch.load(group, entropy_rows, mask_rows)
+            tokens = self.scratch.load(group, entropy_rows)
             if first:
-                self.recorder.entropies(group, check_entropies(H, self.entropy, self.response_mask))
+                self.recorder.entropies(group, check_entropies(tokens, self.entropy, self.response_mask))
             if self._takes_part(group):
-                yield group, H, M
+                clamp_entropies(tokens.values, self.config.entropy_clip, self.config.entropy_floor)
+                yield group, tokens
 
-    def _values(
-        self, group: Group, H: torch.Tensor, M: torch.Tensor, compared: tuple[_Compared, _Compared] | None
-    ) -> tuple[_Compared, _Compared]:
-        """H -> V in place; returns what each polarity is compared with: `compared`, or else the rest of this group along `axis`."""
-        if self.config.entropy_clip is not None:
-            H.clamp_(*self.config.entropy_clip)
-        H.clamp_(min=self.config.entropy_floor)
-        geometric = self.config.mean == "geometric"
-        log = H.log().mul_(M) if geometric and compared is None else None
-        H[group.n :].reciprocal_()
-        H.mul_(M)
-        if compared is not None:
-            return compared
-        summed = H if log is None else log
-        dims = {"position": [0], "response": [1], "matrix": [0, 1]}[self.config.axis]
-        right, wrong = (
-            _Compared(summed[part].sum(dims, keepdim=True), M[part].sum(dims, keepdim=True))
-            for part in (slice(0, group.n), slice(group.n, None))
-        )
-        return right, _Compared(-wrong.total, wrong.count) if geometric else wrong  # log(1/H) = -log H
+    def _typical_of_batch(self) -> list[torch.Tensor]:
+        """`scope: batch`: the typical value of each polarity over all groups that take part."""
+        shape = (self.response_mask.shape[1],) if self.config.axis == "position" else ()
+        sums = torch.zeros(2, 2, *shape, dtype=torch.float64, device=self.entropy.device)
+        for group, tokens in self._sweep():
+            if self.config.mean == "geometric":
+                tokens.values.log_()
+            else:
+                tokens.wrong.values.reciprocal_()
+            for (total, count), part in zip(sums, self._compare(group, tokens), strict=True):
+                there = slice(0, group.width) if shape else ...
+                total[there].add_(part.total)
+                count[there].add_(part.count)
+        return [_Compared(total, count).typical(self.config.mean) for total, count in sums.to(self.dtype)]
 
-    def _compare_batch(self) -> tuple[_Compared, _Compared]:
-        """`scope: batch`: the sums and counts of `_values` over all groups that take part."""
-        width = self.response_mask.shape[1] if self.config.axis == "position" else 1
-        sums = torch.zeros(2, 2, 1, width, dtype=torch.float64, device=self.entropy.device)
-        for group, H, M in self._sweep():
-            for side, part in zip(sums, self._values(group, H, M, None), strict=True):
-                columns = part.total.shape[1]
-                side[0, :, :columns] += part.total
-                side[1, :, :columns] += part.count
-        sums = sums.to(self.dtype)
-        return _Compared(sums[0, 0], sums[0, 1]), _Compared(sums[1, 0], sums[1, 1])
+    def _compare(self, group: Group, summands: Tokens) -> list[_Compared]:
+        """What each polarity of a group is compared with along `axis`. summands: V, or log H for the geometric mean."""
+        right, wrong = (self._along_axis(side, group.width) for side in summands.sides)
+        if self.config.mean == "geometric":
+            wrong.total.neg_()  # log(1/H) = -log H
+        return [right, wrong]
 
-    def _shape(
-        self, group: Group, H: torch.Tensor, M: torch.Tensor, compared: tuple[_Compared, _Compared] | None
-    ) -> torch.Tensor:
-        """H -> R in place: the shaped rewards (G, L) of a group."""
-        config, n = self.config, group.n
-        right, wrong = H[:n], H[n:]
-        for V, part in zip((right, wrong), self._values(group, H, M, compared), strict=True):
-            part.weigh(V, config.mean)
-        right.mul_(config.alpha2).add_(M[:n], alpha=config.alpha1)  # early (2), late (3)
+    def _along_axis(self, side: Side, width: int) -> _Compared:
+        if self.config.axis == "position":
+            return _Compared(side.column_sums(width), side.column_counts(width))
+        if self.config.axis == "response":
+            return _Compared(side.row_sums(), side.values.new_tensor(side.lengths))
+        return _Compared(side.values.sum(), side.values.new_tensor(float(len(side.values))))
+
+    def _weigh(self, group: Group, tokens: Tokens, typical: list[torch.Tensor] | None) -> None:
+        """H -> W in place: each value over the typical one of its polarity: that of the batch, or else that of this group."""
+        config = self.config
+        logs = tokens.like(tokens.values.log()) if config.mean == "geometric" and typical is None else None
+        tokens.wrong.values.reciprocal_()
+        if typical is None:
+            compared = self._compare(group, tokens if logs is None else logs)
+            typical = [part.typical(config.mean) for part in compared]
+        for side, values in zip(tokens.sides, typical, strict=True):
+            if not side.rows:
+                continue
+            if config.axis == "position":
+                side.divide_columns(values)
+            elif config.axis == "response":
+                side.divide_rows(values)
+            else:
+                side.values.div_(values)
+
+    def _shape(self, group: Group, tokens: Tokens, typical: list[torch.Tensor] | None) -> None:
+        """H -> R in place: the shaped rewards of a group."""
+        config = self.config
+        self._weigh(group, tokens, typical)
+        right, wrong = tokens.right.values, tokens.wrong.values
+        torch.add(self.base, right, alpha=config.alpha2, out=right)  # early (2), late (3)
         if config.clip_kappa is not None:  # early (13)
-            right.clamp_(1.0, config.alpha1 * (1 + 1 / config.clip_kappa)).mul_(M[:n])
-        if self.penalty is not None:  # early (14), late appendix D
-            right.addcmul_(M[:n], self.penalty[group.rows[:n]].unsqueeze(1))
+            right.clamp_(1.0, config.alpha1 * (1 + 1 / config.clip_kappa))
+        if self.penalty is not None and group.n:  # early (14), late appendix D
+            torch._foreach_add_(tokens.right.rows, [self.penalty[row] for row in group.rows[: group.n]])
         if config.negatives == "zero":  # early (2)
             wrong.zero_()
         elif config.negatives == "inverse":  # early (15)
             wrong.neg_()
         else:  # late (5)
-            wrong.mul_(-config.alpha2).add_(M[n:], alpha=-config.alpha1)
-        return H
-
-    def _center(self, group: Group, R: torch.Tensor, M: torch.Tensor) -> _Rows:
-        """R -> R minus the mean of its row, in place; returns what is then known of the rows.
-
-        Centred first and squared then, row by row: nothing cancels, and the spread inside a response is a by-product.
-        """
-        lengths = torch.tensor([self.layout.lengths[row] for row in group.rows], dtype=self.dtype, device=R.device)
-        means = R.sum(dim=1) / lengths
-        R.addcmul_(M, means.unsqueeze(1), value=-1)
-        m2s = torch.linalg.vector_norm(R, dim=1).square_()
-        lows, highs = means + R.amin(dim=1), means + R.amax(dim=1)  # padding is 0 here, the mean: never an extreme
-        rows = torch.stack([lengths, means, m2s, lows, highs]).tolist()
-        right, wrong = (Moments.of_rows(*(r[part] for r in rows)) for part in (slice(0, group.n), slice(group.n, None)))
-        self.recorder.rewards(right, wrong)
-        return _Rows(means.unsqueeze(1), rows[2], right, wrong)
+            torch.add(-self.base, wrong, alpha=-config.alpha2, out=wrong)
 
     def _normalize(
-        self, group: Group, R: torch.Tensor, M: torch.Tensor, rows: _Rows, sides: tuple[Normalizer, Normalizer]
+        self, group: Group, tokens: Tokens, rewards: _Centered, sides: tuple[Normalizer, Normalizer]
     ) -> None:
         """Centred R -> advantages, in place."""
-        self.recorder.spreads(group, rows.m2s, sides)
-        n, (plus, minus) = group.n, sides
-        rows.means[:n] -= plus.shift
-        rows.means[n:] -= minus.shift
-        R.addcmul_(M, rows.means)
-        right, wrong = R[:n].mul_(plus.scale), R[n:].mul_(minus.scale)
-        if rows.right.low < plus.shift:
+        self.recorder.spreads(group, rewards.m2s, sides)
+        plus, minus = sides
+        right, wrong = tokens.right.values, tokens.wrong.values
+        for values, moments, side in ((right, rewards.right, plus), (wrong, rewards.wrong, minus)):
+            constant = torch.tensor((moments.mean - side.shift) * side.scale, dtype=values.dtype)
+            torch.add(constant, values, alpha=side.scale, out=values)
+        if rewards.right.low < plus.shift:
             self.recorder.correct_flips += (right < 0).sum().item()
-        if rows.wrong.high > minus.shift:
+        if rewards.wrong.high > minus.shift:
             self.recorder.wrong_flips += (wrong > 0).sum().item()
         if self.config.preserve_sign:
             right.clamp_(min=0)
             wrong.clamp_(max=0)
+
+
+def _center(tokens: Tokens) -> _Centered:
+    """R -> R minus the mean of its polarity, in place."""
+    (right, right_m2s), (wrong, wrong_m2s) = (_center_side(side) for side in tokens.sides)
+    return _Centered(right_m2s + wrong_m2s, right, wrong)
+
+
+def _center_side(side: Side) -> tuple[Moments, list[float]]:
+    """One polarity: its moments, and the squared deviations inside each response. Centred first and squared then: nothing cancels."""
+    if not side.rows:
+        return Moments.constant(0.0, 0.0), []
+    sums = side.row_sums().tolist()
+    center = math.fsum(sums) / len(side.values)
+    side.values.sub_(center)
+    low, high, *norms = torch.stack([*side.values.aminmax(), *torch._foreach_norm(side.rows)]).tolist()
+    squares = [norm * norm for norm in norms]
+    m2s = [
+        square - length * (total / length - center) ** 2
+        for square, length, total in zip(squares, side.lengths, sums, strict=True)
+    ]
+    return Moments(len(side.values), center, math.fsum(squares), center + low, center + high), m2s

@@ -40,11 +40,10 @@ class Recorder:
     entropy_counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
     def entropies(self, group: Group, sums: Sequence[float]) -> None:
-        """Entropy sums (rows,) of a group."""
-        for place, total in enumerate(sums):
-            side = place >= group.n
+        """Sums of the entropies of a group, of its correct responses and of its wrong ones."""
+        for side, (total, rows) in enumerate(zip(sums, (group.rows[: group.n], group.rows[group.n :]), strict=True)):
             self.entropy_sums[side] += total
-            self.entropy_counts[side] += self.layout.lengths[group.rows[place]]
+            self.entropy_counts[side] += sum(self.layout.lengths[row] for row in rows)
 
     def rewards(self, correct: Moments, wrong: Moments) -> None:
         """Moments of the shaped rewards of a group that takes part in the statistics."""

@@ -29,7 +29,7 @@ OTHER_PHASE = "other"
 VALIDATION_PHASE = "validation"
 
 # settings that differ between any two trainings, whatever is compared
-_BOOKKEEPING = re.compile(r"(^|\.)(experiment_name|project_name|\w+_dir)$")
+_BOOKKEEPING = re.compile(r"(^|\.)(experiment_name|project_name|\w+_dir|\w+_DIR)$")
 _LOGGED_ACCURACY = re.compile(r"^val-core/(?P<source>.+)/acc/mean@(?P<samples>\d+)$")
 _SAME_ACCURACY = 1e-4  # verl's mean and ours differ by rounding alone; one sample more or less in 5,000 is above this
 

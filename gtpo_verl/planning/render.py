@@ -132,12 +132,13 @@ def _run_line(plan: Plan) -> str:
     assert plan.time is not None
     hours = plan.time.total * plan.total_steps / 3600
     each = f" A replica decodes {plan.time.concurrent} responses at once." if plan.time.concurrent else ""
-    return f"{plan.total_steps} steps: {hours:,.0f} hours, {hours * plan.parallel.gpus:,.0f} GPU-hours, without validation and verifier.{each}"
+    duration = f"{hours:,.0f} hours" if hours >= 10 else f"{hours:.1f} hours"
+    return f"{plan.total_steps} steps: {duration}, {hours * plan.parallel.gpus:,.0f} GPU-hours, without validation and verifier.{each}"
 
 
 def _arms(plan: Plan) -> Table:
     table = _table(
-        "What each arm adds to a step",
+        "What each arm adds to generation and updates, a step",
         "",
         "actor's pass, s",
         "its entropies, MiB",

@@ -152,6 +152,7 @@ class RunWriter:
                 }
             },
             "trainer": {"experiment_name": algorithm, "default_local_dir": str(path), "total_training_steps": steps},
+            "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"TENSORBOARD_DIR": str(path / "tensorboard")}}}},
         }
 
 

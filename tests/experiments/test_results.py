@@ -203,7 +203,11 @@ def test_config_differences_are_those_of_the_algorithm(runs):
         "actor_rollout_ref.actor.policy_loss.loss_mode": ["vanilla", "gtpo", "grpo_s"],
         "algorithm.adv_estimator": ["grpo", "gtpo", "grpo_s"],
     }
-    assert list(bookkeeping) == ["trainer.default_local_dir", "trainer.experiment_name"]
+    assert list(bookkeeping) == [
+        "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR",
+        "trainer.default_local_dir",
+        "trainer.experiment_name",
+    ]
 
 
 def test_config_differences_need_two_configurations(runs):
