@@ -3,16 +3,15 @@
 import torch
 
 from gtpo_verl.algorithms.layout import (
-    Scratch,
     broadcast_rows,
     check_batch,
-    check_entropies,
     check_entropy_shape,
     one_thread,
     read_layout,
 )
 from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
 from gtpo_verl.algorithms.statistics import Moments, Normalizer
+from gtpo_verl.algorithms.tokens import Scratch, check_entropies
 
 
 def grpo_advantages(

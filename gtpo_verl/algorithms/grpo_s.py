@@ -9,18 +9,16 @@ from gtpo_verl.algorithms.config import GRPOSConfig
 from gtpo_verl.algorithms.layout import (
     Group,
     Layout,
-    Scratch,
     broadcast_rows,
     check_batch,
-    check_entropies,
     check_entropy_shape,
     check_penalty,
-    clamp_entropies,
     one_thread,
     read_layout,
 )
 from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
 from gtpo_verl.algorithms.statistics import Moments, normalizers
+from gtpo_verl.algorithms.tokens import Scratch, check_entropies, clamp_entropies
 
 
 def grpo_s_advantages(

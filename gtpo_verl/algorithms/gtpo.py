@@ -13,21 +13,16 @@ import torch
 from gtpo_verl.algorithms.config import GTPOConfig
 from gtpo_verl.algorithms.layout import (
     Group,
-    Scratch,
-    Side,
-    Tokens,
     check_batch,
-    check_entropies,
     check_entropy_shape,
     check_penalty,
-    clamp_entropies,
     one_thread,
     read_layout,
-    write_tokens,
     zeros,
 )
 from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
 from gtpo_verl.algorithms.statistics import Moments, Normalizer, normalizers
+from gtpo_verl.algorithms.tokens import Scratch, Side, Tokens, check_entropies, clamp_entropies, write_tokens
 
 
 def gtpo_advantages(

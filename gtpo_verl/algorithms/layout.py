@@ -1,11 +1,9 @@
-"""How a padded batch is read and written: one group at a time, trimmed to its longest response.
+"""Where the valid tokens of a padded batch are.
 
 Padding is most of a [B, T] batch, and a pass over all of it costs more than the mathematics. So the mask is read once, in blocks
-that stay in the cache, for the extent of each row; after that only the valid part of each row is touched. Everything else works on
-the valid tokens of one group, packed together, which fit in the cache as well.
+that stay in the cache, for the extent of each row; after that only the valid part of each row is touched.
 """
 
-import math
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +15,6 @@ _ROWS_PER_BLOCK = 64  # 64 rows of 20k bool fit in a second-level cache
 _BYTES_PER_WORD = 8
 _WORDS_PER_SPAN = 128  # below 256, so that adding the words of a span never carries from one byte into the next
 _SPAN = _BYTES_PER_WORD * _WORDS_PER_SPAN
-
-
-LOWEST_ENTROPY = -1e-3  # nats; bf16 round-off reaches about this far below zero
 
 
 @dataclass(frozen=True)
@@ -132,141 +127,6 @@ def check_penalty(length_penalty: torch.Tensor | None, layout: Layout) -> None:
         raise ValueError(f"length_penalty of row {min(bad)} is {length_penalty[min(bad)].item()}, it must be finite")
 
 
-Place = slice | torch.Tensor  # the columns of the tokens of a response: indices (len,) where it has holes
-
-
-@dataclass(frozen=True)
-class Side:
-    """The valid tokens of the responses of one polarity, one response after the other and nothing between them.
-
-    values: (N,). rows: a view (len,) of `values` for each response. places: where they are in the batch. lengths: len of each.
-    """
-
-    values: torch.Tensor
-    rows: tuple[torch.Tensor, ...]
-    places: list[Place]
-    lengths: list[int]
-
-    def column_sums(self, width: int) -> torch.Tensor:
-        """(width,) sum over the responses at each column."""
-        sums = self.values.new_zeros(width)
-        for row, place in zip(self.rows, self.places, strict=True):
-            if isinstance(place, slice):
-                sums[place].add_(row)
-            else:
-                sums.scatter_add_(0, place, row)
-        return sums
-
-    def column_counts(self, width: int) -> torch.Tensor:
-        """(width,) number of responses with a token at each column."""
-        whole = [length for length, place in zip(self.lengths, self.places, strict=True) if isinstance(place, slice)]
-        steps = self.values.new_zeros(width + 1)
-        steps.index_add_(
-            0, torch.tensor(whole, dtype=torch.int64, device=steps.device), steps.new_full((len(whole),), -1.0)
-        )
-        steps[0] += len(whole)
-        counts = steps.cumsum(0)[:width]
-        for place in self.places:
-            if not isinstance(place, slice):
-                counts.scatter_add_(0, place, counts.new_ones(len(place)))
-        return counts
-
-    def divide_columns(self, divisors: torch.Tensor) -> None:
-        """Divide every token by the divisor (width,) of its column."""
-        torch._foreach_div_(self.rows, [_take(divisors, place) for place in self.places])
-
-    def divide_rows(self, divisors: torch.Tensor) -> None:
-        """Divide every token by the divisor (rows,) of its response."""
-        torch._foreach_div_(self.rows, divisors.unbind())
-
-    def row_sums(self) -> torch.Tensor:
-        """(rows,) sum over the tokens of each response."""
-        return torch.stack([row.sum() for row in self.rows]) if self.rows else self.values.new_zeros(0)
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The valid tokens of one group: all `values` (N,) and those of either polarity, which are views of them."""
-
-    values: torch.Tensor
-    right: Side
-    wrong: Side
-
-    @property
-    def sides(self) -> tuple[Side, Side]:
-        return self.right, self.wrong
-
-    def like(self, values: torch.Tensor) -> "Tokens":
-        """Other values (N,) of the same tokens."""
-        return _tokens(values, self.right.places + self.wrong.places, self.right.lengths, self.wrong.lengths)
-
-
-def _tokens(values: torch.Tensor, places: list[Place], right: list[int], wrong: list[int]) -> Tokens:
-    rows = values.split(right + wrong)
-    n, border = len(right), sum(right)
-    return Tokens(
-        values,
-        Side(values[:border], rows[:n], places[:n], right),
-        Side(values[border:], rows[n:], places[n:], wrong),
-    )
-
-
-class Scratch:
-    """Reused memory for the tokens of one group, in the working type.
-
-    The same few hundred kilobytes serve every group, so they stay in the cache. Two thirds of a batch are padding, even of the
-    longest response of each group half: without it there is less to work on, and no mask to multiply with.
-    """
-
-    def __init__(self, layout: Layout, mask: torch.Tensor, dtype: torch.dtype) -> None:
-        size = max((sum(layout.lengths[row] for row in group.rows) for group in layout.groups), default=0)
-        self._values = torch.empty(size, dtype=dtype, device=mask.device)
-        self._layout = layout
-        self._mask_rows = mask.unbind(0)
-
-    def load(self, group: Group, rows: tuple[torch.Tensor, ...]) -> Tokens:
-        """Copy the valid tokens of a group out of the rows (T,) of a batch."""
-        lengths = [self._layout.lengths[row] for row in group.rows]
-        places = [self._place(row) for row in group.rows]
-        tokens = _tokens(self._values[: sum(lengths)], places, lengths[: group.n], lengths[group.n :])
-        sources = [_take(rows[row], place) for row, place in zip(group.rows, places, strict=True)]
-        torch._foreach_copy_(tokens.right.rows + tokens.wrong.rows, sources)
-        return tokens
-
-    def _place(self, row: int) -> Place:
-        end = self._layout.extents[row]
-        if self._layout.lengths[row] == end:
-            return slice(0, end)
-        return self._mask_rows[row][:end].nonzero().squeeze(1)
-
-
-def _take(values: torch.Tensor, place: Place) -> torch.Tensor:
-    return values[place] if isinstance(place, slice) else values.index_select(0, place)
-
-
-def check_entropies(tokens: Tokens, entropy: torch.Tensor, response_mask: torch.Tensor) -> tuple[float, float]:
-    """Sums of loaded entropies, of the correct responses and of the wrong ones, after the check that all are finite and not clearly negative.
-
-    A sum is not finite if one of its terms is not, so one pass that the metrics need anyway finds NaN and infinity.
-    Raises ValueError that names row and position in the batch.
-    """
-    right, wrong, least = torch.stack(
-        [tokens.right.values.sum(), tokens.wrong.values.sum(), tokens.values.amin()]
-    ).tolist()
-    lowest = torch.tensor(LOWEST_ENTROPY, dtype=entropy.dtype).item()  # -0.001 rounds downwards in float32
-    if not math.isfinite(right + wrong) or least < lowest:
-        _refuse_entropies(entropy, response_mask, lowest)
-    return right, wrong
-
-
-def clamp_entropies(values: torch.Tensor, clip: tuple[float, float] | None, floor: float) -> None:
-    """The clamp and then the floor, in place and in one pass; the floor wins where they disagree."""
-    if clip is None:
-        values.clamp_(min=floor)
-    else:
-        values.clamp_(max(clip[0], floor), max(clip[1], floor))
-
-
 @contextmanager
 def one_thread(device: torch.device) -> Iterator[None]:
     """Work on the CPU in the calling thread alone; the number of threads is put back afterwards.
@@ -296,21 +156,6 @@ def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-
-def write_tokens(tokens: Tokens, group: Group, out_rows: tuple[torch.Tensor, ...]) -> None:
-    """Copy the tokens of a group to their places in the rows (T,) of a batch of zeros."""
-    places = tokens.right.places + tokens.wrong.places
-    rows = tokens.right.rows + tokens.wrong.rows
-    whole_targets, whole_rows = [], []
-    for row, place, values in zip(group.rows, places, rows, strict=True):
-        if isinstance(place, slice):
-            whole_targets.append(out_rows[row][place])
-            whole_rows.append(values)
-        else:
-            out_rows[row].scatter_(0, place, values.to(out_rows[row].dtype))
-    if whole_rows:
-        torch._foreach_copy_(whole_targets, whole_rows)
 
 
 def broadcast_rows(
@@ -371,16 +216,3 @@ def _check_group_type(group: torch.Tensor) -> None:
     if group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
         where = f": row 0 holds {group.flatten()[0].item()!r}" if group.numel() else ""
         raise ValueError(f"group ids must be integers (int64), got {group.dtype}{where}")
-
-
-def _refuse_entropies(entropy: torch.Tensor, response_mask: torch.Tensor, lowest: float) -> None:
-    """Name the first offending row and position; a sum of finite entropies that overflows is no offence."""
-    for row in range(len(entropy)):
-        values = entropy[row]
-        bad = (response_mask[row] != 0) & ~(values.isfinite() & (values >= lowest))
-        if bool(bad.any()):
-            position = int(bad.nonzero()[0])
-            raise ValueError(
-                f"entropy of row {row}, position {position} is {values[position].item()}: entropies inside the mask must be "
-                f"finite and at least {LOWEST_ENTROPY} nats; check how the rollout or the actor computes them"
-            )
