@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="sequences (default 16)")
     parser.add_argument("--tokens", type=int, default=16, help="tokens a sequence (default 16)")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of all arms (default 10)")
-    parser.add_argument("--full-rounds", type=int, default=2, help="rounds that also measure `full` (default 2)")
+    parser.add_argument("--full-rounds", type=int, default=10, help="rounds that also measure `full` (default 10)")
     parser.add_argument("--full-tokens", type=int, default=2, help="tokens a sequence in `full` (default 2)")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")

@@ -71,7 +71,7 @@ def dense_grpo_s(
         norm_scope=config.norm_scope,
         degenerate=config.degenerate,
         preserve_sign=config.preserve_sign,
-        entropy_floor=1e-300 if entropy.dtype == torch.float64 else 1e-30,
+        entropy_floor=1e-30,
     )
     alive = response_mask.any(1)[:, None]
     advantages, rewards = dense_gtpo(means[:, None], correct, alive, group, token, length_penalty, eps)

@@ -100,6 +100,7 @@ def check_processes() -> list[Finding]:
     import ray
 
     ray.init(
+        address="local",  # never a cluster that happens to run here
         num_cpus=4,
         num_gpus=1 if on_cpu else None,
         include_dashboard=False,

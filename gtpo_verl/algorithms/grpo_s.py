@@ -146,4 +146,4 @@ def _normalized(
 
 
 def _moments(rewards: list[float], rows: list[int]) -> Moments:
-    return Moments.of_rows([1.0] * len(rows), [rewards[row] for row in rows])
+    return Moments.of([rewards[row] for row in rows])

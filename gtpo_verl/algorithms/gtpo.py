@@ -21,7 +21,7 @@ from gtpo_verl.algorithms.layout import (
     zeros,
 )
 from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
-from gtpo_verl.algorithms.statistics import Moments, Normalizer, normalizers
+from gtpo_verl.algorithms.statistics import ROUND_OFF, Moments, Normalizer, normalizers
 from gtpo_verl.algorithms.tokens import Scratch, Side, Tokens, check_entropies, clamp_entropies, write_tokens
 
 
@@ -63,7 +63,7 @@ class _Compared:
 
     def typical(self, mean: str) -> torch.Tensor:
         """The mean of the values, arithmetic or geometric; NaN where there are none."""
-        mean_summand = self.total / self.count  # a quotient: a single survivor weighs exactly 1
+        mean_summand = self.total / self.count  # a quotient: for the arithmetic mean a single survivor weighs exactly 1
         return mean_summand if mean == "arithmetic" else mean_summand.exp_()
 
 
@@ -242,16 +242,22 @@ def _center(tokens: Tokens) -> _Centered:
 
 
 def _center_side(side: Side) -> tuple[Moments, list[float]]:
-    """One polarity: its moments, and the squared deviations inside each response. Centred first and squared then: nothing cancels."""
+    """One polarity: its moments, from centred values so that nothing cancels, and the squared deviations inside each response.
+
+    The latter, which only a metric needs, are differences; what may be their round-off alone is 0.
+    """
     if not side.rows:
         return Moments.constant(0.0, 0.0), []
     sums = side.row_sums().tolist()
     center = math.fsum(sums) / len(side.values)
     side.values.sub_(center)
-    low, high, *norms = torch.stack([*side.values.aminmax(), *torch._foreach_norm(side.rows)]).tolist()
-    squares = [norm * norm for norm in norms]
-    m2s = [
-        square - length * (total / length - center) ** 2
-        for square, length, total in zip(squares, side.lengths, sums, strict=True)
-    ]
+    # Not norms or dot products: their error in float32 grows with the number of tokens, that of a sum does not.
+    parts = [part.sum() for part in side.values.square().split(side.lengths)]
+    low, high, *squares = torch.stack([*side.values.aminmax(), *parts]).tolist()
+    m2s = []
+    for square, length, total in zip(squares, side.lengths, sums, strict=True):
+        distance = abs(total / length - center)
+        off = ROUND_OFF * torch.finfo(side.values.dtype).eps * max(abs(center), distance)  # of a mean
+        m2 = square - length * distance**2
+        m2s.append(m2 if m2 > length * off * (2 * distance + off) else 0.0)
     return Moments(len(side.values), center, math.fsum(squares), center + low, center + high), m2s

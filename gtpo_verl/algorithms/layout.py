@@ -50,7 +50,7 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
     """
     if response_mask.dim() != 2:
         raise ValueError(f"response_mask must be (B, T), got shape {tuple(response_mask.shape)}")
-    _check_group_type(group)
+    check_group_type(group)
     size = response_mask.shape[0]
     for name, values in {"group": group, **rows}.items():
         if values is None:
@@ -68,6 +68,20 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
     correct = rows.get("correct")
     if correct is not None and correct.dtype != torch.bool:
         raise ValueError(f"correct must be bool, the verdict of the verifier (acc >= threshold), got {correct.dtype}")
+
+
+def check_group_type(group: torch.Tensor) -> None:
+    """Refuse group ids that are not an integer tensor."""
+    if not isinstance(group, torch.Tensor):
+        bad = next((i for i, ident in enumerate(group) if isinstance(ident, bool) or not isinstance(ident, int)), 0)
+        raise ValueError(
+            f"group must be an integer tensor (B,), got {type(group).__name__} with {group[bad]!r} at row {bad}"
+            if len(group)
+            else f"group must be an integer tensor (B,), got an empty {type(group).__name__}"
+        )
+    if group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
+        where = f": row 0 holds {group.flatten()[0].item()!r}" if group.numel() else ""
+        raise ValueError(f"group ids must be integers (int64), got {group.dtype}{where}")
 
 
 def check_entropy_shape(entropy: torch.Tensor, response_mask: torch.Tensor) -> None:
@@ -93,18 +107,16 @@ def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
         return torch.tensor(_extents_and_lengths(response_mask)[1], dtype=torch.int64, device=response_mask.device)
 
 
-def read_layout(response_mask: torch.Tensor, group: torch.Tensor, correct: torch.Tensor | None = None) -> Layout:
+def read_layout(response_mask: torch.Tensor, group: torch.Tensor, correct: torch.Tensor) -> Layout:
     """Find groups, extents and lengths.
 
-    response_mask: (B, T), bool or any type whose zeros mean padding. group: (B,) integers. correct: (B,) bool or None.
-    Without `correct` the order inside a group is that of the batch and every `n` is 0.
+    response_mask: (B, T), bool or any type whose zeros mean padding. group: (B,) integers. correct: (B,) bool.
     """
     extents, lengths = _extents_and_lengths(response_mask)
-    wrong = torch.zeros_like(group, dtype=torch.bool) if correct is None else ~correct
     # Two stable sorts: by group, and inside a group the correct rows first.
-    order = wrong.to(torch.uint8).argsort(stable=True)
+    order = (~correct).to(torch.uint8).argsort(stable=True)
     order = order[group[order].argsort(stable=True)]
-    right = [False] * len(group) if correct is None else correct.tolist()
+    right = correct.tolist()
     groups: list[Group] = []
     start = 0
     sizes = group[order].unique_consecutive(return_counts=True)[1].tolist()
@@ -182,7 +194,9 @@ def _extents_and_lengths(response_mask: torch.Tensor) -> tuple[list[int], list[i
     if rows == 0 or columns == 0:
         return [0] * rows, [0] * rows
     spans = -(-columns // _SPAN)
-    direct = response_mask.dtype == torch.bool and columns == spans * _SPAN and response_mask.is_contiguous()
+    aligned = response_mask.storage_offset() % _BYTES_PER_WORD == 0 and response_mask.stride(0) % _BYTES_PER_WORD == 0
+    whole = columns == spans * _SPAN and response_mask.is_contiguous()
+    direct = response_mask.dtype == torch.bool and whole and aligned
     device = response_mask.device
     padded = torch.zeros(0 if direct else _ROWS_PER_BLOCK, spans * _SPAN, dtype=torch.bool, device=device)
     span_ends = torch.arange(1, spans + 1, device=device, dtype=torch.int32)
@@ -203,16 +217,3 @@ def _extents_and_lengths(response_mask: torch.Tensor) -> tuple[list[int], list[i
         extents.append(span * _SPAN + (tail * offsets).amax(dim=1))
         lengths.append(counts.sum(dim=1))
     return torch.cat(extents).tolist(), torch.cat(lengths).tolist()
-
-
-def _check_group_type(group: torch.Tensor) -> None:
-    if not isinstance(group, torch.Tensor):
-        bad = next((i for i, ident in enumerate(group) if isinstance(ident, bool) or not isinstance(ident, int)), 0)
-        raise ValueError(
-            f"group must be an integer tensor (B,), got {type(group).__name__} with {group[bad]!r} at row {bad}"
-            if len(group)
-            else f"group must be an integer tensor (B,), got an empty {type(group).__name__}"
-        )
-    if group.is_floating_point() or group.is_complex() or group.dtype == torch.bool:
-        where = f": row 0 holds {group.flatten()[0].item()!r}" if group.numel() else ""
-        raise ValueError(f"group ids must be integers (int64), got {group.dtype}{where}")

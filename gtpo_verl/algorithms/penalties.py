@@ -3,6 +3,7 @@
 import torch
 
 from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths
+from gtpo_verl.algorithms.layout import check_group_type
 
 
 def soft_overlong_penalty(
@@ -35,6 +36,9 @@ def group_relative_overlong_penalty(
     Source: arXiv 2508.04349, late appendix D.
     """
     check_gamma(gamma)
+    check_group_type(group)
+    if correct.dtype != torch.bool:
+        raise ValueError(f"correct must be bool, the verdict of the verifier (acc >= threshold), got {correct.dtype}")
     for name, tensor in (("correct", correct), ("group", group)):
         if tensor.shape != lengths.shape:
             raise ValueError(f"{name} must have the shape of lengths {tuple(lengths.shape)}, got {tuple(tensor.shape)}")

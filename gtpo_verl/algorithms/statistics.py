@@ -20,24 +20,12 @@ class Moments:
     high: float
 
     @classmethod
-    def of_rows(
-        cls,
-        counts: Sequence[float],
-        means: Sequence[float],
-        m2s: Sequence[float] | None = None,
-        lows: Sequence[float] | None = None,
-        highs: Sequence[float] | None = None,
-    ) -> Self:
-        """Join rows given by their own moments; without `m2s`, `lows` and `highs` every row is one value, repeated."""
-        count = math.fsum(counts)
-        if not count:
+    def of(cls, values: Sequence[float]) -> Self:
+        """The moments of single values."""
+        if not values:
             return cls(0.0, 0.0, 0.0, 0.0, 0.0)
-        mean = math.fsum(c * m for c, m in zip(counts, means, strict=True)) / count
-        between = math.fsum(c * (m - mean) ** 2 for c, m in zip(counts, means, strict=True))
-        m2 = between + (math.fsum(m2s) if m2s is not None else 0.0)
-        return cls(
-            count, mean, m2, min(lows if lows is not None else means), max(highs if highs is not None else means)
-        )
+        mean = math.fsum(values) / len(values)
+        return cls(len(values), mean, math.fsum((v - mean) ** 2 for v in values), min(values), max(values))
 
     @classmethod
     def constant(cls, value: float, count: float) -> Self:

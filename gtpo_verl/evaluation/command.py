@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -197,7 +198,9 @@ def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
         UserError: an override does not fit.
     """
     if subject.config_file is None:
-        overrides = with_hardware(overrides)
+        overrides, note = with_hardware(overrides)
+        if note:
+            print(note, file=sys.stderr)
         config = compose_config([*overrides, f"actor_rollout_ref.model.path={json.dumps(subject.path)}"])
     else:
         loaded = OmegaConf.load(subject.config_file)

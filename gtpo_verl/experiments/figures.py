@@ -103,7 +103,8 @@ METRIC_FIGURES = {
             MetricPanel("mean score", "critic/score/mean"),
             MetricPanel("clipped tokens", "actor/pg_clipfrac", percent=True),
             MetricPanel("spread of advantages inside a response", "credit/advantage_spread"),
-            MetricPanel("groups all correct or all wrong", "credit/degenerate_share", percent=True),
+            MetricPanel("generated groups that were mixed", "training/filter_groups/yield", percent=True),
+            MetricPanel("groups without contrast that were trained on", "credit/degenerate_share", percent=True),
         ),
     ),
 }

@@ -37,7 +37,7 @@ def _estimator(name: str, shape: Callable[..., AdvantageOutput]) -> Callable[...
         """
         context = current_context(name)
         settings, _ = algorithm_config(name, config, **context.length_settings)
-        group = group_ids(index)
+        group = group_ids(index).to(response_mask.device)
         penalty = None
         if settings.length_penalty != "none":
             penalty = length_penalty_for(settings, response_lengths(response_mask), context.correct, group)

@@ -43,6 +43,34 @@ def validate(config: DictConfig) -> None:
     check_with_verl(config)
 
 
+def check_ray(config: DictConfig) -> None:
+    """Make sure that Ray can start, or join, as the run asks.
+
+    Raises:
+        UserError: a cluster would be joined, to which a run cannot say how many CPUs it has.
+    """
+    ray_init = config.ray_kwargs.get("ray_init") or {}
+    where = _joined_cluster(config)
+    if where and any(ray_init.get(name) is not None for name in ("num_cpus", "num_gpus")):
+        raise UserError(
+            f"{where} names a Ray cluster, and this run brings CPUs and GPUs of its own (hardware=cpu does): ray_kwargs.ray_init.address=local "
+            "starts a Ray for it alone, ray_kwargs.ray_init.num_cpus=null ray_kwargs.ray_init.num_gpus=null joins the cluster."
+        )
+
+
+def _joined_cluster(config: DictConfig) -> str | None:
+    """What makes Ray join a cluster instead of starting one, or None."""
+    address = (config.ray_kwargs.get("ray_init") or {}).get("address")
+    if address == "local":
+        return None
+    if address:
+        return f"ray_kwargs.ray_init.address={address}"
+    if os.environ.get("RAY_ADDRESS", "local") != "local":
+        return f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
+    current = Path("/tmp/ray/ray_current_cluster")
+    return str(current) if current.exists() else None
+
+
 def check_gpus(config: DictConfig) -> None:
     """Make sure that a Ray of our own, on this machine, would have GPUs where the run is not ``hardware=cpu``.
 
@@ -52,9 +80,8 @@ def check_gpus(config: DictConfig) -> None:
     from verl.utils.device import get_device_name
 
     ray_init = config.ray_kwargs.get("ray_init") or {}
-    joins = ray_init.get("address") or os.environ.get("RAY_ADDRESS") or Path("/tmp/ray/ray_current_cluster").exists()
     wants_cpu = (ray_init.get("runtime_env") or {}).get("env_vars", {}).get("VERL_PLATFORM") == "cpu"
-    if get_device_name() == "cpu" and not wants_cpu and not joins:
+    if get_device_name() == "cpu" and not wants_cpu and not _joined_cluster(config):
         raise UserError(
             "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first (scripts/ray_node.sh head) and "
             "submit the run there; --check validates it here."

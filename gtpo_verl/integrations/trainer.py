@@ -148,18 +148,19 @@ class CreditAssignmentMixin(PPOTrainer):
             raise
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.entropy_source != "rollout":
-            batch = super()._compute_old_log_prob(batch, metrics)
-            if self.entropy_source == "both":
-                metrics.update(self._agreement(batch))
-            return batch
-
+        if self.entropy_source == "actor":
+            return super()._compute_old_log_prob(batch, metrics)
         tokens = sum(tag["seq_len"] for tag in batch.tags)
+        started = time.perf_counter()
+        if self.entropy_source == "both":
+            batch = super()._compute_old_log_prob(batch, metrics)
+            metrics.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
+            metrics.update(self._agreement(batch))
+            return batch
         if not self.actor_pass.is_due(self.global_steps):
             metrics.update(self.actor_pass.spared(tokens))
             return super()._compute_old_log_prob(batch, metrics)
         correction = self.config.algorithm.rollout_correction
-        started = time.perf_counter()
         correction.bypass_mode = False
         batch = super()._compute_old_log_prob(batch, metrics)
         correction.bypass_mode = True
@@ -206,6 +207,7 @@ class CreditAssignmentMixin(PPOTrainer):
         kept = {"old_log_probs": "old_log_probs", "rewards": "rm_scores", "responses": "responses"}
         if self.entropy_source != "actor":
             kept |= {"rollout_entropies": ROLLOUT_ENTROPIES, "rollout_versions": ROLLOUT_VERSIONS}
+            kept["rollout_log_probs"] = "rollout_log_probs"
         *columns, _ = self._fetch(batch, *kept.values())
         prompts = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
         directory = self.run_dir / "credit"

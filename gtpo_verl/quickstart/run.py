@@ -4,6 +4,8 @@ Each arm is a ``gtpo-verl train`` of its own, the command a user would type; wha
 """
 
 import argparse
+import contextlib
+import ctypes
 import datetime as dt
 import os
 import shlex
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gtpo_verl.config import choices
 from gtpo_verl.errors import UserError
@@ -28,6 +30,9 @@ from gtpo_verl.train import hardware, run_versions
 ARMS = ("dapo", "gtpo", "grpo_s")
 CONTROL = "reward.custom_reward_function.name=random_verdict"
 POLL = 0.5  # seconds between looks at a running arm
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)  # loaded before a process forks, not after
 
 EPILOG = """\
 The run is kept in DIR/quickstart-TIME: report.html, run.json, and for each arm metrics.jsonl, validation samples,
@@ -191,15 +196,17 @@ class ArmProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_stop_with_parent,
             )
 
     def wait(self) -> int:
         """Show progress until the arm ends; returns its exit code, 130 when it was stopped."""
-        previous = signal.signal(signal.SIGINT, self._interrupt)
+        previous = {number: signal.signal(number, self._interrupt) for number in STOP_SIGNALS}
         try:
             self._watch()
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
             if self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         code = self.process.returncode
@@ -217,19 +224,18 @@ class ArmProcess:
 
     def _watch(self) -> None:
         columns = (
-            TextColumn("   "),
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
+            TextColumn("  "),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("{task.description}"),
         )
-        with Progress(*columns, console=self.console, transient=False) as progress:
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as progress:
             bar = progress.add_task("starting Ray, FSDP and vLLM", total=self.steps)
             for step, data in self._new_metrics():
                 text = describe(step, data)
                 progress.update(bar, completed=step, description=text)
-                if not self.console.is_terminal and (step % 10 == 0 or step == self.steps):
+                if not self.console.is_terminal and (step % 10 == 0 or "validation" in text):
                     self.console.print(f"   step {step}/{self.steps}: {text}")
 
     def _new_metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
@@ -253,6 +259,12 @@ class ArmProcess:
         )
 
 
+def _stop_with_parent() -> None:
+    """In a child: be told to stop, as by Ctrl-C, when the quickstart is killed. Where there is no prctl, nothing happens."""
+    with contextlib.suppress(AttributeError):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+
+
 def _total_steps(overrides: Sequence[str]) -> int:
     from gtpo_verl.config import compose_config
 
@@ -266,9 +278,9 @@ def describe(step: int, data: dict[str, float]) -> str:
         (value for name, value in data.items() if name.startswith("val-core/") and "/acc/mean@" in name), None
     )
     if "training/accuracy" in data:
-        parts.append(f"training accuracy {data['training/accuracy']:.2f}")
+        parts.append(f"accuracy {data['training/accuracy']:.2f}")
     if validation is not None:
-        parts.append(f"validation accuracy {validation:.3f}")
+        parts.append(f"validation {validation:.3f}")
     if "credit/entropy_all" in data:
         parts.append(f"entropy {data['credit/entropy_all']:.2f}")
     return ", ".join(parts) or f"step {step}"

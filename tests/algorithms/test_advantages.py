@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gtpo_verl.algorithms import (
     GRPOSConfig,
     GTPOConfig,
+    group_relative_overlong_penalty,
     grpo_advantages,
     grpo_s_advantages,
     gtpo_advantages,
@@ -294,3 +295,72 @@ def test_shares_that_do_not_sum_to_one_are_mentioned():
         warnings.simplefilter("error")
         GTPOConfig(alpha1=0.9)
         GRPOSConfig(beta1=0.9)
+
+
+@pytest.mark.parametrize("function", [gtpo_advantages, grpo_s_advantages])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(1, 1027, dtype=torch.bool)[:, 3:],
+        torch.ones(2049, dtype=torch.bool)[1:].view(2, 1024),
+        torch.ones(2, 2048, dtype=torch.bool)[:, ::2],
+        torch.ones(1024, 2, dtype=torch.bool).T,
+    ],
+    ids=["one row of a wider one", "off a word", "every second column", "transposed"],
+)
+def test_a_mask_may_be_a_view_of_anything(function, mask):
+    rows = len(mask)
+    entropy = torch.rand(mask.shape) + 0.1
+    rest = (torch.arange(rows) % 2 == 0, torch.zeros(rows, dtype=torch.int64))
+    config = GTPOConfig(degenerate="shape") if function is gtpo_advantages else GRPOSConfig(degenerate="shape")
+    got = function(entropy, rest[0], mask, rest[1], config)
+    want = function(entropy, rest[0], mask.clone(memory_format=torch.contiguous_format), rest[1], config)
+    assert torch.equal(got.advantages, want.advantages)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (0, 0), (3, 0)])
+@pytest.mark.parametrize("scope", ["group", "batch"])
+def test_a_batch_of_nothing_has_no_advantages(shape, scope):
+    rows = shape[0]
+    batch = (
+        torch.rand(shape),
+        torch.ones(rows, dtype=torch.bool),
+        torch.ones(shape, dtype=torch.bool),
+        torch.zeros(rows, dtype=torch.int64),
+    )
+    assert gtpo_advantages(*batch, GTPOConfig(scope=scope, norm_scope=scope)).advantages.shape == shape
+    assert grpo_s_advantages(*batch, GRPOSConfig(scope=scope, norm_scope=scope)).advantages.shape == shape
+    assert grpo_advantages(torch.rand(rows), *batch[2:]).advantages.shape == shape
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_grpo_refuses_a_reward_that_is_not_finite_and_names_its_row(value):
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"reward of row 1 is (nan|inf), it must be finite"):
+        grpo_advantages(torch.tensor([1.0, value, 0.0]), mask, torch.zeros(3, dtype=torch.int64))
+    mask[1] = False  # an empty row is ignored
+    grpo_advantages(torch.tensor([1.0, value, 0.0]), mask, torch.zeros(3, dtype=torch.int64))
+
+
+def test_grpo_gives_rewards_back_in_the_type_of_its_advantages():
+    out = grpo_advantages(torch.tensor([1, 0]), torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64))
+    assert out.shaped_rewards.dtype == out.advantages.dtype == torch.float32
+
+
+def test_the_group_relative_penalty_takes_no_numbers_for_verdicts():
+    with pytest.raises(ValueError, match="correct must be bool"):
+        group_relative_overlong_penalty(torch.tensor([2, 4]), torch.tensor([1, 1]), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="group ids must be integers"):
+        group_relative_overlong_penalty(torch.tensor([2, 4]), torch.tensor([True, True]), torch.tensor([0.0, math.nan]))
+
+
+def test_responses_without_spread_have_none_however_far_apart_they_are():
+    entropy = torch.tensor([0.05, 1.0, 2.0, 1.0])[:, None].expand(4, 20480).contiguous()
+    out = gtpo_advantages(
+        entropy,
+        torch.tensor([True, True, True, False]),
+        torch.ones(4, 20480, dtype=torch.bool),
+        torch.zeros(4, dtype=torch.int64),
+        GTPOConfig(axis="matrix"),
+    )
+    assert out.metrics["advantage_spread"] == 0.0

@@ -298,7 +298,7 @@ def test_values_that_differ_by_round_off_only_have_no_advantage(method, dtype, p
         assert want == [[0.0]] * 6
         assert (got == 0).all()
     else:
-        assert all(abs(a) > parts * eps * 1e-2 for (a,) in want)
+        assert all(abs(a) > abs(parts) * eps * 1e-2 for (a,) in want)
         assert got.double()[:, 0].tolist() == pytest.approx([a for (a,) in want], rel=2e-2)
 
 
@@ -464,7 +464,6 @@ def test_the_group_relative_penalty_agrees(gamma):
         for given, tolerance in ((lengths, 1e-6), (lengths.double(), 1e-9)):
             got = group_relative_overlong_penalty(given, correct, group, gamma=gamma)
             assert got.double().tolist() == pytest.approx(want, abs=tolerance), f"seed {seed}"
-    assert max(seen) == 0.0
     assert min(seen) < -0.4  # -0.5 itself cannot be had: the knee is above half of the longest
 
 

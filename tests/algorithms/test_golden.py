@@ -188,12 +188,12 @@ def test_group_relative_penalty_of_an_easy_group():
     close(group_relative_overlong_penalty(lengths, correct, GROUP), [0, 0, -0.25, 0])
 
 
-def test_group_relative_penalty_reaches_one_half_at_twice_the_knee():
+def test_group_relative_penalty_stays_above_one_half():
     # K = max((10 + 100) / 2, 130 / 4) = 55.
     lengths = torch.tensor([10, 10, 10, 100])
     expected = -0.5 * 45 / 55
     close(group_relative_overlong_penalty(lengths, torch.ones(4, dtype=torch.bool), GROUP), [0, 0, 0, expected])
-    # K = max((1 + 90) / 2, 99 / 10) = 45.5, and 91 is twice that.
+    # K = max((1 + 90) / 2, 99 / 10) = 45.5, and twice that, 91, is beyond the longest: -1/2 itself cannot be had.
     lengths = torch.tensor([1] * 9 + [90])
     penalty = group_relative_overlong_penalty(lengths, torch.ones(10, dtype=torch.bool), torch.zeros(10).long())
     close(penalty[-1:], [-0.5 * 44.5 / 45.5])

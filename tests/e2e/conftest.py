@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gtpo_verl.quickstart.task import Task, prepare_task
+from gtpo_verl.run_directory import METRICS_FILE
 
 Start = Callable[..., "Training"]
 
@@ -89,7 +90,10 @@ def start(task: Task) -> Iterator[Start]:
 
 @pytest.fixture(scope="session")
 def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A quickstart of two steps an arm with few validation samples: its run directory, and what it printed."""
+    """A quickstart of two steps an arm with few validation samples: its run directory, and what it printed.
+
+    It is killed in its first arm, as by the kernel, and the same command goes on.
+    """
     output = tmp_path_factory.mktemp("outputs")
     (output / "task").symlink_to(task.model_path.parent)
     command = [
@@ -101,6 +105,15 @@ def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         *("algorithm.grpo_s.beta2=0", "algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"),
         "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
     ]
+    with (output / "killed.log").open("w") as log:
+        killed = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 600
+    while not list(output.glob(f"quickstart-*/dapo/{METRICS_FILE}")):
+        assert killed.poll() is None, (output / "killed.log").read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    killed.kill()
+    killed.wait()
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     logs = "\n".join(log.read_text()[-3000:] for log in output.glob("quickstart-*/*/train.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
@@ -123,6 +136,8 @@ def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         f"actor_rollout_ref.model.path={task.model_path}",
         *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
         *("trainer.total_training_steps=3", "trainer.credit_dump_freq=1", "data.val_max_samples=16"),
+        # one update a step: what is replayed is the first
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=96"),
         *("+trainer.nobody_reads_this=1", "+actor_rollout_ref.model.override_config.nobody=1"),
         environment={
             "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),

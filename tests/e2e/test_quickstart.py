@@ -30,6 +30,17 @@ def test_every_arm_trained_to_its_end(quickstart: tuple[Path, str], metrics: Met
         assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[STEPS])
 
 
+def test_a_killed_quickstart_stops_its_arm_and_goes_on_with_it(quickstart: tuple[Path, str], metrics: Metrics) -> None:
+    """No step is trained twice, and never two trainings in one directory."""
+    directory, printed = quickstart
+    assert f"Going on with: {directory}" in printed
+    assert len(list(directory.parent.glob("quickstart-*"))) == 1
+    log = (directory / "dapo" / "train.log").read_text()
+    assert log.count("Stopping after this step, with a checkpoint") == 1
+    steps = [json.loads(line)["step"] for line in (directory / "dapo" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2]
+
+
 def test_entropies_of_the_rollouts_are_those_of_the_actor(quickstart: tuple[Path, str], metrics: Metrics) -> None:
     directory, _ = quickstart
     for arm in ARMS:
@@ -59,7 +70,8 @@ def test_every_step_logs_what_a_reader_needs(quickstart: tuple[Path, str], metri
         for step in range(1, STEPS + 1):
             data = metrics(directory / arm)[step]
             assert [name for name in names if f"credit/{name}" not in data] == []
-            assert "actor/pg_clipfrac" in data
+            if arm != "grpo_s":  # the ratio of a sequence stays too close to 1
+                assert data["actor/pg_clipfrac"] > 0
             assert 0 < data["training/filter_groups/yield"] <= 1
 
 
@@ -84,7 +96,7 @@ def test_the_report_and_the_models_are_there(quickstart: tuple[Path, str]) -> No
     directory, printed = quickstart
     assert str(directory / "report.html") in printed
     page = (directory / "report.html").read_text()
-    assert all(f">{arm}<" in page or arm in page for arm in ARMS)
+    assert all(name in page for name in ("DAPO", "GTPO", "GRPO-S"))
     assert list((directory / "figures").glob("*.png"))
     for arm in ARMS:
         assert AutoModelForCausalLM.from_pretrained(directory / arm / "model").num_parameters() > 600_000

@@ -121,6 +121,7 @@ class RunWriter:
             "response_length/mean": 21 + 3 * progress + 0.4 * noise[4],
             "actor/pg_clipfrac": abs(0.004 + 0.001 * noise[5]),
             "credit/advantage_spread": 0.0 if algorithm == "dapo" else abs(0.35 + 0.04 * noise[6]),
+            "training/filter_groups/yield": float(np.clip(0.88 - 0.1 * progress + 0.04 * noise[7], 0, 1)),
             "credit/degenerate_share": float(np.clip(0.12 + 0.1 * progress + 0.04 * noise[7], 0, 1)),
             "rollout_entropy/abs_diff_mean": 8e-7 * np.exp(0.2 * noise[8]),
             "rollout_entropy/abs_diff_max": 1e-5 * np.exp(0.3 * noise[9]),

@@ -16,9 +16,7 @@ import gtpo_verl.integrations.losses as losses_module
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.losses import GRPO_S_AGG_MODE, GTPOPolicyLossConfig
 
-settings.register_profile("losses", max_examples=30, deadline=None)
-settings.load_profile("losses")
-
+FEWER = settings(max_examples=30, deadline=None)
 AGG_MODES = {"gtpo": "token-mean", "grpo_s": GRPO_S_AGG_MODE, "vanilla": "token-mean", "gspo": GRPO_S_AGG_MODE}
 
 
@@ -60,6 +58,7 @@ def run(name: str, config: ActorConfig, new, old, advantages, mask, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+@FEWER
 @given(st.data())
 def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient(name, data):
     new, old, advantages, mask = batch(data.draw(st.integers(0, 2**31)))
@@ -89,6 +88,7 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient
     torch.testing.assert_close(new.grad, gradient)
 
 
+@FEWER
 @given(st.integers(0, 2**31), st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]))
 def test_gtpo_is_verls_own_clipped_loss_on_the_same_advantages(seed, mode):
     new, old, advantages, mask = batch(seed)
@@ -100,6 +100,7 @@ def test_gtpo_is_verls_own_clipped_loss_on_the_same_advantages(seed, mode):
     assert {name: our_metrics[name] for name in their_metrics} == pytest.approx(their_metrics)
 
 
+@FEWER
 @given(st.integers(0, 2**31))
 def test_geometric_grpo_s_is_gspo_at_the_same_clip_range(seed):
     new, old, advantages, mask = batch(seed)

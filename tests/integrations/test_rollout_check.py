@@ -92,7 +92,8 @@ def test_the_other_sources_run_the_actors_pass_once(old_log_probs: Any, source: 
     passes, metrics = old_log_probs(StandIn(source, step=5, check_every=20))
     assert passes == [False]
     assert ("rollout_entropy/abs_diff_max" in metrics) is compared
-    assert "rollout_entropy/check_s" not in metrics
+    assert ("rollout_entropy/check_s" in metrics) is compared  # what `rollout` would save
+    assert metrics.get("rollout_entropy/time_saved_s", 0.0) == 0.0
 
 
 def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

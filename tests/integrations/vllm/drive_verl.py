@@ -180,13 +180,37 @@ def kill_worker(manager: Any) -> dict[str, Any]:
         pending = asyncio.ensure_future(client.generate("killed", prompt_ids=[5, 6], sampling_params=params))
         await under_way(server, responses=1)
         worker.kill()
-        return await pending
+        return await asyncio.wait_for(pending, timeout=60)
 
     try:
         asyncio.run(generate())
     except ray.exceptions.RayTaskError as error:
         return {"error": str(error)}
     return {"error": None}
+
+
+def stock(config: DictConfig) -> dict[str, Any]:
+    """verl's own server, as reward models and teachers use it, beside the policy's: the ranks of what it samples."""
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    class Stock(vLLMHttpServer):
+        async def ranks(self) -> list[int]:
+            from vllm import SamplingParams
+
+            params = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True)
+            async for output in self.engine.generate({"prompt_token_ids": [5, 6]}, params, "stock"):
+                last = output.outputs[0]
+            return [entry[token].rank for token, entry in zip(last.token_ids, last.logprobs, strict=True)]
+
+    rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+    server = (
+        ray.remote(Stock).options(max_concurrency=8).remote(rollout, model, RolloutMode.STANDALONE, [], 2, 0, 1, 1, "")
+    )
+    ray.get(server.launch_server.remote())
+    ranks = ray.get(server.ranks.remote())
+    ray.kill(server)
+    return {"ranks": ranks}
 
 
 def unpatched(config: DictConfig) -> dict[str, Any]:
@@ -229,6 +253,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         asyncio.run(send_weights(server, request["model"], step=1))
         answer["validation"] = through_transfer_queue(agents, validate=True)
         answer["interrupted"] = asyncio.run(interrupt(manager, request["other_weights"]))
+        answer["stock"] = stock(config)
         answer["killed"] = kill_worker(manager)
         answer["unpatched"] = unpatched(config)
         return answer

@@ -89,19 +89,6 @@ def test_a_completion_without_logprobs_is_refused():
         codec.completion_entropies([5], None)
 
 
-def test_an_entropy_costs_no_byte_between_engine_and_front_end():
-    from vllm.v1.engine import EngineCoreOutput
-    from vllm.v1.outputs import LogprobsLists
-    from vllm.v1.serial_utils import MsgpackEncoder
-
-    def size(rank):
-        lists = LogprobsLists(np.array([[5]], np.int32), np.array([[-1.0]], np.float32), np.array([rank]), None)
-        output = EngineCoreOutput(request_id="r", new_token_ids=[5], new_logprobs=lists)
-        return sum(len(part) for part in MsgpackEncoder().encode(output))
-
-    assert size(codec.pack(torch.tensor([3]), torch.tensor([1.25])).item()) == size(3)
-
-
 def test_unpacking_needs_no_torch():
     script = "import sys; from gtpo_verl.integrations.vllm import codec; codec.unpack([3 << 32]); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -84,6 +84,33 @@ def test_v1_chunked_prefill_and_preemption(run_engine, check):
     check(answer, batches)
 
 
+def cached(count: int, longest: int, max_tokens: int) -> list[dict[str, Any]]:
+    """The same long prompts twice, so that the second time finds them in the cache; prompt log-probs would not look there."""
+    params = [each for each in MIXED if "prompt_logprobs" not in each]
+    return [
+        {
+            "prompts": [prompt * (1 + longest // len(prompt)) for prompt in prompts(count, longest)],
+            "params": [{"max_tokens": max_tokens, **params[i % len(params)]} for i in range(count)],
+        }
+    ] * 2
+
+
+def test_v1_prefix_caching(run_engine, check):
+    batches = cached(6, 70, max_tokens=24)
+    answer = run_engine(batches, block_size=32)
+    assert answer["runners"] == ["V1"]
+    assert answer["metrics"]["vllm:prefix_cache_hits"] >= 6 * 64
+    check(answer, batches)
+
+
+def test_v2_prefix_caching_and_tensor_parallel(run_engine, check):
+    batches = cached(3, 70, max_tokens=6)
+    answer = run_engine(batches, **V2_ON_CPU, block_size=32, tensor_parallel_size=2)
+    assert answer["runners"] == ["V2", "V2"]
+    assert answer["metrics"]["vllm:prefix_cache_hits"] >= 3 * 64
+    check(answer, batches)
+
+
 def test_v1_tensor_parallel(run_engine, check):
     batches = [batch(8, 40, MIXED, max_tokens=32)]
     answer = run_engine(batches, tensor_parallel_size=2)

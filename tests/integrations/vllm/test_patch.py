@@ -91,6 +91,24 @@ def test_v1_log_probs_and_ids_are_untouched(patched):
     assert codec.unpack(packed.selected_token_ranks.tolist())[0].tolist() == plain.selected_token_ranks.tolist()
 
 
+def test_an_entropy_costs_no_byte_between_engine_and_front_end(patched):
+    """What the patched sampler returns for a token is as long on the wire as what vLLM's own returns."""
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.serial_utils import MsgpackEncoder
+
+    def size(tensors):
+        output = EngineCoreOutput(request_id="r", new_token_ids=[5], new_logprobs=tensors.tolists())
+        return sum(len(part) for part in MsgpackEncoder().encode(output))
+
+    logprobs = torch.randn(1, 100).log_softmax(-1)
+    plain = patched.gather_logprobs(logprobs, 0, torch.tensor([5]))
+    token = patch._sampling.set(True)
+    packed = patched.gather_logprobs(logprobs, 0, torch.tensor([5]))
+    patch._sampling.reset(token)
+    assert not torch.equal(packed.selected_token_ranks, plain.selected_token_ranks)
+    assert size(packed) == size(plain)
+
+
 def test_installing_twice_changes_nothing(patched):
     def installed():
         v2 = [vars(importlib.import_module(name)) for name in patch._V2_MODULES]

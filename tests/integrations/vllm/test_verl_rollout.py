@@ -78,6 +78,11 @@ def test_an_interrupted_response_keeps_the_entropies_of_the_policy_that_sampled_
             assert (torch.tensor(row["entropies"]) - entropies)[here].abs().max() < TOLERANCE
 
 
+def test_a_server_of_verls_own_beside_ours_is_left_alone(answer):
+    assert len(answer["stock"]["ranks"]) == 8
+    assert all(1 <= rank <= 512 for rank in answer["stock"]["ranks"])
+
+
 def test_a_killed_worker_is_an_error_and_not_a_hang(answer):
     assert "EngineDeadError" in answer["killed"]["error"]
 
