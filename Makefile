@@ -17,7 +17,7 @@ quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and wri
 	$(BIN)/gtpo-verl quickstart
 
 test: $(READY) ## all tests, the end-to-end run among them
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: $(READY) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not e2e"

@@ -178,6 +178,9 @@ def main() -> int:
     if options.steps <= WARM_UP:
         parser.error(f"--steps {options.steps}: more than {WARM_UP}, whose times are left out")
 
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # read when torch is first imported; spinning threads starve the rest
     task = prepare_task(options.runs / "task")
     pairs = []
     columns = (

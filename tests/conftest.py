@@ -1,6 +1,49 @@
-"""Settings for every test process."""
+"""Settings for every test process, and which tests share one."""
 
 import os
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Read when torch is first imported: with spinning threads, tests that share two cores take several times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+TRAININGS = "trainings"
+
+
+def group(nodeid: str) -> str:
+    """What a test shares its process with, where there are several: all that trains, or the rest of its file.
+
+    Trainings are started by module and session fixtures, and more than two at once would need more memory than a small machine has.
+    """
+    file = nodeid.split("::", 1)[0]
+    trains = file.startswith("tests/e2e/") and file != "tests/e2e/test_doctor.py"
+    return TRAININGS if trains or file == "tests/quickstart/test_task.py" else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Trainings first: they take longest, and leave a core idle for the other tests."""
+    items.sort(key=lambda item: group(item.nodeid) != TRAININGS)
+    for item in items:
+        if group(item.nodeid) == TRAININGS:
+            item.add_marker(pytest.mark.timeout(2400))  # the first test of a training waits for all of it
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes: whole groups, in the order of collection."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return ByGroup(config, log)
+
+
+@pytest.fixture(scope="session")
+def default_task_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the quickstart's task is prepared, once for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "task"

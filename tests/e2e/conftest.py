@@ -20,8 +20,8 @@ Start = Callable[..., "Training"]
 
 
 @pytest.fixture(scope="session")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
-    return prepare_task(tmp_path_factory.getbasetemp() / "task", progress=False)
+def task(default_task_dir: Path) -> Task:
+    return prepare_task(default_task_dir, progress=False)
 
 
 class Training:
@@ -114,7 +114,7 @@ def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         time.sleep(0.2)
     killed.kill()
     killed.wait()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2000)
     logs = "\n".join(log.read_text()[-3000:] for log in output.glob("quickstart-*/*/train.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     return next(output.glob("quickstart-*")), done.stdout

@@ -316,14 +316,12 @@ def test_a_baseline_out_of_range_is_said_aloud(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
-def test_the_default_task_starts_between_forty_and_fifty_five_percent(
-    tmp_path_factory: pytest.TempPathFactory,
-):
+def test_the_default_task_starts_between_forty_and_fifty_five_percent(default_task_dir: Path):
     """Two processes ask for it at once: one makes it, the other waits for it, and both get the same.
 
     After the end-to-end tests it is there already, and neither makes it.
     """
-    directory = tmp_path_factory.getbasetemp() / "task"
+    directory = default_task_dir
     to_be_made = 0 if directory.exists() else 1
     with in_a_process(directory) as first, in_a_process(directory) as second:
         outputs = [process.communicate()[0].splitlines() for process in (first, second)]

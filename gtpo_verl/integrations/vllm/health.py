@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 
 ANSWER_TIMEOUT = 10.0  # seconds
 
@@ -26,6 +26,8 @@ def dead_servers(servers: Sequence[Any]) -> list[str]:
             dead = "its engine's process has ended" if ray.get(answer) else None
         except RayActorError:
             dead = "its Ray actor has ended"
+        except OutOfMemoryError:
+            dead = "Ray ended it because the machine's memory ran out"
         if dead:
             found.append(f"server {number}: {dead}")
     return found
