@@ -60,6 +60,8 @@ def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None
         f"data.val_files={task.val_file}",
         f"trainer.run_dir={run_dir}",
         f"algorithm.entropy.source={source}",
+        # two updates a step: in the first all ratios are 1, whatever the old log-probs
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"),
         f"data.seed={seed}",
         f"actor_rollout_ref.actor.data_loader_seed={seed}",
         f"trainer.total_training_steps={steps}",

@@ -104,6 +104,8 @@ def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
         # the identity with verl's grpo holds without the length punishment
         *("algorithm.grpo_s.beta2=0", "algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"),
         "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
+        # two updates a step, so that something is clipped in the second
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"),
     ]
     with (output / "killed.log").open("w") as log:
         killed = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -136,8 +138,6 @@ def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
         f"actor_rollout_ref.model.path={task.model_path}",
         *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
         *("trainer.total_training_steps=3", "trainer.credit_dump_freq=1", "data.val_max_samples=16"),
-        # one update a step: what is replayed is the first
-        *("actor_rollout_ref.actor.ppo_mini_batch_size=24", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=96"),
         *("+trainer.nobody_reads_this=1", "+actor_rollout_ref.model.override_config.nobody=1"),
         environment={
             "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),
