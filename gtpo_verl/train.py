@@ -56,11 +56,11 @@ def run(args: argparse.Namespace) -> int:
         print(OmegaConf.to_yaml(config))
         return 0
     prepare(config, overrides)
-    preflight.check(config)
-    if note:
-        print(note, file=sys.stderr)
     for finding in idle_findings(config, overrides):
         print(f"{finding.level}: {finding.message}", flush=True)
+    preflight.check(config)
+    if note:  # not before an error, which is to be the one line on stderr
+        print(note, file=sys.stderr)
     if args.check:
         from gtpo_verl.integrations.launch import export_environment, validate
 

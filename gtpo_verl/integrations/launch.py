@@ -91,6 +91,9 @@ def check_gpus(config: DictConfig) -> None:
 def run_job(config: DictConfig) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
+    verl chooses a port for its process group and opens it when the workers have started; where something else took it meanwhile, the
+    job is started once more.
+
     Raises:
         UserError: the job ended with one, in whatever process.
     """
@@ -100,11 +103,15 @@ def run_job(config: DictConfig) -> None:
 
     from gtpo_verl.integrations.task_runner import task_runner_class
 
-    try:
-        run_ppo(config, task_runner_class=task_runner_class())
-    except RayTaskError as error:
-        if isinstance(error.cause, UserError):
-            raise UserError(str(error.cause)) from error
-        raise
-    finally:
-        ray.shutdown()
+    for last_try in (False, True):
+        try:
+            run_ppo(config, task_runner_class=task_runner_class())
+            return
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from error
+            if last_try or "EADDRINUSE" not in str(error):
+                raise
+            print("The port that verl had chosen was taken by another process meanwhile: starting again.", flush=True)
+        finally:
+            ray.shutdown()

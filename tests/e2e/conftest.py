@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from gtpo_verl.experiments.runs import read_metrics
 from gtpo_verl.quickstart.task import Task, prepare_task
 from gtpo_verl.run_directory import METRICS_FILE
 
@@ -161,10 +162,9 @@ def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 @pytest.fixture(scope="session")
 def metrics() -> Callable[[Path], dict[int, dict[str, Any]]]:
-    """Read ``metrics.jsonl`` of a run directory: {step: {name: number}}."""
+    """Read ``metrics.jsonl`` of a run directory as a report does: {step: {name: number}}."""
 
     def read(run_dir: Path) -> dict[int, dict[str, Any]]:
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-        return {line["step"]: line["data"] for line in lines}
+        return read_metrics(run_dir / METRICS_FILE)[0]
 
     return read

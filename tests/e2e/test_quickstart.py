@@ -37,8 +37,8 @@ def test_a_killed_quickstart_stops_its_arm_and_goes_on_with_it(quickstart: tuple
     assert len(list(directory.parent.glob("quickstart-*"))) == 1
     log = (directory / "dapo" / "train.log").read_text()
     assert log.count("Stopping after this step, with a checkpoint") == 1
-    steps = [json.loads(line)["step"] for line in (directory / "dapo" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2]
+    lines = [json.loads(line) for line in (directory / "dapo" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "actor/pg_loss" in line["data"]] == [1, 2]
 
 
 def test_entropies_of_the_rollouts_are_those_of_the_actor(quickstart: tuple[Path, str], metrics: Metrics) -> None:
