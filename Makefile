@@ -2,11 +2,12 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM ?= 0.32.0
 # Set-up is done again when something it depends on is newer than this file.
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast check bench wheel clean
+.PHONY: help setup quickstart test test-fast test-vllm check bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +23,9 @@ test: $(READY) ## all tests, the end-to-end run among them
 test-fast: $(READY) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not e2e"
 
+test-vllm: $(READY) ## rollout entropies with another vLLM, in an environment of its own: VLLM=0.24.0 or VLLM=0.32.0
+	$(BIN)/python tests/integrations/vllm/other_version.py $(VLLM)
+
 check: $(READY) ## formatting, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -34,7 +38,7 @@ wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## remove .venv, builds and caches; outputs/ stays
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # PYTHON=/path/to/python chooses the interpreter; otherwise the first of these that is 3.11 or 3.12.

@@ -3,9 +3,11 @@
     python benchmarks/bench_entropy_kernel.py                  # on the GPU if there is one, else blocked torch on the CPU
     python benchmarks/bench_entropy_kernel.py --device cpu --rows 16
 
-Runs alternate. `read` is the maximum of every row, the cheapest pass over the logits there is; `entropy` is what vLLM's V1 runner calls;
-`rank` and `rank and entropy` are what its V2 runner launches without and with this project (GPU); `torch` is log_softmax, exp, product and
-sum over the whole [rows, vocabulary]. Peak memory is what a call allocates beyond its input. Errors are against float64.
+Runs alternate. `read` is the maximum of every row, the cheapest pass over the logits there is; `entropy` is the kernel alone;
+`rank in torch` and `rank and entropy` are what both runners need without and with this project (GPU); `torch` is log_softmax, exp, product and
+sum over the whole [rows, vocabulary]; `unshifted` is ln Σ exp(x) − Σ p x, the formula of verl's actor. Peak memory is what a call allocates beyond
+its input. Errors are against float64, also on rows that are nearly certain, where GTPO's weight of a token in a wrong answer, 1/H, is
+largest.
 Writes `entropy-kernel-DEVICE.json` and `.md` into benchmarks/results.
 """
 
@@ -36,19 +38,52 @@ def entropy_in_torch(x: torch.Tensor) -> torch.Tensor:
     return -(log_probs.exp() * log_probs).sum(-1)
 
 
+def entropy_unshifted(x: torch.Tensor) -> torch.Tensor:
+    """ln Σ exp(x) − Σ p x: two numbers of the size of the logits, whose difference is the entropy."""
+    x = x.float()
+    return x.logsumexp(-1) - (x.softmax(-1) * x).sum(-1)
+
+
+# the three formulas, for their errors
+FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "entropy": kernels.entropy,
+    "torch": entropy_in_torch,
+    "unshifted": entropy_unshifted,
+}
+
+
+def exact(x: torch.Tensor) -> torch.Tensor:
+    """The entropies in float64, a row at a time."""
+    return torch.cat([torch.special.entr(row.double().softmax(-1)).sum(-1, keepdim=True) for row in x])
+
+
+def errors_near_certainty(device: str) -> dict[str, Any]:
+    """Relative errors on 64 rows in float32 that are nearly certain: one logit of 25 to 33 above 4 · randn."""
+    generator = torch.Generator().manual_seed(1)
+    x = 4 * torch.randn(64, VOCABULARY, generator=generator)
+    x[:, 7] = torch.linspace(25, 33, 64)
+    x = x.to(device)
+    truth = exact(x)
+    relative = {name: (formula(x).double() - truth).abs() / truth for name, formula in FORMULAS.items()}
+    return {
+        "entropies": [truth.min().item(), truth.max().item()],
+        "mean": {name: error.mean().item() for name, error in relative.items()},
+        "largest": {name: error.max().item() for name, error in relative.items()},
+    }
+
+
 def calls(x: torch.Tensor) -> dict[str, Call]:
     found: dict[str, Call] = {
         "read": lambda: x.amax(-1),
         "entropy": lambda: kernels.entropy(x),
         "torch": lambda: entropy_in_torch(x),
+        "unshifted": lambda: entropy_unshifted(x),
     }
     if x.is_cuda:
         tokens = torch.randint(x.shape[1], (len(x),), device=x.device)
-        words = torch.empty(len(x), dtype=torch.int64, device=x.device)
 
         def fused() -> torch.Tensor:
-            kernels.RankAndEntropyKernel()[(len(x),)](words, x, x.stride(0), tokens, x.shape[1], BLOCK_SIZE=8192)
-            return words
+            return kernels.rank_and_entropy(x, tokens)
 
         def rank() -> torch.Tensor:
             return (x >= x.gather(1, tokens[:, None])).sum(-1)
@@ -99,7 +134,6 @@ def measure(rows: int, dtype: torch.dtype, runs: int, device: str) -> dict[str, 
     cuda = device == "cuda"
     seconds = alternate(steps, runs, cuda)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    exact = torch.cat([torch.special.entr(row.double().softmax(-1)).sum(-1, keepdim=True) for row in x])
     return {
         "rows": rows,
         "dtype": str(dtype).removeprefix("torch."),
@@ -107,7 +141,7 @@ def measure(rows: int, dtype: torch.dtype, runs: int, device: str) -> dict[str, 
         "times a read": {name: value / medians["read"] for name, value in medians.items()},
         "gigabytes a second": {name: x.numel() * x.element_size() / value / 1e9 for name, value in medians.items()},
         "peak bytes": {name: peak(call, cuda) for name, call in steps.items()},
-        "largest error, nat": (kernels.entropy(x).double() - exact).abs().max().item(),
+        "largest error, nat": (kernels.entropy(x).double() - exact(x)).abs().max().item(),
     }
 
 
@@ -130,7 +164,15 @@ def report(results: dict[str, Any]) -> str:
                 f"{case['gigabytes a second'][name]:,.1f} | {'' if extra is None else f'{extra / 2**20:,.1f}'} |"
             )
     worst = max(case["largest error, nat"] for case in results["cases"])
-    return "\n".join([*lines, "", f"Largest error against float64: {worst:.1e} nat.", ""])
+    sharp = results["near certainty"]
+    low, high = sharp["entropies"]
+    lines += [
+        *("", f"Largest error of `entropy` against float64: {worst:.1e} nat.", ""),
+        f"On 64 rows in float32 whose entropy is {low:.0e} to {high:.0e} nat:",
+        *("", "| formula | relative error, mean | largest |", "|---|---|---|"),
+        *(f"| {name} | {sharp['mean'][name]:.1e} | {sharp['largest'][name]:.1e} |" for name in FORMULAS),
+    ]
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:
@@ -154,6 +196,7 @@ def main() -> None:
             for count in rows
             for dtype in (torch.float32, torch.bfloat16)
         ],
+        "near certainty": errors_near_certainty(options.device),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     target = options.out / f"entropy-kernel-{options.device}"

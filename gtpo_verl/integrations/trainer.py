@@ -6,6 +6,7 @@ advantage step fetches neither. The mixin fetches both, with the verifier's verd
 
 import logging
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self.recorder = MetricsRecorder(self.run_dir)
         self._in_training = False
         self._servers_asked = time.monotonic()
+        self._pass_seconds: Counter[str] = Counter()  # of the present step
         super().__init__(config)
 
     # ---------------------------------------------------------------- set-up
@@ -138,8 +140,11 @@ class CreditAssignmentMixin(PPOTrainer):
         return {}
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        self._pass_seconds.clear()
         try:
-            return super().step(metrics, timing_raw)
+            batch = super().step(metrics, timing_raw)
+            metrics.update(self._pass_seconds)  # verl averages them where a step has several updates; they add up
+            return batch
         except BudgetSpentError:
             self.on_sample_end()  # puts the engines to sleep: the actor needs their memory to save
             self.global_steps -= 1  # nothing was trained in this step
@@ -154,17 +159,17 @@ class CreditAssignmentMixin(PPOTrainer):
         started = time.perf_counter()
         if self.entropy_source == "both":
             batch = super()._compute_old_log_prob(batch, metrics)
-            metrics.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
+            self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
             metrics.update(self._agreement(batch))
             return batch
         if not self.actor_pass.is_due(self.global_steps):
-            metrics.update(self.actor_pass.spared(tokens))
+            self._pass_seconds.update(self.actor_pass.spared(tokens))
             return super()._compute_old_log_prob(batch, metrics)
         correction = self.config.algorithm.rollout_correction
         correction.bypass_mode = False
         batch = super()._compute_old_log_prob(batch, metrics)
         correction.bypass_mode = True
-        metrics.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
+        self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
         metrics.update(self._agreement(batch))
         # As in every other step, training goes on with the rollout's log-probs: this puts them in place of the actor's.
         return super()._compute_old_log_prob(batch, metrics)
@@ -200,7 +205,10 @@ class CreditAssignmentMixin(PPOTrainer):
     def _dump_credit(
         self, batch: KVBatchMeta, context: CreditContext, advantages: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """Keep a batch in ``credit/<step>.pt`` every ``trainer.credit_dump_freq`` steps: all that its update depends on."""
+        """Keep a batch in ``credit/<step>.pt`` every ``trainer.credit_dump_freq`` steps: all that its update depends on.
+
+        A step of several updates (``parameter_sync_step``) leaves ``<step>-0.pt``, ``<step>-1.pt``, ...
+        """
         every = self.config.trainer.credit_dump_freq
         if every <= 0 or self.global_steps % every:
             return
@@ -210,6 +218,7 @@ class CreditAssignmentMixin(PPOTrainer):
             kept["rollout_log_probs"] = "rollout_log_probs"
         *columns, _ = self._fetch(batch, *kept.values())
         prompts = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
+        name = f"{self.global_steps}" + (f"-{self.local_trigger_step}" if self.parameter_sync_step > 1 else "")
         directory = self.run_dir / "credit"
         directory.mkdir(exist_ok=True)
         torch.save(
@@ -222,7 +231,7 @@ class CreditAssignmentMixin(PPOTrainer):
                 "advantages": advantages,
             }
             | dict(zip(kept, columns, strict=True)),
-            directory / f"{self.global_steps}.pt",
+            directory / f"{name}.pt",
         )
 
     def _fetch(self, batch: KVBatchMeta, *columns: str) -> tuple[torch.Tensor, ...]:

@@ -3,6 +3,7 @@
 The trainer around it is a stand-in that writes down what it was asked for; the end-to-end tests run the real one.
 """
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,7 @@ class StandIn(ours.CreditAssignmentMixin):
         self.entropy_source = source
         self.actor_pass = ActorPass(check_every)
         self.global_steps = step
+        self._pass_seconds = Counter()
         self.config = OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": source == "rollout"}}})
 
     def on_sample_end(self) -> None:
@@ -52,8 +54,9 @@ def old_log_probs(monkeypatch: pytest.MonkeyPatch) -> Any:
         passes.clear()
         metrics: dict[str, float] = {}
         batch = SimpleNamespace(tags=[{"seq_len": 10}, {"seq_len": 30}])
+        trainer._pass_seconds.clear()
         assert trainer._compute_old_log_prob(batch, metrics) is batch  # type: ignore[arg-type]
-        return list(passes), metrics
+        return list(passes), metrics | trainer._pass_seconds
 
     return run
 
@@ -94,6 +97,29 @@ def test_the_other_sources_run_the_actors_pass_once(old_log_probs: Any, source: 
     assert ("rollout_entropy/abs_diff_max" in metrics) is compared
     assert ("rollout_entropy/check_s" in metrics) is compared  # what `rollout` would save
     assert metrics.get("rollout_entropy/time_saved_s", 0.0) == 0.0
+
+
+def test_seconds_of_several_updates_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl averages what the updates of a step report (`separate_async.parameter_sync_step`)."""
+
+    class Updates(StandIn):
+        parameter_sync_step = 3
+
+        def prepare_step(self) -> dict:
+            return {}
+
+        def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
+            self._pass_seconds.update(self.actor_pass.ran(10.0, tokens=100))
+            metrics["training/accuracy"] = 0.5
+            return SimpleNamespace(partition_id="train", keys=[f"a{self.local_trigger_step}_0_0"], tags=[{}])
+
+    trainer = Updates("rollout", step=1, check_every=1)
+    trainer.config.data = {"train_batch_size": 6}
+    metrics: dict[str, float] = {}
+    for _ in range(2):  # the second step starts at 0 again
+        trainer.step(metrics, {})
+    assert metrics["rollout_entropy/check_s"] == 30.0
+    assert metrics["training/accuracy"] == 0.5
 
 
 def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

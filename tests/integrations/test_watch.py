@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import signal
 import sys
 import threading
@@ -10,8 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import ray
+import transfer_queue
+from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations import task_runner, trainer
 from gtpo_verl.integrations.watch import SIGNAL, watched
 
 
@@ -57,6 +61,30 @@ def test_an_interruption_that_somebody_swallows_is_repeated() -> None:
 
     with pytest.raises(UserError, match="gone"), watched(gone, interval=0.1):
         deaf()
+
+
+def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sent at the end of the trainer's ``init``, to engines that may die of memory just then."""
+
+    class Trainer:
+        def __init__(self, config: object) -> None:
+            pass
+
+        def init(self) -> None:
+            time.sleep(60)
+
+        def check_servers(self) -> None:
+            gone()
+
+    monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)
+    monkeypatch.setattr(task_runner, "watched", functools.partial(watched, interval=0.1))
+    monkeypatch.setattr(transfer_queue, "init", lambda config: None)
+    monkeypatch.setattr(transfer_queue, "close", lambda: None)
+    config = {"algorithm": {"entropy": {"source": "actor"}}, "trainer": {"v1": {"trainer_mode": "sync"}}}
+    started = time.monotonic()
+    with pytest.raises(UserError, match="server 1 is gone"):
+        task_runner.TaskRunner().run(OmegaConf.create(config | {"transfer_queue": {}}))
+    assert time.monotonic() - started < 30
 
 
 @pytest.mark.slow

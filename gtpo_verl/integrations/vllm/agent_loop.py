@@ -7,6 +7,7 @@ Every row has both, aligned with and truncated like ``responses``.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm.wiring import ENTROPIES, INSTEAD, VERSIONS
 
 
 class RolloutEntropyOutput(AgentLoopOutput):
@@ -51,19 +52,32 @@ class _TurnRecorder:
         return self.turn
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """A response so far, one entry a token in each."""
+
+    mask: list[int]
+    entropies: list[float]
+    versions: list[float]
+
+    def cut(self, length: int) -> "_Columns":
+        return _Columns(self.mask[:length], self.entropies[:length], self.versions[:length])
+
+
 class RolloutEntropyMixin(AgentLoopBase):
     """Carries rollout entropies through an agent loop of verl's, whatever turns it takes.
 
     A loop adds every turn and every tool response with ``ct_merge_assistant_token`` and ``ct_merge_context_msg``, which align
-    mask and log-probs with the tokens; entropies and versions are aligned by the same edits.
+    mask and log-probs with the tokens; entropies and versions are aligned by the same edits. A loop may throw a context merge
+    away, as verl's does with a tool response that does not fit: the mask with which it goes on tells.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = _TurnRecorder(self.server_manager)
         self.server_manager = cast(LLMServerClient, self._recorder)
-        self._entropies: list[float] = []
-        self._versions: list[float] = []
+        self._columns = _Columns([], [], [])
+        self._offered: _Columns | None = None  # after a context merge that the loop has not taken yet
 
     async def ct_merge_assistant_token(
         self,
@@ -77,14 +91,18 @@ class RolloutEntropyMixin(AgentLoopBase):
             runtime_token_ids, assistant_token_ids, response_mask, *args, **kwargs
         )
         turn = self._recorder.turn
-        assert turn is not None
+        if turn is None or list(turn.token_ids) != list(assistant_token_ids):
+            raise UserError(
+                f"{type(self).__name__} merged tokens that are not the server's last answer, so they have no entropies: generate and "
+                f"merge one answer at a time, {INSTEAD}."
+            )
         if ENTROPIES not in turn.extra_fields:
             raise UserError(
                 "the rollout server returned no entropies: it is not the one of gtpo_verl. Call enable_rollout_entropy(config) "
-                "before the trainer is built, or set algorithm.entropy.source=actor."
+                f"before the trainer is built, {INSTEAD}."
             )
-        self._merge(
-            merged[0], response_mask, turn.extra_fields[ENTROPIES].tolist(), turn.extra_fields[VERSIONS].tolist()
+        self._columns = self._aligned(
+            merged, response_mask, turn.extra_fields[ENTROPIES].tolist(), turn.extra_fields[VERSIONS].tolist()
         )
         return merged
 
@@ -100,31 +118,56 @@ class RolloutEntropyMixin(AgentLoopBase):
         merged = await super().ct_merge_context_msg(
             previous_messages, updated_messages, runtime_token_ids, response_mask, *args, **kwargs
         )
-        self._merge(merged[0], response_mask, None, None)
+        self._offered = self._aligned(merged, response_mask, None, None)
         return merged
 
-    def _merge(
+    def _aligned(
         self,
-        merge: MergeResult,
+        merged: tuple[MergeResult, list[int], Any],
         response_mask: list[int],
         entropies: Sequence[float] | None,
         versions: Sequence[float] | None,
-    ) -> None:
+    ) -> _Columns:
+        """The columns after a merge: what it removed, inserted and appended, done to them as verl does it to log-probs."""
+        merge, mask, _ = merged
+        now = self._settled(response_mask)
         align = self.continuous_token_builder.align_response_metadata
-        # a loop may discard a context merge that would not fit; its mask then tells how much of ours still counts
-        kept = len(response_mask)
-        _, self._entropies = align(merge, response_mask, self._entropies[:kept], assistant_logprobs=entropies)
-        _, self._versions = align(merge, response_mask, self._versions[:kept], assistant_logprobs=versions)
+        return _Columns(
+            list(mask),
+            align(merge, response_mask, now.entropies, assistant_logprobs=entropies)[1],
+            align(merge, response_mask, now.versions, assistant_logprobs=versions)[1],
+        )
+
+    def _settled(self, mask: list[int]) -> _Columns:
+        """The columns of the response that has this mask: with the last context merge if the loop took it over."""
+        offered, self._offered = self._offered, None
+        length = len(mask)
+        if offered and (offered.cut(length).mask == list(mask) or length > len(self._columns.mask)):
+            self._columns = offered
+        if length > len(self._columns.mask):
+            raise UserError(
+                f"{type(self).__name__} added tokens by other ways than ct_merge_assistant_token and ct_merge_context_msg, so the "
+                f"response's entropies cannot be aligned: use these, {INSTEAD}."
+            )
+        self._columns = self._columns.cut(length)
+        return self._columns
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> RolloutEntropyOutput:
         output = await super().run(sampling_params, **kwargs)  # type: ignore[safe-super]
+        if not isinstance(output, AgentLoopOutput):
+            raise UserError(
+                f"{type(self).__name__} returned several outputs for one response, whose entropies cannot be told apart: return one, "
+                f"{INSTEAD}."
+            )
         for raw in (ENTROPIES, VERSIONS):  # those of the first turn, not aligned
             output.extra_fields.pop(raw, None)
         mask = output.response_mask
+        columns = self._settled(mask)
+        fields = {name: getattr(output, name) for name in output.model_fields_set}
         return RolloutEntropyOutput(
-            **{name: getattr(output, name) for name in output.model_fields_set},
-            rollout_entropies=[entropy if on else 0.0 for entropy, on in zip(self._entropies, mask, strict=False)],
-            rollout_versions=[int(version) if on else -1 for version, on in zip(self._versions, mask, strict=False)],
+            **fields | {"extra_fields": output.extra_fields},  # also where a loop filled the default and set no field
+            rollout_entropies=[entropy if on else 0.0 for entropy, on in zip(columns.entropies, mask, strict=True)],
+            rollout_versions=[int(version) if on else -1 for version, on in zip(columns.versions, mask, strict=True)],
         )
 
 

@@ -86,14 +86,14 @@ def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
         raise UserError(
             "the request asked for no log-probs, and entropies travel with them: set logprobs=0 in SamplingParams."
         )
+    if len(logprobs) != len(token_ids):
+        raise UserError(
+            f"vLLM returned {len(logprobs)} log-probs for {len(token_ids)} tokens: entropies cannot be aligned."
+        )
     if hasattr(logprobs, "start_indices"):  # FlatLogprobs: the sampled token stands first at every position
         words = [logprobs.ranks[start] for start in logprobs.start_indices]
     else:
-        words = [entry[token].rank for token, entry in zip(token_ids, logprobs, strict=False)]
-    if len(words) != len(token_ids):
-        raise UserError(
-            f"vLLM returned {len(words)} log-probs for {len(token_ids)} tokens: entropies cannot be aligned."
-        )
+        words = [entry[token].rank for token, entry in zip(token_ids, logprobs, strict=True)]
     return words
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
 ANSWER_TIMEOUT = 10.0  # seconds
 
@@ -24,6 +24,8 @@ def dead_servers(servers: Sequence[Any]) -> list[str]:
             continue
         try:
             dead = "its engine's process has ended" if ray.get(answer) else None
+        except ActorUnavailableError:  # a fault of the network, or a node that Ray has not given up yet
+            dead = None
         except RayActorError:
             dead = "its Ray actor has ended"
         except OutOfMemoryError:

@@ -59,6 +59,24 @@ def entropy_triton(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def rank_and_entropy(x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rank and entropy of every row in one pass, on devices with Triton.
+
+    Args:
+        x: (N, V) logits or log-probs, any float type; −inf marks ids that cannot be sampled.
+        token_ids: (N,) int64, the token of each row whose rank is wanted: how many ids are at least as likely.
+
+    Returns:
+        (N,) int64, the words of ``codec.pack``.
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    words = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    if x.shape[0]:
+        RankAndEntropyKernel()[(x.shape[0],)](words, x, x.stride(0), token_ids, x.shape[1], BLOCK_SIZE=8192)
+    return words
+
+
 class RankAndEntropyKernel:
     """Takes the place of vLLM's ``_ranks_kernel``: the same launch, and the word of ``codec.pack`` instead of the rank.
 

@@ -3,7 +3,8 @@
 vLLM has two model runners, and each has one place where the sampled token's log-prob and rank are computed:
 
 * V1: ``Sampler.gather_logprobs``, called by the sampler and by the rejection sampler of speculative decoding. Prompt tokens
-  pass through it too and must not be touched, so it packs only inside those two callers.
+  pass through it too and must not be touched, so it packs only inside those two callers. On a GPU it is replaced by one kernel that
+  computes rank and entropy in one pass, unless likely tokens were asked for as well.
 * V2: ``compute_topk_scores`` (``compute_topk_logprobs`` in 0.24), looked up by name in the modules of the sampler and of the
   rejection sampler. Prompt log-probs look it up in a module of their own, which is left alone. The function is kept, and its
   rank kernel is replaced by one that computes the entropy in the same pass.
@@ -23,7 +24,7 @@ import torch
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import codec
-from gtpo_verl.integrations.vllm.kernels import RankAndEntropyKernel, entropy
+from gtpo_verl.integrations.vllm.kernels import RankAndEntropyKernel, entropy, rank_and_entropy
 from gtpo_verl.versions import VLLM_SUPPORTED, check_vllm
 
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.spec_decode.rejection_sampler")
@@ -71,9 +72,11 @@ def _patch_v1() -> None:
     gather = _get(sampler, "gather_logprobs")
 
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
-        gathered = gather(logprobs, num_logprobs, token_ids)
         if not _sampling.get():
-            return gathered  # prompt tokens
+            return gather(logprobs, num_logprobs, token_ids)  # prompt tokens
+        if logprobs.is_cuda and num_logprobs == 0:
+            return gather_fused(logprobs, token_ids)
+        gathered = gather(logprobs, num_logprobs, token_ids)
         return gathered._replace(selected_token_ranks=codec.pack(gathered.selected_token_ranks, entropy(logprobs)))
 
     forward = _while_sampling(_get(sampler, "forward"))
@@ -82,6 +85,22 @@ def _patch_v1() -> None:
     sampler.forward = forward
     rejection_sampler._get_logprobs_tensors = get_logprobs
     setattr(sampler, _MARK, True)
+
+
+def gather_fused(logprobs: torch.Tensor, token_ids: torch.Tensor) -> Any:
+    """What V1's ``gather_logprobs`` returns for the sampled token alone, its rank and entropy from one read of the row.
+
+    Args:
+        logprobs: (N, V) float, on a device with Triton.
+        token_ids: (N,) int64, the sampled tokens.
+
+    Returns:
+        vLLM's ``LogprobsTensors``: ids (N, 1) int32, log-probs (N, 1), packed words (N,) int64.
+    """
+    from vllm.v1.outputs import LogprobsTensors
+
+    ids = token_ids.unsqueeze(-1)
+    return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), rank_and_entropy(logprobs, token_ids))
 
 
 def _while_sampling(method: Callable[..., Any]) -> Callable[..., Any]:

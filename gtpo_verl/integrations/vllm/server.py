@@ -72,17 +72,21 @@ class EntropyVLLMHttpServer(vLLMHttpServer):
         await self._check_first_token()
 
     async def _check_first_token(self) -> None:
-        """Sample one token and look for its entropy, so that an unpatched worker is found now and not in the first step."""
-        params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=0, detokenize=False)
-        request_id = "gtpo_verl-first-token"
-        async for _ in self.engine.generate({"prompt_token_ids": [0]}, params, request_id=request_id):
-            pass
-        completion = self._tap.take(request_id).outputs[0]
-        try:
-            codec.check_packed(codec.packed_words(completion.token_ids, completion.logprobs))
-        except UserError:
-            self.engine.shutdown()
-            raise
+        """Sample a token and look for its entropy, so that an unpatched worker is found now and not in the first step.
+
+        At temperature 1 and at the run's: they are two versions of V2's kernel, and both are compiled now.
+        """
+        for temperature in sorted({1.0, float(self.config.temperature)}):
+            params = SamplingParams(max_tokens=1, temperature=temperature, logprobs=0, detokenize=False)
+            request_id = f"gtpo_verl-first-token-{temperature}"
+            async for _ in self.engine.generate({"prompt_token_ids": [0]}, params, request_id=request_id):
+                pass
+            completion = self._tap.take(request_id).outputs[0]
+            try:
+                codec.check_packed(codec.packed_words(completion.token_ids, completion.logprobs))
+            except UserError:
+                self.engine.shutdown()
+                raise
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *args: Any, **kwargs: Any

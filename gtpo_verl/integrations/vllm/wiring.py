@@ -12,7 +12,7 @@ VERSIONS = "rollout_versions"
 WORKER_EXTENSION = "gtpo_verl.integrations.vllm.worker_extension.PolicyWorkerExtension"
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
 
-_INSTEAD = "or set algorithm.entropy.source=actor"
+INSTEAD = "or set algorithm.entropy.source=actor"
 
 
 def enable_rollout_entropy(config: DictConfig) -> None:
@@ -54,30 +54,30 @@ def check_rollout(rollout: Any) -> None:
     mode = engine.get("logprobs_mode", rollout.logprobs_mode)
     extension = engine.get("worker_extension_cls", WORKER_EXTENSION)
     if rollout.name != "vllm":
-        raise UserError(f"rollout.name={rollout.name} returns no entropies: use rollout.name=vllm, {_INSTEAD}.")
+        raise UserError(f"rollout.name={rollout.name} returns no entropies: use rollout.name=vllm, {INSTEAD}.")
     if rollout.disaggregation.enabled:
         raise UserError(
-            f"rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, {_INSTEAD}."
+            f"rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, {INSTEAD}."
         )
     if not rollout.calculate_log_probs:
         raise UserError(
-            f"rollout.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {_INSTEAD}."
+            f"rollout.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
         )
     if mode != "processed_logprobs":
         raise UserError(
-            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, {_INSTEAD}."
+            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, {INSTEAD}."
         )
     if rollout.temperature <= 0:
-        raise UserError(f"rollout.temperature={rollout.temperature} samples greedily: set it above 0, {_INSTEAD}.")
+        raise UserError(f"rollout.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
     if truncates(rollout):
         raise UserError(
             f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those of what "
-            f"is left: set top_p=1 and top_k=-1 for training, {_INSTEAD}."
+            f"is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
         )
     if extension != WORKER_EXTENSION:
         raise UserError(
             f"rollout.engine_kwargs.vllm.worker_extension_cls={extension} replaces the worker that computes entropies: "
-            f"remove it, {_INSTEAD}."
+            f"remove it, {INSTEAD}."
         )
 
 
@@ -106,7 +106,7 @@ def check_agent_loop(agent: Any) -> None:
     if name not in listed or not issubclass(get_class(listed[name]), RolloutEntropyMixin):
         raise UserError(
             f"the agent loop {name} drops rollout entropies: derive it from {RolloutEntropyMixin.__module__}.RolloutEntropyMixin "
-            f"and list it in agent_loop_config_path, {_INSTEAD}."
+            f"and list it in agent_loop_config_path, {INSTEAD}."
         )
 
 

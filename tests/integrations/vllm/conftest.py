@@ -1,11 +1,12 @@
 """A tiny policy with wide entropies, vLLM engines that serve it, and the truth from transformers in float64."""
 
 import functools
+import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,42 @@ def truth() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     return truth
 
 
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """vLLM's V1 sampler with the patch installed, and vLLM restored afterwards."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    from gtpo_verl.integrations.vllm import patch
+
+    for owner, name in ((Sampler, "forward"), (RejectionSampler, "_get_logprobs_tensors")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(Sampler.gather_logprobs))
+    monkeypatch.setattr(Sampler, patch._MARK, True, raising=False)
+    monkeypatch.delattr(Sampler, patch._MARK)
+    for module_name in patch._V2_MODULES:
+        module = importlib.import_module(module_name)
+        name = next(name for name in patch._V2_NAMES if hasattr(module, name))
+        monkeypatch.setattr(module, name, getattr(module, name))
+    patch.install()
+    yield Sampler
+    if hasattr(Sampler, patch._MARK):
+        delattr(Sampler, patch._MARK)
+
+
+@pytest.fixture(scope="session")
+def engine_python() -> str:
+    """The Python whose vLLM is tested."""
+    return ENGINE_PYTHON
+
+
+@pytest.fixture(scope="session")
+def v2_on_cpu() -> dict[str, str]:
+    """The environment in which vLLM's Model Runner V2 runs without a GPU."""
+    paths = [str(HERE / "interpreter"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @pytest.fixture(scope="session")
 def run_engine(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """Run batches through a vLLM engine in its own process."""
@@ -107,7 +144,6 @@ def run_engine(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
     def run(
         batches: list[dict[str, Any]],
         env: dict[str, str] | None = None,
-        python_path: Sequence[str] = (),
         **engine: Any,
     ) -> dict[str, Any]:
         request = {
@@ -134,7 +170,6 @@ def run_engine(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
                 "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # run_engine.py asks the workers for their runner
                 "VLLM_LOGGING_LEVEL": "WARNING",
                 **(env or {}),
-                "PYTHONPATH": os.pathsep.join([*python_path, *filter(None, [os.environ.get("PYTHONPATH")])]),
             },
             capture_output=True,
             text=True,

@@ -1,6 +1,7 @@
 """verl's own rollout side, alone, on one CPU: replica, server, clients, agent loops and TransferQueue; no trainer.
 
-``python drive_verl.py request.json answer.json``; the request names ``model`` and ``other_weights``, two directories of one shape.
+``python drive_verl.py request.json answer.json``; the request names ``model`` and ``other_weights``, two directories of one shape,
+how many responses to interrupt (``interrupted``) and their ``max_tokens``, and whether that is the ``only`` part wanted.
 The answer holds what every client and every column of TransferQueue held, and what failures said.
 """
 
@@ -15,7 +16,13 @@ from typing import Any
 import hydra
 import ray
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from run_engine import runner_of
+
+
+async def runners(server: Any) -> list[str]:
+    """V1 or V2, of every worker; verl's own collective_rpc of a server returns nothing."""
+    return await server.engine.collective_rpc(runner_of)
 
 
 def compose(model: str) -> DictConfig:
@@ -91,14 +98,14 @@ async def under_way(server: Any, responses: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def interrupt(manager: Any, other_weights: str) -> list[dict[str, Any]]:
+async def interrupt(manager: Any, other_weights: str, count: int, max_tokens: int) -> list[dict[str, Any]]:
     """Abort responses half-way, send other weights, resume: partial rollouts of colocate_async and separate_async."""
     from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 
     client = manager.get_client(client_cls=EntropyFullyAsyncClient)
     replica = manager.get_replicas()[0]
-    prompts = [[2 + 7 * i, 3 + i, 5] for i in range(6)]
-    params = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": 480}
+    prompts = [[2 + 7 * i, 3 + i, 5] for i in range(count)]
+    params = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": max_tokens}
     pending = [
         asyncio.ensure_future(client.generate(f"r{i}", prompt_ids=prompt, sampling_params=dict(params)))
         for i, prompt in enumerate(prompts)
@@ -130,7 +137,7 @@ def columns(partition: str, keys: list[str]) -> list[dict[str, Any]]:
 
 
 def through_transfer_queue(agents: Any, validate: bool) -> list[dict[str, Any]]:
-    """Two prompts through verl's agent loop workers into TransferQueue, and the columns out of it."""
+    """Three prompts through verl's agent loop workers into TransferQueue, and the columns out of it."""
     import numpy as np
     import transfer_queue as tq
     from verl.utils import tensordict_utils as tu
@@ -141,13 +148,13 @@ def through_transfer_queue(agents: Any, validate: bool) -> list[dict[str, Any]]:
         return array
 
     partition = "val" if validate else "train"
-    texts = ["1+2", "what is the sum of 3 and 9?"]
+    texts = ["1+2", "what is the sum of 3 and 9?", "4+4"]
     batch = tu.get_tensordict(
         {
             "raw_prompt": column([[{"role": "user", "content": text}] for text in texts]),
             "uid": column([f"{partition}{i}" for i in range(len(texts))]),
             "index": column(list(range(len(texts)))),
-            "agent_name": column(["single_turn_agent", "tool_agent"]),
+            "agent_name": column(["single_turn_agent", "tool_agent", "two_turns"]),
         }
     )
     tu.assign_non_tensor_data(batch, "global_steps", 1)
@@ -175,18 +182,19 @@ def kill_worker(manager: Any) -> dict[str, Any]:
     ]
     client = manager.get_client(client_cls=EntropyFullyAsyncClient)
 
-    async def generate() -> Any:
+    async def generate() -> dict[str, Any]:
         params = {"temperature": 1.0, "logprobs": True, "max_tokens": 480}
         pending = asyncio.ensure_future(client.generate("killed", prompt_ids=[5, 6], sampling_params=params))
         await under_way(server, responses=1)
         worker.kill()
-        return await asyncio.wait_for(pending, timeout=60)
+        killed = time.monotonic()
+        try:
+            await asyncio.wait_for(pending, timeout=60)
+        except ray.exceptions.RayTaskError as error:
+            return {"error": str(error), "seconds": time.monotonic() - killed}
+        return {"error": None}
 
-    try:
-        asyncio.run(generate())
-    except ray.exceptions.RayTaskError as error:
-        return {"error": str(error)}
-    return {"error": None}
+    return asyncio.run(generate())
 
 
 def stock(config: DictConfig) -> dict[str, Any]:
@@ -239,20 +247,30 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ
     from verl.workers.rollout.llm_server import LLMServerManager
 
-    from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+    from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS, enable_rollout_entropy
 
     ray.init(num_cpus=16, num_gpus=1, include_dashboard=False, log_to_driver=bool(request.get("verbose")))
     try:
         config = compose(request["model"])
+        # ours, and one of a user's own
+        loops = Path(request["model"]) / "agent_loops.yaml"
+        loops.write_text(AGENT_LOOPS.read_text() + "- name: two_turns\n  _target_: two_turns.TwoTurnsWithEntropies\n")
+        OmegaConf.update(config, "actor_rollout_ref.rollout.agent.agent_loop_config_path", str(loops), force_add=True)
         enable_rollout_entropy(config)
         tq.init(config.transfer_queue)
         manager = LLMServerManager.create(config=config)
         agents = AgentLoopManagerTQ.create(config=config, llm_client=manager.get_client())
         server = manager.get_replicas()[0].server_handle
-        answer = {"transfer_queue": through_transfer_queue(agents, validate=False)}
+        answer: dict[str, Any] = {"runners": ray.get(server.__ray_call__.remote(runners))}
+        if not request["only"]:
+            answer["transfer_queue"] = through_transfer_queue(agents, validate=False)
         asyncio.run(send_weights(server, request["model"], step=1))
-        answer["validation"] = through_transfer_queue(agents, validate=True)
-        answer["interrupted"] = asyncio.run(interrupt(manager, request["other_weights"]))
+        if not request["only"]:
+            answer["validation"] = through_transfer_queue(agents, validate=True)
+        interrupted = interrupt(manager, request["other_weights"], request["interrupted"], request["max_tokens"])
+        answer["interrupted"] = asyncio.run(interrupted)
+        if request["only"]:
+            return answer
         answer["stock"] = stock(config)
         answer["killed"] = kill_worker(manager)
         answer["unpatched"] = unpatched(config)

@@ -8,15 +8,26 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    DictConfigWrap,
+    ToolListWrap,
+)
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, MergeResult
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop
+from gtpo_verl.integrations.vllm.agent_loop import (
+    EntropySingleTurnAgentLoop,
+    EntropyToolAgentLoop,
+    RolloutEntropyMixin,
+)
 from gtpo_verl.quickstart.model import build_tokenizer
 
 
@@ -72,7 +83,18 @@ ADD = FunctionTool(
 CALL = f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 2, 'b': 3}})}</tool_call>"
 
 
-def run(loop_class, turns, response_length=512, tools=()):
+class TrimmingBuilder(ContinuousTokenBuilder):
+    """Takes the last token of a turn away before it appends a tool's answer, as the builder of GLM does with `<|observation|>`."""
+
+    def _merge_context_token_ids(self, runtime_token_ids, appended_token_ids, **kwargs):
+        return MergeResult(
+            token_ids=[*runtime_token_ids[:-1], *appended_token_ids],
+            appended_token_count=len(appended_token_ids),
+            removed_prefix_token_count=1,
+        )
+
+
+def run(loop_class, turns, response_length=512, tools=(), builder=None):
     config = OmegaConf.create(
         {
             "actor_rollout_ref": {
@@ -103,6 +125,8 @@ def run(loop_class, turns, response_length=512, tools=()):
             data_config=DictConfigWrap(OmegaConf.create({})),
             tools=ToolListWrap(list(tools)),
         )
+        if builder is not None:
+            loop.continuous_token_builder = builder(loop.tokenizer)
         return await loop.run({"logprobs": True}, raw_prompt=[{"role": "user", "content": "2+3\n"}])
 
     return asyncio.run(go())
@@ -153,6 +177,92 @@ def test_a_tool_answer_that_does_not_fit_is_dropped_with_its_place(spare):
     columns = run(EntropyToolAgentLoop, [first], response_length=limit, tools=[ADD]).as_dict()
     assert columns["rollout_entropies"].tolist() == [i / 8 for i in range(1, 1 + len(first.token_ids))]
     assert len(columns["responses"]) == len(columns["rollout_entropies"]) == len(columns["rollout_versions"])
+
+
+def test_a_tool_answer_that_does_not_fit_gives_back_the_token_that_it_replaced():
+    first = turn(CALL.replace("2", "200"), step=3, first=1)  # whose answer, 203, is three tokens
+    columns = run(EntropyToolAgentLoop, [first], len(first.token_ids) + 1, [ADD], TrimmingBuilder).as_dict()
+    assert columns["response_mask"].all()
+    assert columns["rollout_entropies"].tolist() == [i / 8 for i in range(1, 1 + len(first.token_ids))]
+    assert columns["rollout_versions"].tolist() == [3] * len(first.token_ids)
+
+
+def test_a_tool_answer_that_fits_replaces_the_token_that_it_takes_away():
+    turns = [turn(CALL, step=3, first=1), turn("so it is 5", step=4, first=100)]
+    columns = run(EntropyToolAgentLoop, turns, tools=[ADD], builder=TrimmingBuilder).as_dict()
+    mask = columns["response_mask"].bool()
+    written = [len(each.token_ids) for each in turns]
+    expected = [i / 8 for i in range(1, written[0])] + [i / 8 for i in range(100, 100 + written[1])]
+    assert columns["rollout_entropies"][mask].tolist() == expected
+    assert columns["rollout_entropies"][~mask].eq(0).all()
+
+
+def test_the_limit_in_the_middle_of_the_second_turn_truncates_all_columns_there():
+    turns = [turn(CALL, step=3, first=1), turn("so it is 5", step=4, first=100)]
+    whole = run(EntropyToolAgentLoop, turns, tools=[ADD]).as_dict()
+    limit = len(whole["responses"]) - 4
+    columns = run(EntropyToolAgentLoop, turns, response_length=limit, tools=[ADD]).as_dict()
+    for name in ("responses", "response_mask", "rollout_entropies", "rollout_versions"):
+        assert columns[name].tolist() == whole[name][:limit].tolist(), name
+    assert columns["rollout_versions"][-1] == 4
+
+
+class OneTurn(AgentLoopBase):
+    """Asks so many times, merges the first answer, and does something to the output at its end."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        answers = [await self.server_manager.generate(str(i), prompt_ids=prompt) for i in range(self.answers)]
+        chosen = answers[0].token_ids
+        _, mask, _ = await self.ct_merge_assistant_token(prompt, chosen, [])
+        output = AgentLoopOutput(
+            prompt_ids=prompt, response_ids=chosen, response_mask=mask, num_turns=2, metrics=AgentLoopMetrics()
+        )
+        return self.end(output)
+
+
+def own(answers=1, end=lambda output: output):
+    """A loop of a user's own, as docs/rollout-entropy.md says to write one."""
+    members = {"answers": answers, "end": staticmethod(end)}
+    return type("OwnLoop", (RolloutEntropyMixin, OneTurn), members)
+
+
+def test_a_loop_of_ones_own_keeps_the_fields_it_fills():
+    def filled(output):
+        output.extra_fields["reward_extra_info"] = {"acc": 1}  # the default dict: no field is set
+        return output
+
+    columns = run(own(end=filled), [turn("the answer", step=3, first=1)]).as_dict()
+    assert columns["extra_fields"]["reward_extra_info"] == {"acc": 1}
+    assert columns["rollout_entropies"].tolist() == [i / 8 for i in range(1, 11)]
+
+
+def test_a_loop_of_ones_own_may_take_tokens_out_of_the_mask():
+    def masked(output):
+        output.response_mask = [0, 0, *output.response_mask[2:]]
+        return output
+
+    columns = run(own(end=masked), [turn("the answer", step=3, first=1)]).as_dict()
+    assert columns["rollout_entropies"].tolist() == [0, 0, *(i / 8 for i in range(3, 11))]
+
+
+def longer(output):
+    output.response_mask = [*output.response_mask, 1]
+    return output
+
+
+@pytest.mark.parametrize(
+    ("answers", "end", "message"),
+    [
+        (2, lambda output: output, "merged tokens that are not the server's last answer"),
+        (1, lambda output: [output, output], "returned several outputs"),
+        (1, longer, "added tokens by other ways"),
+    ],
+)
+def test_a_loop_that_cannot_be_followed_is_refused_with_the_reason(answers, end, message):
+    turns = [turn("the answer", step=3, first=1), turn("another one", step=3, first=50)]
+    with pytest.raises(UserError, match=f"OwnLoop {message}.*entropy.source=actor"):
+        run(own(answers, end), turns)
 
 
 def test_an_answer_without_tokens_still_has_the_columns():

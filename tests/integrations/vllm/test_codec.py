@@ -80,8 +80,9 @@ def test_flat_logprobs_are_read_at_the_sampled_tokens():
 
 def test_a_completion_of_another_length_is_refused():
     tokens, logprobs = completion(codec.pack(torch.tensor([1, 2]), torch.rand(2)).tolist())
-    with pytest.raises(UserError, match="cannot be aligned"):
-        codec.completion_entropies([*tokens, 5], logprobs)
+    for other in ([*tokens, 5], tokens[:1]):
+        with pytest.raises(UserError, match=f"2 log-probs for {len(other)} tokens: entropies cannot be aligned"):
+            codec.completion_entropies(other, logprobs)
 
 
 def test_a_completion_without_logprobs_is_refused():

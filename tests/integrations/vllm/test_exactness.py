@@ -14,10 +14,6 @@ import torch
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 2e-5  # nat; the product's promise. Measured: 2e-6 to 4e-6
-V2_ON_CPU = {
-    "env": {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
-    "python_path": [str(Path(__file__).with_name("interpreter"))],
-}
 
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -103,9 +99,9 @@ def test_v1_prefix_caching(run_engine, check):
     check(answer, batches)
 
 
-def test_v2_prefix_caching_and_tensor_parallel(run_engine, check):
+def test_v2_prefix_caching_and_tensor_parallel(run_engine, check, v2_on_cpu):
     batches = cached(3, 70, max_tokens=6)
-    answer = run_engine(batches, **V2_ON_CPU, block_size=32, tensor_parallel_size=2)
+    answer = run_engine(batches, env=v2_on_cpu, block_size=32, tensor_parallel_size=2)
     assert answer["runners"] == ["V2", "V2"]
     assert answer["metrics"]["vllm:prefix_cache_hits"] >= 3 * 64
     check(answer, batches)
@@ -118,18 +114,18 @@ def test_v1_tensor_parallel(run_engine, check):
     check(answer, batches)
 
 
-def test_v2(run_engine, check):
+def test_v2(run_engine, check, v2_on_cpu):
     batches = [batch(8, 20, MIXED, max_tokens=12)]
-    answer = run_engine(batches, **V2_ON_CPU)
+    answer = run_engine(batches, env=v2_on_cpu)
     assert answer["runners"] == ["V2"]
     check(answer, batches)
 
 
-def test_v2_chunked_prefill_and_preemption(run_engine, check):
+def test_v2_chunked_prefill_and_preemption(run_engine, check, v2_on_cpu):
     batches = [batch(6, 40, MIXED, max_tokens=40)]
     answer = run_engine(
         batches,
-        **V2_ON_CPU,
+        env=v2_on_cpu,
         max_num_batched_tokens=16,
         max_num_seqs=6,
         max_model_len=96,
@@ -141,7 +137,7 @@ def test_v2_chunked_prefill_and_preemption(run_engine, check):
     check(answer, batches)
 
 
-def test_speculation_with_a_draft_model(run_engine, check, draft_dir, speculating_runner):
+def test_speculation_with_a_draft_model(run_engine, check, draft_dir, speculating_runner, v2_on_cpu):
     speculation = {"method": "draft_model", "model": str(draft_dir), "num_speculative_tokens": 2}
     if speculating_runner == "V1":
         # vLLM's V1 runner on the CPU returns NaN log-probs for speculation in processed mode, with or without this project; in raw
@@ -150,7 +146,7 @@ def test_speculation_with_a_draft_model(run_engine, check, draft_dir, speculatin
         answer = run_engine(batches, logprobs_mode="raw_logprobs", speculative_config=speculation)
     else:
         batches = [batch(6, 20, MIXED[:3], max_tokens=12)]
-        answer = run_engine(batches, **V2_ON_CPU, speculative_config=speculation)
+        answer = run_engine(batches, env=v2_on_cpu, speculative_config=speculation)
     assert answer["runners"] == [speculating_runner]
     # some drafted tokens were accepted and some were not, so every path of the rejection sampler was taken
     drafted, accepted = (answer["metrics"][f"vllm:spec_decode_num_{what}_tokens"] for what in ("draft", "accepted"))

@@ -87,7 +87,7 @@ def test_nan_and_all_masked_rows_are_not_hidden():
 
 
 def test_no_temporary_of_the_size_of_the_input():
-    rows, vocabulary = 64, 20_000
+    rows, vocabulary = 8, QWEN_VOCABULARY
     x = torch.randn(rows, vocabulary)
     largest = 0
 
@@ -104,13 +104,13 @@ def test_no_temporary_of_the_size_of_the_input():
 
     with Watch():
         kernels.entropy(x)
-    assert 0 < largest <= kernels._BLOCK < x.numel()
+    assert 0 < largest <= max(kernels._BLOCK, vocabulary)  # a block, or one row where a row is longer
 
 
 INTERPRETED = """
 import json, sys
 import torch
-from gtpo_verl.integrations.vllm import codec, kernels
+from gtpo_verl.integrations.vllm import codec, kernels, patch
 
 rows, tokens = torch.load(sys.argv[1])
 answer = {}
@@ -126,6 +126,14 @@ for name, dtype in {"float32": torch.float32, "bfloat16": torch.bfloat16}.items(
         "fused": entropies.tolist(),
         "ranks": ranks.tolist(),
     }
+v1 = patch.gather_fused(rows, tokens)
+ranks, entropies = codec.unpack(v1.selected_token_ranks.tolist())
+answer["v1"] = {
+    "ids": v1.logprob_token_ids.tolist(),
+    "log_probs": v1.logprobs.tolist(),
+    "entropies": entropies.tolist(),
+    "ranks": ranks.tolist(),
+}
 broken = torch.zeros(2, 10)
 broken[0, 3] = torch.nan
 broken[1] = -torch.inf
@@ -150,7 +158,7 @@ def interpreted(tmp_path_factory):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return rows, tokens, json.loads(run.stdout)
+    return rows, tokens, json.loads(run.stdout.splitlines()[-1])  # vLLM logs before it
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -166,6 +174,15 @@ def test_the_fused_kernel_ranks_as_vllm_does(interpreted, dtype):
     rows, tokens, answer = interpreted
     x = rows.to(getattr(torch, dtype))
     assert answer[dtype]["ranks"] == (x >= x.gather(-1, tokens[:, None])).sum(-1).tolist()
+
+
+def test_v1_on_a_gpu_returns_what_vllm_returns_and_the_entropy(interpreted):
+    rows, tokens, answer = interpreted
+    v1 = answer["v1"]
+    assert v1["ids"] == tokens[:, None].tolist()
+    assert v1["log_probs"] == rows.gather(-1, tokens[:, None]).tolist()
+    assert v1["ranks"] == (rows >= rows.gather(-1, tokens[:, None])).sum(-1).tolist()
+    assert (torch.tensor(v1["entropies"]).double() - exact(rows)).abs().max() <= TOLERANCE
 
 
 def test_triton_kernels_do_not_hide_nan(interpreted):

@@ -11,27 +11,6 @@ from gtpo_verl.integrations.vllm import codec, kernels, patch, plugin
 from gtpo_verl.versions import VLLM_SUPPORTED
 
 
-@pytest.fixture
-def patched(monkeypatch):
-    """The patch installed, and vLLM restored afterwards."""
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-
-    for owner, name in ((Sampler, "forward"), (RejectionSampler, "_get_logprobs_tensors")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))
-    monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(Sampler.gather_logprobs))
-    monkeypatch.setattr(Sampler, patch._MARK, True, raising=False)
-    monkeypatch.delattr(Sampler, patch._MARK)
-    for module_name in patch._V2_MODULES:
-        module = importlib.import_module(module_name)
-        name = next(name for name in patch._V2_NAMES if hasattr(module, name))
-        monkeypatch.setattr(module, name, getattr(module, name))
-    patch.install()
-    yield Sampler
-    if hasattr(Sampler, patch._MARK):
-        delattr(Sampler, patch._MARK)
-
-
 def sample(sampler, logits, temperature):
     """vLLM's own sampling step for rows of one temperature each; returns its LogprobsTensors."""
     from vllm.v1.sample.logits_processor import LogitsProcessors

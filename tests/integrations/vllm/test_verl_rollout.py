@@ -4,8 +4,8 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,25 +16,46 @@ TOLERANCE = 2e-5  # nat
 
 
 @pytest.fixture(scope="module")
-def answer(policy_dir, other_policy_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("verl")
-    request_file, answer_file = folder / "request.json", folder / "answer.json"
-    request_file.write_text(json.dumps({"model": str(policy_dir), "other_weights": str(other_policy_dir)}))
-    process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("drive_verl.py")), str(request_file), str(answer_file)],
-        env={
-            **os.environ,
-            "VERL_PLATFORM": "cpu",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "2",
-        },
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert process.returncode == 0, process.stderr[-6000:]
-    return json.loads(answer_file.read_text())
+def drive(policy_dir, other_policy_dir, tmp_path_factory, engine_python):
+    """Run drive_verl.py in a process of its own, in the environment of the vLLM under test."""
+
+    def drive(interrupted: int, max_tokens: int, only: bool, env: dict[str, str] | None = None) -> dict[str, Any]:
+        request = {
+            "model": str(policy_dir),
+            "other_weights": str(other_policy_dir),
+            "interrupted": interrupted,
+            "max_tokens": max_tokens,
+            "only": only,
+        }
+        folder = tmp_path_factory.mktemp("verl")
+        request_file, answer_file = folder / "request.json", folder / "answer.json"
+        request_file.write_text(json.dumps(request))
+        process = subprocess.run(
+            [engine_python, str(Path(__file__).with_name("drive_verl.py")), str(request_file), str(answer_file)],
+            env={
+                **os.environ,
+                "VERL_PLATFORM": "cpu",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # drive_verl.py asks the workers for their runner
+                "OMP_NUM_THREADS": "2",
+                **(env or {}),
+            },
+            capture_output=True,
+            text=True,
+            timeout=800,
+        )
+        assert process.returncode == 0, process.stderr[-6000:]
+        return json.loads(answer_file.read_text())
+
+    return drive
+
+
+@pytest.fixture(scope="module")
+def answer(drive):
+    answer = drive(interrupted=6, max_tokens=480, only=False)
+    assert answer["runners"] == ["V1"]
+    return answer
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +68,26 @@ def masked(policy_dir):
 
 def test_the_columns_in_transfer_queue_are_exact(answer, truth, policy_dir, masked):
     rows = answer["transfer_queue"]
-    assert len(rows) == 4  # two prompts, one through the single-turn loop and one through the tool loop; rollout.n=2
+    assert len(rows) == 6  # a prompt each through the single-turn loop, the tool loop and one of two turns; rollout.n=2
     for row in rows:
         assert len(row["rollout_entropies"]) == len(row["responses"]) == len(row["response_mask"]) == 64
         log_probs, entropies, _ = truth(policy_dir, row["prompts"], row["responses"], 0.8, masked)
-        assert (torch.tensor(row["rollout_entropies"]) - entropies).abs().max() < TOLERANCE
-        assert (torch.tensor(row["rollout_log_probs"]) - log_probs).abs().max() < TOLERANCE
+        sampled = torch.tensor(row["response_mask"]).bool()
+        assert (torch.tensor(row["rollout_entropies"]) - entropies)[sampled].abs().max() < TOLERANCE
+        assert (torch.tensor(row["rollout_log_probs"]) - log_probs)[sampled].abs().max() < TOLERANCE
+        assert torch.tensor(row["rollout_entropies"])[~sampled].eq(0).all()
         assert set(row["rollout_versions"]) == {-1}  # no weights were sent yet
         assert "rollout_entropies" not in row["extra_fields"]
+    masks = ["".join(map(str, row["response_mask"])) for row in rows]
+    assert [len(mask.split("0")[0]) for mask in masks] == [
+        64,
+        64,
+        64,
+        64,
+        40,
+        40,
+    ]  # the last two have a second turn ...
+    assert all(mask.endswith("1") for mask in masks)  # ... that the limit cuts
 
 
 def test_validation_with_top_p_has_no_entropies_of_the_policy(answer):
@@ -63,19 +96,33 @@ def test_validation_with_top_p_has_no_entropies_of_the_policy(answer):
         assert set(row["rollout_versions"]) == {1}
 
 
-def test_an_interrupted_response_keeps_the_entropies_of_the_policy_that_sampled_each_token(
-    answer, truth, policy_dir, other_policy_dir, masked
-):
-    policies = {1: policy_dir, 2: other_policy_dir}
-    for row in answer["interrupted"]:
-        versions = torch.tensor(row["versions"])
-        assert len(row["tokens"]) == len(row["entropies"]) == len(versions) == 480
-        assert versions.tolist() == sorted(versions.tolist())
-        assert set(row["versions"]) == {1, 2}  # interrupted in the middle
-        for version, policy in policies.items():
-            _, entropies, _ = truth(policy, row["prompt"], row["tokens"], 0.8, masked)
-            here = versions == version
-            assert (torch.tensor(row["entropies"]) - entropies)[here].abs().max() < TOLERANCE
+@pytest.fixture(scope="module")
+def check_interrupted(truth, policy_dir, other_policy_dir, masked):
+    """Every token of an interrupted response against the policy of the version that the token carries."""
+
+    def check(rows: list[dict[str, Any]], length: int) -> None:
+        policies = {1: policy_dir, 2: other_policy_dir}
+        for row in rows:
+            versions = torch.tensor(row["versions"])
+            assert len(row["tokens"]) == len(row["entropies"]) == len(versions) == length
+            assert versions.tolist() == sorted(versions.tolist())
+            assert set(row["versions"]) == {1, 2}  # interrupted in the middle
+            for version, policy in policies.items():
+                _, entropies, _ = truth(policy, row["prompt"], row["tokens"], 0.8, masked)
+                here = versions == version
+                assert (torch.tensor(row["entropies"]) - entropies)[here].abs().max() < TOLERANCE
+
+    return check
+
+
+def test_an_interrupted_response_keeps_the_entropies_of_the_policy_that_sampled_each_token(answer, check_interrupted):
+    check_interrupted(answer["interrupted"], length=480)
+
+
+def test_so_it_does_under_model_runner_v2(drive, check_interrupted, v2_on_cpu):
+    answer = drive(interrupted=3, max_tokens=48, only=True, env=v2_on_cpu)
+    assert answer["runners"] == ["V2"]
+    check_interrupted(answer["interrupted"], length=48)
 
 
 def test_a_server_of_verls_own_beside_ours_is_left_alone(answer):
@@ -83,7 +130,8 @@ def test_a_server_of_verls_own_beside_ours_is_left_alone(answer):
     assert all(1 <= rank <= 512 for rank in answer["stock"]["ranks"])
 
 
-def test_a_killed_worker_is_an_error_and_not_a_hang(answer):
+def test_a_killed_worker_is_an_error_and_not_a_hang(answer, record_property):
+    record_property("seconds", answer["killed"].get("seconds"))  # at most 60, see drive_verl.py
     assert "EngineDeadError" in answer["killed"]["error"]
 
 
