@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen2ForCausalLM
 
 from gtpo_verl.quickstart.task import Task
 
@@ -49,6 +50,33 @@ def test_entropies_of_the_rollouts_are_those_of_the_actor(quickstart: tuple[Path
             # above 0: two programs computed them; a comparison of one with itself would show exactly 0
             assert 0 < data["rollout_entropy/abs_diff_mean"] <= data["rollout_entropy/abs_diff_max"] < 1e-4
             assert data["credit/entropy_all"] > 0.01
+
+
+def test_entropies_of_the_first_step_are_those_of_the_model_in_float64(
+    quickstart: tuple[Path, str], task: Task, record_property: Callable[[str, object], None]
+) -> None:
+    batch = torch.load(quickstart[0] / "gtpo" / "credit" / "1.pt")
+    model = Qwen2ForCausalLM.from_pretrained(task.model_path, dtype=torch.float32, attn_implementation="eager").double()
+    truth, errors = [], {"rollout_entropies": [], "entropy": []}
+    for row, prompt in enumerate(batch["prompts"]):
+        mask = batch["response_mask"][row]
+        tokens = torch.cat([prompt, batch["responses"][row][mask]])
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, len(prompt) - 1 : -1]
+        truth.append(torch.special.entr(logits.softmax(-1)).sum(-1))
+        for column, found in errors.items():
+            found.append((batch[column][row][mask].double() - truth[-1]).abs())
+    low = torch.cat(truth) < 0.01  # half of the tokens: there a wrong answer's weight, 1/H, is largest
+    assert low.float().mean() > 0.2
+    rollout, actor = (torch.cat(found) for found in errors.values())
+    assert rollout.max() < 2e-5
+    relative = {name: (error / torch.cat(truth))[low] for name, error in (("rollout", rollout), ("actor", actor))}
+    record_property("largest_error_nat", f"rollout {rollout.max():.1e}, actor {actor.max():.1e}")
+    record_property("relative_error", {name: f"{error.mean():.1e}" for name, error in relative.items()})
+    assert relative["rollout"].mean() < 1e-3
+    assert (
+        relative["rollout"].mean() < relative["actor"].mean()
+    )  # verl takes the difference of two numbers as large as the logits
 
 
 def test_credit_differs_inside_a_response_for_gtpo_alone(quickstart: tuple[Path, str], metrics: Metrics) -> None:
