@@ -7,7 +7,7 @@ verl knows CUDA, ROCm and Ascend. This platform answers the same questions for t
 import contextlib
 import os
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -146,14 +146,27 @@ class CpuPlatform(PlatformBase):
         return None
 
 
-class GlooWorkerMixin:
-    """Opens the process group before verl does: verl would ask for ``cpu:gloo,cpu:gloo``, which torch refuses as a duplicate."""
+class CpuWorkerMixin:
+    """What an actor's worker of verl's does differently on a CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # before verl opens the process group: it would ask for ``cpu:gloo,cpu:gloo``, which torch refuses as a duplicate
         initialize_global_process_group_ray(backend="cpu:gloo")
         super().__init__(*args, **kwargs)
 
+    @property
+    def copy_handler(self) -> Callable[[Any], Any]:
+        """verl's ``copy_handler`` (separate_async), made to copy: ``.cpu()`` of weights that are on the CPU is the weights themselves,
+        and old log-probs of a step's later updates would be those of the new policy."""
+        save = super().copy_handler  # type: ignore[misc]
 
-def with_gloo(worker: type) -> type:
-    """Return ``worker`` with its process group on gloo."""
-    return type(f"Gloo{worker.__name__}", (GlooWorkerMixin, worker), {"__module__": worker.__module__})
+        def copied(module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:
+            shards, spec = save(module)
+            return {name: (shard.clone(), placed) for name, (shard, placed) in shards.items()}, spec
+
+        return copied
+
+
+def for_cpu(worker: type) -> type:
+    """Return ``worker``, a class of verl's, as it runs on a CPU."""
+    return type(f"Cpu{worker.__name__}", (CpuWorkerMixin, worker), {"__module__": worker.__module__})

@@ -26,7 +26,7 @@ from gtpo_verl.algorithms import grpo_advantages
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
 from gtpo_verl.integrations.context import CreditContext, credit_context
-from gtpo_verl.integrations.cpu_platform import with_gloo
+from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.metrics import ActorPass, agreement, spread_inside_responses, verifier_failures
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
@@ -91,7 +91,7 @@ class CreditAssignmentMixin(PPOTrainer):
             return
         workers: dict[Any, Any] = self.role_worker_mapping  # verl keeps Ray actor classes in it
         for role, actor_class in workers.items():
-            workers[role] = ray.remote(with_gloo(actor_class.__ray_actor_class__))
+            workers[role] = ray.remote(for_cpu(actor_class.__ray_actor_class__))
 
     def get_llm_client(self) -> LLMServerClient:
         client = super().get_llm_client()

@@ -89,9 +89,9 @@ def run_rank(rank: int, ranks: int, port: int, config: DictConfig, recorded: dic
     from verl.workers.engine_workers import ActorRolloutRefWorker
     from verl.workers.utils.padding import response_from_nested
 
-    from gtpo_verl.integrations.cpu_platform import with_gloo
+    from gtpo_verl.integrations.cpu_platform import for_cpu
 
-    worker = with_gloo(ActorRolloutRefWorker)(config=copy.deepcopy(config.actor_rollout_ref), role="actor")
+    worker = for_cpu(ActorRolloutRefWorker)(config=copy.deepcopy(config.actor_rollout_ref), role="actor")
     worker.init_model()
     count, width = recorded["response_mask"].shape
     rows = range(count)[rank * count // ranks : (rank + 1) * count // ranks]

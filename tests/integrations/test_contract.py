@@ -37,6 +37,7 @@ Expected = str | set[str]
 # Grouped by module; lines of a class are in the module that defines the member, whatever derives from it.
 CONTRACT: dict[str, dict[str, Expected]] = {
     "ray.exceptions": {
+        "ActorUnavailableError": "class",
         "OutOfMemoryError": "class",
         "RayActorError": "class",
         "RayTaskError": {"cause"},
@@ -90,6 +91,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "verl.experimental.reward_loop": {
         "RewardLoopManager": "(config, rm_resource_pool=)",
+    },
+    "verl.experimental.separation.engine_workers": {
+        "DetachActorWorker.copy_handler": "property",
     },
     "verl.plugin.platform.platform_base": {
         "PlatformBase": "class",
@@ -195,9 +199,11 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer.global_steps": "attribute",
         "PPOTrainer.init": "(self)",
         "PPOTrainer.llm_server_manager": "attribute",
+        "PPOTrainer.local_trigger_step": "attribute",
         "PPOTrainer.logger": "attribute",
         "PPOTrainer.on_sample_end": "(self)",
         "PPOTrainer.on_step_end": "(self)",
+        "PPOTrainer.parameter_sync_step": "attribute",
         "PPOTrainer.on_train_begin": "(self)",
         "PPOTrainer.prepare_step": "(self)",
         "PPOTrainer.replay_buffer": "attribute",
@@ -273,6 +279,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "vLLMHttpServer": "class",
         "vLLMHttpServer.__init__": "(self, config, model_config, rollout_mode, workers, replica_rank, node_rank, gpus_per_node, nnodes, cuda_visible_devices, disaggregation_role=, disaggregation_kv_transfer_config=)",
         "vLLMHttpServer._get_worker_extension_cls": "(self)",
+        "vLLMHttpServer.config": "attribute",
         "vLLMHttpServer.engine": "attribute",
         "vLLMHttpServer.generate": "(self, prompt_ids, sampling_params, request_id, image_data=, video_data=, audio_data=, mm_processor_kwargs=, priority=, kv_transfer_params=)",
         "vLLMHttpServer.run_server": "(self, args)",
@@ -317,7 +324,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AsyncLLM.shutdown": "(self, timeout=)",
     },
     "vllm.v1.outputs": {
-        "LogprobsTensors": {"selected_token_ranks"},
+        "LogprobsTensors": {"logprob_token_ids", "logprobs", "selected_token_ranks"},
     },
     "vllm.v1.sample.rejection_sampler": {
         "RejectionSampler._get_logprobs_tensors": "(self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids)",
@@ -331,7 +338,6 @@ CONTRACT: dict[str, dict[str, Expected]] = {
 # Nothing of ours names these: they call what we register, with these arguments, or hand us their objects.
 UNNAMED = {
     "vllm.outputs.RequestOutput",
-    "vllm.v1.outputs.LogprobsTensors",
     "verl.trainer.ppo.ray_trainer.compute_advantage",
     "verl.workers.utils.losses.ppo_loss",
 }

@@ -100,7 +100,11 @@ def gather_fused(logprobs: torch.Tensor, token_ids: torch.Tensor) -> Any:
     from vllm.v1.outputs import LogprobsTensors
 
     ids = token_ids.unsqueeze(-1)
-    return LogprobsTensors(ids.to(torch.int32), logprobs.gather(-1, ids), rank_and_entropy(logprobs, token_ids))
+    return LogprobsTensors(
+        logprob_token_ids=ids.to(torch.int32),
+        logprobs=logprobs.gather(-1, ids),
+        selected_token_ranks=rank_and_entropy(logprobs, token_ids),
+    )
 
 
 def _while_sampling(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,9 +20,14 @@ from omegaconf import DictConfig, OmegaConf
 from run_engine import runner_of
 
 
-async def runners(server: Any) -> list[str]:
+def runners(server: Any) -> list[str]:
     """V1 or V2, of every worker; verl's own collective_rpc of a server returns nothing."""
-    return await server.engine.collective_rpc(runner_of)
+
+    def ask(self: Any) -> list[str]:  # not in the thread of the server's event loop
+        loop = self.engine.output_handler.get_loop()
+        return asyncio.run_coroutine_threadsafe(self.engine.collective_rpc(runner_of), loop).result(60)
+
+    return ray.get(server.__ray_call__.remote(ask))
 
 
 def compose(model: str) -> DictConfig:
@@ -261,7 +266,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         manager = LLMServerManager.create(config=config)
         agents = AgentLoopManagerTQ.create(config=config, llm_client=manager.get_client())
         server = manager.get_replicas()[0].server_handle
-        answer: dict[str, Any] = {"runners": ray.get(server.__ray_call__.remote(runners))}
+        answer: dict[str, Any] = {"runners": runners(server)}
         if not request["only"]:
             answer["transfer_queue"] = through_transfer_queue(agents, validate=False)
         asyncio.run(send_weights(server, request["model"], step=1))
