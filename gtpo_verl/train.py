@@ -25,6 +25,7 @@ examples:
       data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8
   gtpo-verl train algo=dapo setting=quickstart hardware=cpu ...      the same job without a GPU
   gtpo-verl train algo=grpo_s algorithm.grpo_s.beta2=0.2 ...         every key can be overridden
+  gtpo-verl train algo=gtpo algorithm.entropy.source=rollout ...     credit by vLLM's entropies, without verl's old-log-prob pass
   gtpo-verl train algo=ladder/3_clip_higher ...                      a row of DAPO's Table 1: 1_naive_grpo, 2_overlong_filtering,
                                                                      3_clip_higher, 4_soft_overlong, 5_token_level_loss, 6_dapo
   gtpo-verl train algo=gtpo --cfg                                    print the configuration and stop
@@ -86,7 +87,11 @@ def gpus(config: DictConfig) -> str:
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM") == "cpu":
         return f"{nodes * each} rank{'s' * (nodes * each > 1)} on CPUs"
-    return f"{nodes} node{'s' * (nodes > 1)} of {each} GPU{'s' * (each > 1)}"
+    asked = f"{nodes} node{'s' * (nodes > 1)} of {each} GPU{'s' * (each > 1)}"
+    if config.trainer.v1.trainer_mode != "separate_async":
+        return asked
+    rollout = config.actor_rollout_ref.rollout
+    return f"{asked}, and {rollout.nnodes} of {rollout.n_gpus_per_node} for the rollout's own servers"
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:

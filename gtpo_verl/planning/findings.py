@@ -152,6 +152,34 @@ _REMEDIES = {
 }
 
 
+def mode_findings(config: DictConfig) -> list[Finding]:
+    """What the arithmetic of a step leaves out: generation beside training, and the comparison of ``entropy.source=rollout``."""
+    found = []
+    mode, rollout, entropy = (
+        config.trainer.v1.trainer_mode,
+        config.actor_rollout_ref.rollout,
+        config.algorithm.entropy,
+    )
+    if mode != "sync":
+        own = f", on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs" if mode == "separate_async" else ""
+        found.append(
+            Finding(
+                "warning",
+                f"trainer.v1.trainer_mode={mode}: memory and time here are those of sync, one phase after the other on the same GPUs; "
+                f"in this mode responses are generated while the actor trains{own}.",
+            )
+        )
+    if entropy.source == "rollout" and entropy.check_every > 0:
+        found.append(
+            Finding(
+                "note",
+                "algorithm.entropy.source=rollout: the pass before the updates is not in these times; it runs in the first two steps, and "
+                f"in one of {entropy.check_every} after them, to compare (algorithm.entropy.check_every).",
+            )
+        )
+    return found
+
+
 # -------------------------------------------------------------------- settings without effect
 
 
@@ -223,6 +251,11 @@ _IDLE = (
         (f"{_ACTOR}.ppo_max_token_len_per_gpu", f"{_ROLLOUT}.log_prob_max_token_len_per_gpu"),
         _is(f"{_ACTOR}.use_dynamic_bsz", False),
         f"micro-batches are cut by responses: set {_ACTOR}.use_dynamic_bsz=true",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.rollout_",),
+        _is("algorithm.entropy.source", "rollout"),
+        "with algorithm.entropy.source=rollout the ratio starts at the rollout's log-probs and the clip bounds it",
     ),
     _Idle((f"{_ACTOR}.kl_loss_",), _is(f"{_ACTOR}.use_kl_loss", False), f"{_ACTOR}.use_kl_loss=false"),
     _Idle(

@@ -12,6 +12,7 @@ from gtpo_verl.planning.findings import (
     Finding,
     idle_findings,
     memory_findings,
+    mode_findings,
     sampling_findings,
     shape_findings,
 )
@@ -129,7 +130,7 @@ def make_plan(
         findings += memory_findings(config, shape, parallel, memory)
     if on_gpu or measured is not None:
         time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
-    findings += idle_findings(config, overrides)
+    findings += mode_findings(config) + idle_findings(config, overrides)
     findings += [Finding("note", remark) for remark in remarks]
     order = ("error", "warning", "note")
     return Plan(

@@ -96,7 +96,30 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # override; what mak
     (f"{ACTOR}.ppo_max_token_len_per_gpu=20000", {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4}, {}),
     (f"{ACTOR}.kl_loss_coef=0.01", {}, {f"{ACTOR}.use_kl_loss": True}),
     ("algorithm.kl_ctrl.kl_coef=0.01", {}, {"algorithm.use_kl_in_reward": True}),
+    ("algorithm.rollout_correction.rollout_is=token", {"algorithm.entropy.source": "rollout"}, {}),
 ]  # fmt: skip
+
+
+def test_what_a_plan_of_another_trainer_mode_leaves_out_is_said(run: Run) -> None:
+    plan = "setting=paper_gtpo_7b"
+    assert not any("more GPUs" in message for message in messages(run(plan), "warning"))
+    changes = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 8}
+    assert any("on 2 × 8 more GPUs" in message for message in messages(run(plan, changes), "warning"))
+    changes = {"trainer.v1.trainer_mode": "colocate_async"}
+    found = [message for message in messages(run(plan, changes), "warning") if "trainer_mode=colocate_async" in message]
+    assert len(found) == 1
+    assert "more GPUs" not in found[0]
+
+
+def test_the_pass_that_compares_is_mentioned_where_the_times_leave_it_out(run: Run) -> None:
+    def mentioned(changes: dict[str, Any]) -> bool:
+        return any(
+            "one of 20 after them" in message for message in messages(run("setting=paper_gtpo_7b", changes), "note")
+        )
+
+    assert mentioned({"algorithm.entropy.source": "rollout"})
+    assert not mentioned({"algorithm.entropy.source": "rollout", "algorithm.entropy.check_every": 0})
+    assert not mentioned({})
 
 
 @pytest.mark.parametrize(("override", "idle", "read"), IDLE, ids=[case[0] for case in IDLE])
