@@ -72,7 +72,9 @@ def test_entropies_of_the_first_step_are_those_of_the_model_in_float64(
     assert rollout.max() < 2e-5
     relative = {name: (error / torch.cat(truth))[low] for name, error in (("rollout", rollout), ("actor", actor))}
     record_property("largest_error_nat", f"rollout {rollout.max():.1e}, actor {actor.max():.1e}")
-    record_property("relative_error", {name: f"{error.mean():.1e}" for name, error in relative.items()})
+    record_property(
+        "relative_error", {name: f"{error.mean():.1e} to {error.max():.1e}" for name, error in relative.items()}
+    )
     assert relative["rollout"].mean() < 1e-3
     assert (
         relative["rollout"].mean() < relative["actor"].mean()
