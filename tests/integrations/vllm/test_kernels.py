@@ -161,6 +161,7 @@ def interpreted(tmp_path_factory):
     return rows, tokens, json.loads(run.stdout.splitlines()[-1])  # vLLM logs before it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kernel", ["entropies", "strided", "fused"])
 def test_triton_kernels_are_exact(interpreted, kernel, dtype):
@@ -169,6 +170,7 @@ def test_triton_kernels_are_exact(interpreted, kernel, dtype):
     assert error.max() <= TOLERANCE, dict(zip(NAMES, error.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_fused_kernel_ranks_as_vllm_does(interpreted, dtype):
     rows, tokens, answer = interpreted
@@ -176,6 +178,7 @@ def test_the_fused_kernel_ranks_as_vllm_does(interpreted, dtype):
     assert answer[dtype]["ranks"] == (x >= x.gather(-1, tokens[:, None])).sum(-1).tolist()
 
 
+@pytest.mark.slow
 def test_v1_on_a_gpu_returns_what_vllm_returns_and_the_entropy(interpreted):
     rows, tokens, answer = interpreted
     v1 = answer["v1"]
@@ -185,9 +188,11 @@ def test_v1_on_a_gpu_returns_what_vllm_returns_and_the_entropy(interpreted):
     assert (torch.tensor(v1["entropies"]).double() - exact(rows)).abs().max() <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_triton_kernels_do_not_hide_nan(interpreted):
     assert interpreted[2]["broken"] == [True, True]
 
 
+@pytest.mark.slow
 def test_an_empty_batch_launches_nothing(interpreted):
     assert interpreted[2]["empty"] == []
