@@ -21,7 +21,7 @@ test: $(READY) ## all tests, the end-to-end run among them
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: $(READY) ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not e2e"
+	$(BIN)/python -m pytest -m "not slow and not e2e" --numprocesses 2 --dist loadscope
 
 test-vllm: $(READY) ## rollout entropies with another vLLM, in an environment of its own: VLLM=0.24.0 or VLLM=0.32.0
 	$(BIN)/python tests/integrations/vllm/other_version.py $(VLLM)
