@@ -153,20 +153,22 @@ _REMEDIES = {
 
 
 def mode_findings(config: DictConfig) -> list[Finding]:
-    """What the arithmetic of a step leaves out: generation beside training, and the comparison of ``entropy.source=rollout``."""
+    """What the arithmetic of a step leaves out: other ways to generate, and the comparison of ``entropy.source=rollout``."""
     found = []
-    mode, rollout, entropy = (
-        config.trainer.v1.trainer_mode,
-        config.actor_rollout_ref.rollout,
-        config.algorithm.entropy,
-    )
+    mode, entropy = config.trainer.v1.trainer_mode, config.algorithm.entropy
     if mode != "sync":
-        own = f", on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs" if mode == "separate_async" else ""
+        rollout = config.actor_rollout_ref.rollout
+        differs = {
+            "colocate_async": "a step does not wait for responses under way, which go on in the next one",
+            "separate_async": (
+                f"responses are generated while the actor trains, on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs"
+            ),
+        }
         found.append(
             Finding(
                 "warning",
-                f"trainer.v1.trainer_mode={mode}: memory and time here are those of sync, one phase after the other on the same GPUs; "
-                f"in this mode responses are generated while the actor trains{own}.",
+                f"trainer.v1.trainer_mode={mode}: memory and time here are those of sync, which generates all responses of a step "
+                f"before it trains; here {differs[mode]}.",
             )
         )
     if entropy.source == "rollout" and entropy.check_every > 0:

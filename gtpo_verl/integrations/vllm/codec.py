@@ -91,10 +91,8 @@ def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
             f"vLLM returned {len(logprobs)} log-probs for {len(token_ids)} tokens: entropies cannot be aligned."
         )
     if hasattr(logprobs, "start_indices"):  # FlatLogprobs: the sampled token stands first at every position
-        words = [logprobs.ranks[start] for start in logprobs.start_indices]
-    else:
-        words = [entry[token].rank for token, entry in zip(token_ids, logprobs, strict=True)]
-    return words
+        return [logprobs.ranks[start] for start in logprobs.start_indices]
+    return [entry[token].rank for token, entry in zip(token_ids, logprobs, strict=True)]
 
 
 def completion_entropies(token_ids: Sequence[int], logprobs: Any) -> npt.NDArray[np.float32]:

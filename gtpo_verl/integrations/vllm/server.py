@@ -74,7 +74,8 @@ class EntropyVLLMHttpServer(vLLMHttpServer):
     async def _check_first_token(self) -> None:
         """Sample a token and look for its entropy, so that an unpatched worker is found now and not in the first step.
 
-        At temperature 1 and at the run's: they are two versions of V2's kernel, and both are compiled now.
+        At temperature 1 and at the run's: V2 gives its kernel the model's own logits at 1 and a float32 copy otherwise, and both versions
+        are compiled now.
         """
         for temperature in sorted({1.0, float(self.config.temperature)}):
             params = SamplingParams(max_tokens=1, temperature=temperature, logprobs=0, detokenize=False)

