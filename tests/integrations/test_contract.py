@@ -327,6 +327,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "LogprobsTensors": {"logprob_token_ids", "logprobs", "selected_token_ranks"},
     },
     "vllm.v1.sample.rejection_sampler": {
+        "expand_batch_to_tokens": "(x, cu_num_tokens, num_tokens, replace_from=, replace_to=)",
         "RejectionSampler._get_logprobs_tensors": "(self, max_num_logprobs, metadata, logits, target_logits, bonus_logits, sampled_token_ids)",
     },
     "vllm.v1.sample.sampler": {

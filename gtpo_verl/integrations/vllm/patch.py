@@ -10,6 +10,9 @@ vLLM has two model runners, and each has one place where the sampled token's log
   rank kernel is replaced by one that computes the entropy in the same pass.
 
 Both are patched always: which runner serves a model depends on version, model and settings.
+
+On a CPU, V1's rejection sampler also gets temperatures that are those of the requests (``_expand_on_cpu``): tokens must come from the
+distribution whose entropy they carry.
 """
 
 import functools
@@ -66,10 +69,12 @@ def vllm_version() -> str:
 
 def _patch_v1() -> None:
     sampler = _get(importlib.import_module("vllm.v1.sample.sampler"), "Sampler")
-    rejection_sampler = _get(importlib.import_module("vllm.v1.sample.rejection_sampler"), "RejectionSampler")
+    rejection = importlib.import_module("vllm.v1.sample.rejection_sampler")
+    rejection_sampler = _get(rejection, "RejectionSampler")
     if hasattr(sampler, _MARK):
         return
     gather = _get(sampler, "gather_logprobs")
+    expand = _get(rejection, "expand_batch_to_tokens")
 
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         if not _sampling.get():
@@ -84,6 +89,7 @@ def _patch_v1() -> None:
     sampler.gather_logprobs = staticmethod(gather_logprobs)
     sampler.forward = forward
     rejection_sampler._get_logprobs_tensors = get_logprobs
+    rejection.expand_batch_to_tokens = _expand_on_cpu(expand)
     setattr(sampler, _MARK, True)
 
 
@@ -105,6 +111,24 @@ def gather_fused(logprobs: torch.Tensor, token_ids: torch.Tensor) -> Any:
         logprobs=logprobs.gather(-1, ids),
         selected_token_ranks=rank_and_entropy(logprobs, token_ids),
     )
+
+
+def _expand_on_cpu(expand: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """V1's ``expand_batch_to_tokens``, which on a CPU leaves its result uninitialised: github.com/vllm-project/vllm/issues/55005.
+
+    Drafted tokens are then judged at whatever temperature the memory held.
+    """
+
+    @functools.wraps(expand)
+    def expand_batch_to_tokens(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        if x.device.type != "cpu":
+            return expand(x, cu_num_tokens, num_tokens, replace_from, replace_to)
+        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+    return expand_batch_to_tokens
 
 
 def _while_sampling(method: Callable[..., Any]) -> Callable[..., Any]:

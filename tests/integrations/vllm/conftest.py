@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -76,9 +76,18 @@ def draft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _save_policy(tmp_path_factory.mktemp("draft"), seed=0, noise=0.2)
 
 
+class Truth(NamedTuple):
+    """Teacher-forced, in float64, of a response of T tokens; (T,) each."""
+
+    log_probs: torch.Tensor  # of the tokens
+    entropies: torch.Tensor
+    ranks: torch.Tensor
+    variances: torch.Tensor  # of a sampled token's log-prob, whose expectation is minus the entropy
+
+
 @pytest.fixture(scope="session")
-def truth() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Teacher-forced, in float64: (log-probs of the tokens, entropies, ranks) of a response, (T,) each."""
+def truth() -> Callable[..., Truth]:
+    """What transformers says of a response under a policy."""
     from transformers import Qwen2ForCausalLM
 
     @functools.cache
@@ -89,14 +98,16 @@ def truth() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
     def truth(
         policy: Path, prompt: list[int], tokens: list[int], temperature: float, masked: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Truth:
         with torch.no_grad():
             logits = load(policy)(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         logits[:, list(masked)] = -torch.inf
         log_probs = (logits / temperature).log_softmax(-1)
         chosen = log_probs.gather(-1, torch.tensor(tokens)[:, None])
-        entropies = torch.special.entr(log_probs.exp()).sum(-1)
-        return chosen[:, 0], entropies, (log_probs >= chosen).sum(-1)
+        probs = log_probs.exp()
+        entropies = torch.special.entr(probs).sum(-1)
+        squares = (probs * log_probs.masked_fill(probs == 0, 0.0).square()).sum(-1)
+        return Truth(chosen[:, 0], entropies, (log_probs >= chosen).sum(-1), squares - entropies.square())
 
     return truth
 
@@ -104,12 +115,14 @@ def truth() -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """vLLM's V1 sampler with the patch installed, and vLLM restored afterwards."""
+    from vllm.v1.sample import rejection_sampler as rejection
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
 
     from gtpo_verl.integrations.vllm import patch
 
-    for owner, name in ((Sampler, "forward"), (RejectionSampler, "_get_logprobs_tensors")):
+    saved = ((Sampler, "forward"), (RejectionSampler, "_get_logprobs_tensors"), (rejection, "expand_batch_to_tokens"))
+    for owner, name in saved:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(Sampler, "gather_logprobs", staticmethod(Sampler.gather_logprobs))
     monkeypatch.setattr(Sampler, patch._MARK, True, raising=False)

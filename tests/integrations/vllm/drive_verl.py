@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,18 @@ from omegaconf import DictConfig, OmegaConf
 from run_engine import runner_of
 
 
-def runners(server: Any) -> list[str]:
-    """V1 or V2, of every worker; verl's own collective_rpc of a server returns nothing."""
+def of_workers(server: Any, function: Callable[[Any], Any]) -> list[Any]:
+    """What a function says of every worker; verl's own collective_rpc of a server returns nothing."""
 
-    def ask(self: Any) -> list[str]:  # not in the thread of the server's event loop
+    def ask(self: Any) -> list[Any]:  # not in the thread of the server's event loop
         loop = self.engine.output_handler.get_loop()
-        return asyncio.run_coroutine_threadsafe(self.engine.collective_rpc(runner_of), loop).result(60)
+        return asyncio.run_coroutine_threadsafe(self.engine.collective_rpc(function), loop).result(60)
 
     return ray.get(server.__ray_call__.remote(ask))
+
+
+def process_of(worker: Any) -> int:
+    return os.getpid()
 
 
 def compose(model: str) -> DictConfig:
@@ -181,10 +186,9 @@ def kill_worker(manager: Any) -> dict[str, Any]:
     from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 
     server = manager.get_replicas()[0].server_handle
-    pid = ray.get(server.__ray_call__.remote(lambda self: os.getpid()))
-    (worker,) = [
-        child for child in psutil.Process(pid).children(recursive=True) if "VLLM::Worker" in " ".join(child.cmdline())
-    ]
+    (pid,) = of_workers(server, process_of)
+    worker = psutil.Process(pid)
+    assert "VLLM::Worker" in worker.name()  # a process of its own
     client = manager.get_client(client_cls=EntropyFullyAsyncClient)
 
     async def generate() -> dict[str, Any]:
@@ -266,7 +270,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         manager = LLMServerManager.create(config=config)
         agents = AgentLoopManagerTQ.create(config=config, llm_client=manager.get_client())
         server = manager.get_replicas()[0].server_handle
-        answer: dict[str, Any] = {"runners": runners(server)}
+        answer: dict[str, Any] = {"runners": of_workers(server, runner_of)}
         if not request["only"]:
             answer["transfer_queue"] = through_transfer_queue(agents, validate=False)
         asyncio.run(send_weights(server, request["model"], step=1))

@@ -50,11 +50,11 @@ def test_the_columns_in_transfer_queue_are_exact(answer, truth, policy_dir, mask
     assert len(rows) == 6  # a prompt each through the single-turn loop, the tool loop and one of two turns; rollout.n=2
     for row in rows:
         assert len(row["rollout_entropies"]) == len(row["responses"]) == len(row["response_mask"]) == 64
-        log_probs, entropies, _ = truth(policy_dir, row["prompts"], row["responses"], 0.8, masked)
+        true = truth(policy_dir, row["prompts"], row["responses"], 0.8, masked)
         sampled = torch.tensor(row["response_mask"]).bool()
-        errors.append((torch.tensor(row["rollout_entropies"]) - entropies)[sampled].abs().max().item())
+        errors.append((torch.tensor(row["rollout_entropies"]) - true.entropies)[sampled].abs().max().item())
         assert errors[-1] < TOLERANCE
-        assert (torch.tensor(row["rollout_log_probs"]) - log_probs)[sampled].abs().max() < TOLERANCE
+        assert (torch.tensor(row["rollout_log_probs"]) - true.log_probs)[sampled].abs().max() < TOLERANCE
         assert torch.tensor(row["rollout_entropies"])[~sampled].eq(0).all()
         assert set(row["rollout_versions"]) == {-1}  # no weights were sent yet
         assert "rollout_entropies" not in row["extra_fields"]
@@ -85,7 +85,7 @@ def check_interrupted(truth, policy_dir, other_policy_dir, masked):
             assert versions.tolist() == sorted(versions.tolist())
             assert set(row["versions"]) == {1, 2}  # interrupted in the middle
             for version, policy in policies.items():
-                _, entropies, _ = truth(policy, row["prompt"], row["tokens"], 0.8, masked)
+                entropies = truth(policy, row["prompt"], row["tokens"], 0.8, masked).entropies
                 here = versions == version
                 error = (torch.tensor(row["entropies"]) - entropies)[here].abs().max().item()
                 assert error < TOLERANCE
