@@ -15,15 +15,18 @@ NAMES = ("gtpo", "grpo_s")  # of an estimator and of a policy loss each
 
 
 def register() -> None:
-    """Register platform, estimators and policy losses in this process.
+    """Register platform, estimators, policy losses and the sender of weights in this process.
 
     Raises:
         UserError: verl is outside the supported range.
     """
     check_verl()
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
     from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401  (importing registers platform and losses)
 
     estimators.register()
+    _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.PolicyServerAdapter"
 
 
 def check_registered() -> list[str]:

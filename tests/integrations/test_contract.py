@@ -44,6 +44,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "ray": {
         "get": "(object_refs, *, timeout=, _use_object_store=)",
+        "get_runtime_context": "()",
         "wait": "(ray_waitables, *, num_returns=, timeout=, fetch_local=)",
         "init": {"num_cpus", "num_gpus", "include_dashboard", "runtime_env"},
         "remote": "(*args, **kwargs)",
@@ -253,6 +254,15 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "verl.workers.engine_workers": {
         "ActorRolloutRefWorker.__init__": {"self", "config", "role"},
+    },
+    "verl.workers.rollout.base": {
+        "_ROLLOUT_REGISTRY": "dict",
+        "BaseRollout.config": "attribute",
+    },
+    "verl.workers.rollout.vllm_rollout.vllm_rollout": {
+        "ServerAdapter": "class",
+        "ServerAdapter.__init__": "(self, config, model_config, device_mesh, replica_rank=)",
+        "ServerAdapter.zmq_handle": "attribute",
     },
     "verl.workers.rollout.llm_server": {
         "FullyAsyncLLMServerClient": "class",

@@ -69,7 +69,7 @@ def vllm_version() -> str:
 
 def _patch_v1() -> None:
     sampler = _get(importlib.import_module("vllm.v1.sample.sampler"), "Sampler")
-    rejection = importlib.import_module("vllm.v1.sample.rejection_sampler")
+    rejection: Any = importlib.import_module("vllm.v1.sample.rejection_sampler")
     rejection_sampler = _get(rejection, "RejectionSampler")
     if hasattr(sampler, _MARK):
         return

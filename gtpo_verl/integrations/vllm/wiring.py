@@ -10,6 +10,7 @@ from gtpo_verl.errors import UserError
 ENTROPIES = "rollout_entropies"
 VERSIONS = "rollout_versions"
 WORKER_EXTENSION = "gtpo_verl.integrations.vllm.worker_extension.PolicyWorkerExtension"
+OWN_SOCKET = "gtpo_verl_own_socket"  # in verl's rollout.custom, see weight_socket.py
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
 
 INSTEAD = "or set algorithm.entropy.source=actor"
@@ -22,7 +23,7 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     of reward models and teachers come from the same registry and stay verl's own, see ``EntropyVLLMReplica``.
 
     Args:
-        config: the composed run; ``actor_rollout_ref.rollout.agent.agent_loop_config_path`` is set in place.
+        config: the composed run; in ``actor_rollout_ref.rollout``, ``agent.agent_loop_config_path`` and ``custom`` are set in place.
 
     Raises:
         UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would drop them.
@@ -37,6 +38,7 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     if rollout.agent.agent_loop_config_path is None:
         OmegaConf.update(rollout, "agent.agent_loop_config_path", str(AGENT_LOOPS), force_add=True)
     check_agent_loop(rollout.agent)
+    OmegaConf.update(rollout, f"custom.{OWN_SOCKET}", True, force_add=True)
     # the name stays "vllm": verl compares it in many places
     RolloutReplicaRegistry.register("vllm", _replica_class)
 

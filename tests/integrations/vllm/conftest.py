@@ -186,6 +186,7 @@ def run_engine(policy_dir: Path, ask: Callable[..., dict[str, Any]]) -> Callable
             "max_model_len": 256,
             "logprobs_mode": "processed_logprobs",
             "enable_prefix_caching": True,
+            "num_gpu_blocks_override": 512,  # else every worker fills a GiB with its KV cache
             **engine,
         }
         flags = {

@@ -17,6 +17,7 @@ from typing import Any
 import hydra
 import ray
 import torch
+import zmq
 from omegaconf import DictConfig, OmegaConf
 from run_engine import runner_of
 
@@ -57,7 +58,9 @@ def compose(model: str) -> DictConfig:
         "actor_rollout_ref.rollout.max_num_batched_tokens=2048",
         "actor_rollout_ref.rollout.max_num_seqs=64",
         "actor_rollout_ref.rollout.ignore_eos=true",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.num_gpu_blocks_override=512",
         "actor_rollout_ref.rollout.agent.num_workers=1",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1",
         "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
         "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         "data.max_prompt_length=64",
@@ -70,20 +73,27 @@ def compose(model: str) -> DictConfig:
         return hydra.compose("ppo_trainer", overrides=settings)
 
 
-async def send_weights(server: Any, directory: str, step: int) -> None:
-    """What verl's ServerAdapter does after an update: the weights through shared memory, then the new version."""
+async def send_weights(config: DictConfig, directory: str, step: int) -> None:
+    """What a worker of the actor does after an update: the weights through shared memory, then the new version."""
     from safetensors.torch import load_file
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.base import get_rollout_class
 
+    os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    adapter = get_rollout_class("vllm")(config=rollout, model_config=None, device_mesh=None, replica_rank=0)
+    # another run, whose Ray gave it the same number, with weights for its own vLLM
     job = ray.get_runtime_context().get_job_id()
-    received = server.collective_rpc.remote("update_weights_from_ipc", kwargs={"use_shm": True})
-    sender = BucketedWeightSender(
-        f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock", bucket_size_mb=1, use_shm=True
-    )
-    await sender.async_send_weights(iter(load_file(Path(directory) / "model.safetensors").items()))
-    await received
-    await server.clear_kv_cache.remote()
-    await server.set_global_steps.remote(step)
+    other_run = zmq.Context.instance().socket(zmq.REQ)
+    other_run.bind(f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock")
+    await adapter.update_weights(iter(load_file(Path(directory) / "model.safetensors").items()), global_steps=step)
+    try:
+        other_run.send(b"", zmq.NOBLOCK)
+    except zmq.Again:
+        return  # nobody listens there
+    finally:
+        other_run.close(linger=0)
+    raise RuntimeError("vLLM took the weights of another run on this machine")
 
 
 def record(prompt: list[int], output: Any) -> dict[str, Any]:
@@ -108,7 +118,9 @@ async def under_way(server: Any, responses: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def interrupt(manager: Any, other_weights: str, count: int, max_tokens: int) -> list[dict[str, Any]]:
+async def interrupt(
+    manager: Any, config: DictConfig, other_weights: str, count: int, max_tokens: int
+) -> list[dict[str, Any]]:
     """Abort responses half-way, send other weights, resume: partial rollouts of colocate_async and separate_async."""
     from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 
@@ -122,7 +134,7 @@ async def interrupt(manager: Any, other_weights: str, count: int, max_tokens: in
     ]
     await under_way(replica.server_handle, responses=len(prompts))
     await replica.abort_all_requests()
-    await send_weights(replica.server_handle, other_weights, step=2)
+    await send_weights(config, other_weights, step=2)
     await replica.resume_generation()
     return [record(prompt, output) for prompt, output in zip(prompts, await asyncio.gather(*pending), strict=True)]
 
@@ -273,10 +285,12 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"runners": of_workers(server, runner_of)}
         if not request["only"]:
             answer["transfer_queue"] = through_transfer_queue(agents, validate=False)
-        asyncio.run(send_weights(server, request["model"], step=1))
+        asyncio.run(send_weights(config, request["model"], step=1))
         if not request["only"]:
             answer["validation"] = through_transfer_queue(agents, validate=True)
-        interrupted = interrupt(manager, request["other_weights"], request["interrupted"], request["max_tokens"])
+        interrupted = interrupt(
+            manager, config, request["other_weights"], request["interrupted"], request["max_tokens"]
+        )
         answer["interrupted"] = asyncio.run(interrupted)
         if request["only"]:
             return answer
