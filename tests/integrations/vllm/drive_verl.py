@@ -200,7 +200,6 @@ def kill_worker(manager: Any) -> dict[str, Any]:
     server = manager.get_replicas()[0].server_handle
     (pid,) = of_workers(server, process_of)
     worker = psutil.Process(pid)
-    assert "VLLM::Worker" in worker.name()  # a process of its own
     client = manager.get_client(client_cls=EntropyFullyAsyncClient)
 
     async def generate() -> dict[str, Any]:
