@@ -26,7 +26,7 @@ def register() -> None:
     from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401  (importing registers platform and losses)
 
     estimators.register()
-    _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.PolicyServerAdapter"
+    _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.NamedSocketAdapter"
 
 
 def check_registered() -> list[str]:

@@ -158,17 +158,18 @@ def mode_findings(config: DictConfig) -> list[Finding]:
     mode, entropy = config.trainer.v1.trainer_mode, config.algorithm.entropy
     if mode != "sync":
         rollout = config.actor_rollout_ref.rollout
-        differs = {
-            "colocate_async": "a step does not wait for responses under way, which go on in the next one",
+        differences = {
+            "colocate_async": "here a step does not wait for responses under way, which go on in the next one",
             "separate_async": (
-                f"responses are generated while the actor trains, on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs"
+                f"here responses are generated while the actor trains, on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs"
             ),
         }
+        differs = differences.get(mode, f"what {mode} does is not known here")
         found.append(
             Finding(
                 "warning",
                 f"trainer.v1.trainer_mode={mode}: memory and time here are those of sync, which generates all responses of a step "
-                f"before it trains; here {differs[mode]}.",
+                f"before it trains; {differs}.",
             )
         )
     if entropy.source == "rollout" and entropy.check_every > 0:

@@ -11,7 +11,7 @@ vLLM has two model runners, and each has one place where the sampled token's log
 
 Both are patched always: which runner serves a model depends on version, model and settings.
 
-On a CPU, V1's rejection sampler also gets temperatures that are those of the requests (``_expand_on_cpu``): tokens must come from the
+On a CPU, V1's rejection sampler also gets temperatures that are those of the requests (``_expand``): tokens must come from the
 distribution whose entropy they carry.
 """
 
@@ -68,13 +68,14 @@ def vllm_version() -> str:
 
 
 def _patch_v1() -> None:
+    from vllm.platforms import current_platform
+
     sampler = _get(importlib.import_module("vllm.v1.sample.sampler"), "Sampler")
     rejection: Any = importlib.import_module("vllm.v1.sample.rejection_sampler")
     rejection_sampler = _get(rejection, "RejectionSampler")
     if hasattr(sampler, _MARK):
         return
     gather = _get(sampler, "gather_logprobs")
-    expand = _get(rejection, "expand_batch_to_tokens")
 
     def gather_logprobs(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> Any:
         if not _sampling.get():
@@ -89,7 +90,9 @@ def _patch_v1() -> None:
     sampler.gather_logprobs = staticmethod(gather_logprobs)
     sampler.forward = forward
     rejection_sampler._get_logprobs_tensors = get_logprobs
-    rejection.expand_batch_to_tokens = _expand_on_cpu(expand)
+    if current_platform.is_cpu():
+        _get(rejection, "expand_batch_to_tokens")
+        rejection.expand_batch_to_tokens = _expand
     setattr(sampler, _MARK, True)
 
 
@@ -113,22 +116,26 @@ def gather_fused(logprobs: torch.Tensor, token_ids: torch.Tensor) -> Any:
     )
 
 
-def _expand_on_cpu(expand: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """V1's ``expand_batch_to_tokens``, which on a CPU leaves its result uninitialised: github.com/vllm-project/vllm/issues/55005.
+def _expand(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """V1's ``expand_batch_to_tokens``: a request's temperature, top-k or top-p for each of its drafted tokens.
 
-    Drafted tokens are then judged at whatever temperature the memory held.
+    On a CPU vLLM's own leaves the result uninitialised (github.com/vllm-project/vllm/issues/55005), and drafts are judged by whatever the
+    memory held.
+
+    Args:
+        x: (B,) of the requests.
+        cu_num_tokens: (B,) integers, where the tokens of each request end.
+        num_tokens: N, of all requests together.
+        replace_from: a value of ``x`` that counts as ``replace_to``.
+        replace_to: what it counts as.
+
+    Returns:
+        (N,), of the type of ``x``.
     """
-
-    @functools.wraps(expand)
-    def expand_batch_to_tokens(
-        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-    ) -> torch.Tensor:
-        if x.device.type != "cpu":
-            return expand(x, cu_num_tokens, num_tokens, replace_from, replace_to)
-        counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
-        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
-
-    return expand_batch_to_tokens
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _while_sampling(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import codec, weight_socket
+from gtpo_verl.integrations.vllm import codec
 from gtpo_verl.integrations.vllm.patch import check_vllm_version
 from gtpo_verl.integrations.vllm.plugin import ENV_FLAG
 from gtpo_verl.integrations.vllm.wiring import ENTROPIES, VERSIONS, WORKER_EXTENSION, check_rollout, truncates
@@ -61,7 +61,6 @@ class EntropyVLLMHttpServer(vLLMHttpServer):
         check_rollout(config)
         os.environ[ENV_FLAG] = "1"  # the engine and its workers are started by this process and inherit it
         super().__init__(config, *args, **kwargs)
-        weight_socket.name_for_workers()
 
     def _get_worker_extension_cls(self) -> str:
         return WORKER_EXTENSION

@@ -1,41 +1,43 @@
 """A socket for each run, by which the policy's weights reach vLLM.
 
 verl names it after Ray's job number. Jobs of one Ray have different numbers, but every Ray that a run starts for itself begins at 1: two
-such runs on one machine would share the name, and while both send weights one could wait for ever or load the other's. Here both ends
-add Ray's session to it, which is another for each.
+such runs on one machine would share the name, and while both send weights one could wait for ever or load the other's. Here the sender
+adds the run's token (``wiring.enable_rollout_entropy`` draws it) and tells the receiving workers before it sends, so that the two ends
+cannot disagree.
 """
 
-import hashlib
-import os
+from collections.abc import Mapping
 from typing import Any
 
-import ray
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from gtpo_verl.integrations.vllm.wiring import OWN_SOCKET
-
-# Set by verl's server for its workers, which put it into the name.
-_ENV = "VERL_RAY_JOB_ID"
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.wiring import SOCKET_TOKEN
 
 
-def run_name() -> str:
-    """This run among all on this machine, the same in every process of its Ray: short, as the path of a socket must be."""
-    context = ray.get_runtime_context()
-    session = hashlib.sha256(context.get_session_name().encode()).hexdigest()[:8]
-    return f"{context.get_job_id()}-{session}"
+def with_token(handle: str, token: str) -> str:
+    """verl's name of a socket with the token of a run in it.
+
+    Raises:
+        UserError: the name is not of the form that verl 0.9.1 gives.
+    """
+    run, replica, rank = handle.rpartition("-replica-")
+    if not replica:
+        raise UserError(f"verl names the socket of vLLM's weights {handle}, which gtpo_verl does not know.")
+    return f"{run}-{token}{replica}{rank}"
 
 
-def name_for_workers() -> None:
-    """Name the receiving end: in the process of the server, before its workers are started."""
-    os.environ[_ENV] = run_name()
-
-
-class PolicyServerAdapter(ServerAdapter):
-    """verl's sender of weights; with ``rollout.custom.gtpo_verl_own_socket`` its socket is named like the receiving end."""
+class NamedSocketAdapter(ServerAdapter):
+    """verl's sender of weights to vLLM; where ``rollout.custom`` has a token, by a socket that the token names."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        if (self.config.custom or {}).get(OWN_SOCKET):
-            job = ray.get_runtime_context().get_job_id()
-            assert f"-{job}-" in self.zmq_handle
-            self.zmq_handle = self.zmq_handle.replace(f"-{job}-", f"-{run_name()}-")
+        custom: Mapping[str, str] = self.config.custom or {}
+        self._token = custom.get(SOCKET_TOKEN)
+        if self._token:
+            self.zmq_handle = with_token(self.zmq_handle, self._token)
+
+    async def update_weights(self, *args: Any, **kwargs: Any) -> Any:
+        if self._token:
+            await self._execute_method("name_weight_socket", args=(self._token,))
+        return await super().update_weights(*args, **kwargs)

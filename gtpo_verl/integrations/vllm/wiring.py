@@ -1,5 +1,6 @@
 """Turns rollout entropies on for a run: refuses what cannot give exact ones, and names our classes to verl. Light to import."""
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from gtpo_verl.errors import UserError
 ENTROPIES = "rollout_entropies"
 VERSIONS = "rollout_versions"
 WORKER_EXTENSION = "gtpo_verl.integrations.vllm.worker_extension.PolicyWorkerExtension"
-OWN_SOCKET = "gtpo_verl_own_socket"  # in verl's rollout.custom, see weight_socket.py
+SOCKET_TOKEN = "gtpo_verl_socket_token"  # in verl's rollout.custom, see weight_socket.py
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
 
 INSTEAD = "or set algorithm.entropy.source=actor"
@@ -19,7 +20,7 @@ INSTEAD = "or set algorithm.entropy.source=actor"
 def enable_rollout_entropy(config: DictConfig) -> None:
     """Make the policy's vLLM servers return entropies and the agent loops pass them on.
 
-    Called once, in the process that builds the trainer (the one that creates ``LLMServerManager``), before it does. Replicas
+    Called once, in the process that builds the trainer, before that makes workers or servers. Replicas
     of reward models and teachers come from the same registry and stay verl's own, see ``EntropyVLLMReplica``.
 
     Args:
@@ -38,7 +39,7 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     if rollout.agent.agent_loop_config_path is None:
         OmegaConf.update(rollout, "agent.agent_loop_config_path", str(AGENT_LOOPS), force_add=True)
     check_agent_loop(rollout.agent)
-    OmegaConf.update(rollout, f"custom.{OWN_SOCKET}", True, force_add=True)
+    OmegaConf.update(rollout, f"custom.{SOCKET_TOKEN}", secrets.token_hex(4), force_add=True)
     # the name stays "vllm": verl compares it in many places
     RolloutReplicaRegistry.register("vllm", _replica_class)
 

@@ -17,7 +17,6 @@ from typing import Any
 import hydra
 import ray
 import torch
-import zmq
 from omegaconf import DictConfig, OmegaConf
 from run_engine import runner_of
 
@@ -34,6 +33,10 @@ def of_workers(server: Any, function: Callable[[Any], Any]) -> list[Any]:
 
 def process_of(worker: Any) -> int:
     return os.getpid()
+
+
+def socket_of(worker: Any) -> str:
+    return worker._get_zmq_handle()
 
 
 def compose(model: str) -> DictConfig:
@@ -73,8 +76,8 @@ def compose(model: str) -> DictConfig:
         return hydra.compose("ppo_trainer", overrides=settings)
 
 
-async def send_weights(config: DictConfig, directory: str, step: int) -> None:
-    """What a worker of the actor does after an update: the weights through shared memory, then the new version."""
+async def send_weights(config: DictConfig, directory: str, step: int) -> str:
+    """What a worker of the actor does after an update: the weights through shared memory, then the new version; by which socket."""
     from safetensors.torch import load_file
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.base import get_rollout_class
@@ -82,18 +85,8 @@ async def send_weights(config: DictConfig, directory: str, step: int) -> None:
     os.environ |= {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1"}
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     adapter = get_rollout_class("vllm")(config=rollout, model_config=None, device_mesh=None, replica_rank=0)
-    # another run, whose Ray gave it the same number, with weights for its own vLLM
-    job = ray.get_runtime_context().get_job_id()
-    other_run = zmq.Context.instance().socket(zmq.REQ)
-    other_run.bind(f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock")
     await adapter.update_weights(iter(load_file(Path(directory) / "model.safetensors").items()), global_steps=step)
-    try:
-        other_run.send(b"", zmq.NOBLOCK)
-    except zmq.Again:
-        return  # nobody listens there
-    finally:
-        other_run.close(linger=0)
-    raise RuntimeError("vLLM took the weights of another run on this machine")
+    return adapter.zmq_handle
 
 
 def record(prompt: list[int], output: Any) -> dict[str, Any]:
@@ -284,7 +277,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = {"runners": of_workers(server, runner_of)}
         if not request["only"]:
             answer["transfer_queue"] = through_transfer_queue(agents, validate=False)
-        asyncio.run(send_weights(config, request["model"], step=1))
+        sender = asyncio.run(send_weights(config, request["model"], step=1))
+        answer["sockets"] = {"sender": sender, "receivers": of_workers(server, socket_of)}
         if not request["only"]:
             answer["validation"] = through_transfer_queue(agents, validate=True)
         interrupted = interrupt(

@@ -71,7 +71,7 @@ def test_v1_judges_drafts_at_the_temperatures_of_their_requests_on_a_cpu(patched
     from vllm.v1.sample import rejection_sampler
 
     expand = rejection_sampler.expand_batch_to_tokens
-    ends = torch.tensor(DRAFTED, dtype=torch.int32).cumsum(0)
+    ends = torch.tensor(DRAFTED).cumsum(0, dtype=torch.int32)
     temperatures = expand(torch.tensor([0.6, 1.3, 0.0]), ends, 5, replace_from=0, replace_to=1)
     assert torch.equal(temperatures, torch.tensor([0.6, 0.6, 1.3, 1.0, 1.0]))
     top_k = expand(torch.tensor([7, 0, 9], dtype=torch.int32), ends, 5)

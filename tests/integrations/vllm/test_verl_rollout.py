@@ -107,6 +107,12 @@ def test_so_it_does_under_model_runner_v2(drive, check_interrupted, v2_on_cpu, r
     record_property("largest_error_nat", check_interrupted(answer["interrupted"], length=48))
 
 
+def test_weights_come_by_a_socket_of_this_run(answer):
+    sender = answer["sockets"]["sender"]
+    assert answer["sockets"]["receivers"] == [sender]
+    assert not sender.endswith("zmq-01000000-replica-0-rank-0.sock")  # any other run's with a Ray of its own
+
+
 def test_a_server_of_verls_own_beside_ours_is_left_alone(answer):
     assert len(answer["stock"]["ranks"]) == 8
     assert all(1 <= rank <= 512 for rank in answer["stock"]["ranks"])

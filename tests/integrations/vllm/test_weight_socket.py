@@ -1,52 +1,76 @@
-"""Both ends of the socket by which weights reach vLLM bear the same name, which has this run's Ray in it."""
+"""Both ends of the socket by which weights reach vLLM bear the same name, which is another for each run."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 import ray
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from gtpo_verl.integrations.vllm import weight_socket
-from gtpo_verl.integrations.vllm.wiring import OWN_SOCKET
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.weight_socket import with_token
+from gtpo_verl.integrations.vllm.wiring import SOCKET_TOKEN
+from gtpo_verl.integrations.vllm.worker_extension import PolicyWorkerExtension
 
-WORKER = SimpleNamespace(local_rank=0, model_runner=SimpleNamespace(vllm_config=None))
+
+class Worker(PolicyWorkerExtension):
+    """What vLLM's worker has of the extension."""
+
+    local_rank = 0
+    model_runner = SimpleNamespace(vllm_config=None)
+
+    def __new__(cls):
+        return object.__new__(cls)
 
 
 @pytest.fixture
-def session(monkeypatch):
-    """Name Ray's session; the job is the first of it, as in every Ray that a run starts for itself."""
-
-    def session(name):
-        context = SimpleNamespace(get_job_id=lambda: "01000000", get_session_name=lambda: name)
-        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-
+def connect(monkeypatch):
+    """A sender of weights and the worker that its server would reach; Ray's job is the first, as in every Ray of one's own."""
+    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     for name, value in {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "VERL_REPLICA_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")  # what verl's own server sets
-    return session
+    monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")  # by verl's server
+    updated = []
+
+    async def update_weights(self, weights, **kwargs):
+        updated.append((weights, kwargs, worker._get_zmq_handle()))
+
+    async def collective_rpc(method, timeout, args, kwargs):
+        getattr(worker, method)(*args, **(kwargs or {}))
+
+    worker = Worker()
+    monkeypatch.setattr(ServerAdapter, "update_weights", update_weights)
+
+    def connect(custom):
+        config = RolloutConfig(name="vllm", custom=custom)
+        sender = get_rollout_class("vllm")(config=config, model_config=None, device_mesh=None, replica_rank=0)
+        sender.server_handle = SimpleNamespace(collective_rpc=SimpleNamespace(remote=collective_rpc))
+        asyncio.run(sender.update_weights("weights", global_steps=3))
+        ((weights, kwargs, listening),) = updated
+        updated.clear()
+        assert (weights, kwargs) == ("weights", {"global_steps": 3})
+        return sender.zmq_handle, listening
+
+    return connect
 
 
-def sender(custom):
-    config = RolloutConfig(name="vllm", custom=custom)
-    return get_rollout_class("vllm")(config=config, model_config=None, device_mesh=None, replica_rank=0).zmq_handle
-
-
-def test_both_ends_have_the_name_of_the_run(session):
-    handles = set()
-    for name in ("session_2026-01-01_00-00-00_000000_1", "session_2026-01-01_00-00-00_000000_2"):
-        session(name)
-        weight_socket.name_for_workers()
-        handle = sender({OWN_SOCKET: True, "mine": 1})
-        assert handle == vLLMColocateWorkerExtension._get_zmq_handle(WORKER)
-        assert len(handle.removeprefix("ipc://")) < 80  # a socket's path is at most 107
-        handles.add(handle)
-    assert len(handles) == 2
+def test_the_token_of_the_run_is_in_both_names_before_weights_are_sent(connect):
+    names = set()
+    for token in ("0123abcd", "4567cdef"):
+        sender, receiver = connect({SOCKET_TOKEN: token, "mine": 1})
+        assert sender == receiver == f"ipc:///tmp/rl-colocate-zmq-01000000-{token}-replica-0-rank-0.sock"
+        names.add(sender)
+    assert len(names) == 2
 
 
 @pytest.mark.parametrize("custom", [None, {}, {"mine": 1}])
-def test_without_rollout_entropies_it_is_verls_own(session, custom):
-    session("session_2026-01-01_00-00-00_000000_1")
-    assert sender(custom) == vLLMColocateWorkerExtension._get_zmq_handle(WORKER)
-    assert sender(custom).endswith("zmq-01000000-replica-0-rank-0.sock")
+def test_without_a_token_both_are_verls(connect, custom):
+    assert connect(custom) == ("ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock",) * 2
+
+
+def test_another_form_of_the_name_is_refused():
+    with pytest.raises(UserError, match="ipc:///tmp/weights"):
+        with_token("ipc:///tmp/weights", "0123abcd")

@@ -90,6 +90,17 @@ def test_enabling_names_our_loops_and_our_replica(registry):
     assert registry.get("vllm").__name__ == "EntropyVLLMReplica"
 
 
+def test_every_run_gets_a_socket_token_beside_what_a_user_put_there(registry):
+    tokens = set()
+    for _ in range(2):
+        config = compose("actor_rollout_ref.rollout.custom.mine=1")
+        wiring.enable_rollout_entropy(config)
+        custom = OmegaConf.to_container(config.actor_rollout_ref.rollout.custom)
+        tokens.add(custom.pop(wiring.SOCKET_TOKEN))
+        assert custom == {"mine": 1}
+    assert len(tokens) == 2
+
+
 def test_an_unknown_vllm_is_refused_before_a_server_starts(registry, monkeypatch):
     import vllm
 
@@ -157,8 +168,12 @@ def test_the_worker_extension_is_found_under_its_name():
     assert get_class(wiring.WORKER_EXTENSION) is worker_extension.PolicyWorkerExtension
 
 
-def test_the_worker_extension_adds_no_public_name_that_could_collide_with_vllms_worker():
+def test_the_worker_extension_adds_no_name_that_vllms_workers_have():
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
 
     added = set(vars(worker_extension.PolicyWorkerExtension)) - set(vars(vLLMColocateWorkerExtension))
-    assert [name for name in added if not name.startswith("__")] == []
+    added = {name for name in added if not name.startswith("__")}
+    assert added
+    assert not added & {*dir(CPUWorker), *dir(Worker)}  # vLLM would refuse to start
