@@ -158,18 +158,16 @@ def mode_findings(config: DictConfig) -> list[Finding]:
     mode, entropy = config.trainer.v1.trainer_mode, config.algorithm.entropy
     if mode != "sync":
         rollout = config.actor_rollout_ref.rollout
-        differences = {
-            "colocate_async": "here a step does not wait for responses under way, which go on in the next one",
-            "separate_async": (
-                f"here responses are generated while the actor trains, on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs"
-            ),
+        own = {
+            "colocate_async": "does not wait for responses under way, which go on in the next step",
+            "separate_async": f"generates while the actor trains, on {rollout.nnodes} × {rollout.n_gpus_per_node} more GPUs",
         }
-        differs = differences.get(mode, f"what {mode} does is not known here")
+        differs = own.get(mode, "is not known here")
         found.append(
             Finding(
                 "warning",
                 f"trainer.v1.trainer_mode={mode}: memory and time here are those of sync, which generates all responses of a step "
-                f"before it trains; {differs}.",
+                f"before it trains; {mode} {differs}.",
             )
         )
     if entropy.source == "rollout" and entropy.check_every > 0:

@@ -105,7 +105,7 @@ def test_what_a_plan_of_another_trainer_mode_leaves_out_is_said(run: Run) -> Non
     assert not any("more GPUs" in message for message in messages(run(plan), "warning"))
     changes = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 8}
     assert any("on 2 × 8 more GPUs" in message for message in messages(run(plan, changes), "warning"))
-    for mode, said in (("colocate_async", "does not wait for responses under way"), ("mine", "what mine does is not")):
+    for mode, said in (("colocate_async", "does not wait for responses under way"), ("mine", "mine is not known here")):
         changes = {"trainer.v1.trainer_mode": mode}
         (found,) = [item for item in messages(run(plan, changes), "warning") if f"trainer_mode={mode}" in item]
         assert said in found

@@ -91,7 +91,7 @@ def _patch_v1() -> None:
     sampler.forward = forward
     rejection_sampler._get_logprobs_tensors = get_logprobs
     if current_platform.is_cpu():
-        _get(rejection, "expand_batch_to_tokens")
+        _get(rejection, "expand_batch_to_tokens")  # refused if it is called something else
         rejection.expand_batch_to_tokens = _expand
     setattr(sampler, _MARK, True)
 

@@ -161,7 +161,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any
         common = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the scripts ask the workers for their runner
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the scripts send functions to the workers
         }
         process = subprocess.run(
             [ENGINE_PYTHON, str(HERE / script), str(request_file), str(answer_file)],
