@@ -45,7 +45,7 @@ clean: ## remove .venv, builds and caches; outputs/ stays
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $(name))))
 
-$(READY): pyproject.toml gtpo_verl/setup.py gtpo_verl/cpu_constraints.txt
+$(READY): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_constraints.txt
 	@test -n "$(PYTHON)" || \
 		{ echo "error: Python 3.11 or 3.12 is needed and none was found: apt install python3.11 python3.11-venv, or make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \

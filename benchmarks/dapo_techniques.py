@@ -24,9 +24,9 @@ import torch
 from rich.progress import track
 
 from gtpo_verl.config import choices
-from gtpo_verl.quickstart.task import Task, prepare_task
-from gtpo_verl.run_directory import read_metrics_from, read_record
-from gtpo_verl.train import hardware, run_versions
+from gtpo_verl.runs.directory import read_metrics_from, read_record
+from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.tasks.sums.task import Task, prepare_task
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
@@ -35,7 +35,7 @@ OFF_POLICY = ("2_overlong_filtering", "3_clip_higher")  # the rows that clip-hig
 
 # A third of the prompts is beyond the model and a third beneath it, whatever it writes; the others are judged.
 REWARD = """
-from gtpo_verl.quickstart.reward import compute_score as judge
+from gtpo_verl.tasks.sums.reward import compute_score as judge
 
 def thirds(data_source, solution_str, ground_truth, extra_info=None, **settings):
     third = sum(map(ord, extra_info["question"])) % 3

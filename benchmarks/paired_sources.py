@@ -27,9 +27,9 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from gtpo_verl.quickstart.task import Task, prepare_task
-from gtpo_verl.run_directory import read_metrics_from, read_record
-from gtpo_verl.train import hardware, run_versions
+from gtpo_verl.runs.directory import read_metrics_from, read_record
+from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.tasks.sums.task import Task, prepare_task
 
 RESULTS = Path(__file__).parent / "results"
 SOURCES = ("rollout", "actor")

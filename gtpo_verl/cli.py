@@ -10,21 +10,24 @@ from gtpo_verl.errors import main_guard
 
 # name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is immediate
 COMMANDS = {
-    "quickstart": ("gtpo_verl.quickstart.run", "train dapo, gtpo and grpo_s on an embedded task and write a report"),
-    "train": ("gtpo_verl.train", "train one model: Hydra overrides over verl's configuration"),
+    "quickstart": (
+        "gtpo_verl.commands.quickstart",
+        "train dapo, gtpo and grpo_s on an embedded task and write a report",
+    ),
+    "train": ("gtpo_verl.commands.train", "train one model: Hydra overrides over verl's configuration"),
     "plan": (
-        "gtpo_verl.planning.command",
+        "gtpo_verl.commands.plan",
         "what a configuration means, before a GPU is used: arithmetic, memory, time",
     ),
-    "eval": ("gtpo_verl.evaluation.command", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
+    "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
     "prepare-data": (
         "gtpo_verl.data.prepare",
         "bring a data set to verl's schema, checked for repetitions and overlap",
     ),
-    "report": ("gtpo_verl.experiments.report", "compare runs: an HTML page, plots and a table"),
-    "verify": ("gtpo_verl.verifiers.command", "how far the two verifiers agree on the responses of a run"),
-    "doctor": ("gtpo_verl.doctor", "check this installation, down to a Ray worker and a vLLM worker"),
-    "setup": ("gtpo_verl.setup", "install the stack for this machine"),
+    "report": ("gtpo_verl.commands.report", "compare runs: an HTML page, plots and a table"),
+    "verify": ("gtpo_verl.commands.verify", "how far the two verifiers agree on the responses of a run"),
+    "doctor": ("gtpo_verl.commands.doctor", "check this installation, down to a Ray worker and a vLLM worker"),
+    "setup": ("gtpo_verl.commands.setup", "install the stack for this machine"),
 }
 
 

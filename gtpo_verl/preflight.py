@@ -3,14 +3,14 @@
 :func:`check` needs no verl and takes about a second; ``integrations.checks`` follows once verl is imported, still before Ray.
 """
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.config import files_of
+from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.integrations.vllm.wiring import check_rollout
 from gtpo_verl.planning.step import check_batches
 from gtpo_verl.versions import check_vllm, installed_version
@@ -280,34 +280,3 @@ def _schema_problems(schema: Any, prompt_key: str) -> Iterator[str]:
         yield f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. `gtpo-verl prepare-data` makes such files."
     if not pa.types.is_struct(reward) or "ground_truth" not in {field.name for field in reward}:
         yield f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. `gtpo-verl prepare-data` makes such files."
-
-
-def files_of(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(item) for item in value]
-
-
-# -------------------------------------------------------------------- shared with integrations.checks
-
-
-def within(seconds: float, task: Callable[[], Any]) -> Any:
-    """Run ``task``, and raise TimeoutError when it takes longer; a task that hangs is left behind in a daemon thread."""
-    outcome: dict[str, Any] = {}
-
-    def work() -> None:
-        try:
-            outcome["value"] = task()
-        except Exception as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

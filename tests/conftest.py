@@ -9,6 +9,9 @@ import pytest
 # Read when torch is first imported: with spinning threads, tests that share two cores take several times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Fixtures that several folders share, in tests/support/.
+pytest_plugins = ["composed_runs", "evaluation_records", "run_writer", "verifier_pools"]
+
 TRAININGS = "trainings"
 
 
@@ -19,7 +22,7 @@ def group(nodeid: str) -> str:
     """
     file = nodeid.split("::", 1)[0]
     trains = file.startswith("tests/e2e/") and file != "tests/e2e/test_doctor.py"
-    return TRAININGS if trains or file == "tests/quickstart/test_task.py" else file
+    return TRAININGS if trains or file == "tests/tasks/test_task.py" else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,10 +12,9 @@ import pytest
 from omegaconf import DictConfig
 
 from gtpo_verl import preflight
-from gtpo_verl.config import compose_config
+from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import checks
-from gtpo_verl.train import prepare
 
 REWARD = """
 def good(data_source, solution_str, ground_truth, extra_info=None):

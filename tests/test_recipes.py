@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from gtpo_verl.config import compose_config
+from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.planning.plan import make_plan
-from gtpo_verl.train import prepare
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.sh"))

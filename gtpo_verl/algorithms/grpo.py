@@ -4,16 +4,16 @@ import math
 
 import torch
 
-from gtpo_verl.algorithms.layout import (
+from gtpo_verl.algorithms._packed.layout import (
     broadcast_rows,
     check_batch,
     check_entropy_shape,
     one_thread,
     read_layout,
 )
-from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
-from gtpo_verl.algorithms.statistics import Moments, Normalizer
-from gtpo_verl.algorithms.tokens import Scratch, check_entropies
+from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
+from gtpo_verl.algorithms._packed.recorder import AdvantageOutput, Recorder
+from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies
 
 
 def grpo_advantages(

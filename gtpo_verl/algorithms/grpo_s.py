@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gtpo_verl.algorithms.config import GRPOSConfig
-from gtpo_verl.algorithms.layout import (
+from gtpo_verl.algorithms._packed.layout import (
     Group,
     Layout,
     broadcast_rows,
@@ -16,9 +15,10 @@ from gtpo_verl.algorithms.layout import (
     one_thread,
     read_layout,
 )
-from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
-from gtpo_verl.algorithms.statistics import Moments, normalizers
-from gtpo_verl.algorithms.tokens import Scratch, check_entropies, clamp_entropies
+from gtpo_verl.algorithms._packed.moments import Moments, normalizers
+from gtpo_verl.algorithms._packed.recorder import AdvantageOutput, Recorder
+from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies, clamp_entropies
+from gtpo_verl.algorithms.config import GRPOSConfig
 
 
 def grpo_s_advantages(

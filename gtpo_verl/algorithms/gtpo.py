@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gtpo_verl.algorithms.config import GTPOConfig
-from gtpo_verl.algorithms.layout import (
+from gtpo_verl.algorithms._packed.layout import (
     Group,
     check_batch,
     check_entropy_shape,
@@ -20,9 +19,10 @@ from gtpo_verl.algorithms.layout import (
     read_layout,
     zeros,
 )
-from gtpo_verl.algorithms.output import AdvantageOutput, Recorder
-from gtpo_verl.algorithms.statistics import ROUND_OFF, Moments, Normalizer, normalizers
-from gtpo_verl.algorithms.tokens import Scratch, Side, Tokens, check_entropies, clamp_entropies, write_tokens
+from gtpo_verl.algorithms._packed.moments import ROUND_OFF, Moments, Normalizer, normalizers
+from gtpo_verl.algorithms._packed.recorder import AdvantageOutput, Recorder
+from gtpo_verl.algorithms._packed.tokens import Scratch, Side, Tokens, check_entropies, clamp_entropies, write_tokens
+from gtpo_verl.algorithms.config import GTPOConfig
 
 
 def gtpo_advantages(

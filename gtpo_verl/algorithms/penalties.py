@@ -2,8 +2,8 @@
 
 import torch
 
+from gtpo_verl.algorithms._packed.layout import check_group_type
 from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths
-from gtpo_verl.algorithms.layout import check_group_type
 
 
 def soft_overlong_penalty(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gtpo_verl.evaluation.metrics import majority_at_k, pass_at_k, powers_of_two
-from gtpo_verl.experiments.statistics import Estimate, Floats, estimate, estimates
+from gtpo_verl.runs.statistics import Estimate, Floats, estimate, estimates
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,14 @@
 """What only verl can tell about a run before Ray starts: its own validation, registered names, and a verdict from the verifier."""
 
 import asyncio
-import difflib
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl.errors import UserError
-from gtpo_verl.preflight import files_of, first_line, within
+from gtpo_verl.config import files_of
+from gtpo_verl.errors import UserError, did_you_mean, first_line, within
 from gtpo_verl.verifiers.reward import close_pools
 
 VERIFIER_TIMEOUT = 60.0  # seconds; one that judges in processes has to start them
@@ -34,9 +33,7 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
     names = sorted(str(getattr(item, "value", item)) for item in known)
     if name in names:
         return
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else "it must be one of the following."
-    raise UserError(f"{key}={name}: no such name; {hint} Known: {', '.join(names)}.")
+    raise UserError(f"{key}={name}: no such name{did_you_mean(name, names) or '.'} Known: {', '.join(names)}.")
 
 
 def _check_verifier(config: DictConfig) -> None:

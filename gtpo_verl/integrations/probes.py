@@ -25,7 +25,7 @@ def save_probe_model(directory: Path) -> None:
     """Save a random Qwen2, small, with entropies spread well below the maximum."""
     import torch
 
-    from gtpo_verl.quickstart.model import build_model
+    from gtpo_verl.tasks.sums.model import build_model
 
     model = build_model(vocabulary_size=256, seed=0)
     with torch.no_grad():

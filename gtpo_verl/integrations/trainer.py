@@ -35,7 +35,7 @@ from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.wiring import ENTROPIES as ROLLOUT_ENTROPIES
 from gtpo_verl.integrations.vllm.wiring import VERSIONS as ROLLOUT_VERSIONS
-from gtpo_verl.run_directory import STOP_FILE, MetricsRecorder, record_groups
+from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder, record_groups
 
 logger = logging.getLogger(__name__)
 

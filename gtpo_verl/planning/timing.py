@@ -18,7 +18,7 @@ from gtpo_verl.planning.memory import Engine, checkpoints_activations
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import Lengths, Step, check_batches, skips_old_log_prob
-from gtpo_verl.run_directory import METRICS_FILE, read_metrics_from
+from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
 
 
 @dataclass(frozen=True)

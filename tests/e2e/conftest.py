@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from gtpo_verl.experiments.runs import read_metrics
-from gtpo_verl.quickstart.task import Task, prepare_task
-from gtpo_verl.run_directory import METRICS_FILE
+from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.reader import read_metrics
+from gtpo_verl.tasks.sums.task import Task, prepare_task
 
 Start = Callable[..., "Training"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtpo_verl.quickstart.task import Task
+from gtpo_verl.tasks.sums.task import Task
 
 pytestmark = pytest.mark.e2e
 
@@ -44,7 +44,7 @@ def scaled_down(setting: str, task: Task) -> list[str]:
         f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size // by}",
         *("data.max_prompt_length=8", "data.max_response_length=32"),
         f"reward.reward_kwargs.overlong_buffer_cfg.len={'null' if overlong is None else 32 * overlong // paper.data.max_response_length}",
-        "reward.custom_reward_function.path=pkg://gtpo_verl.quickstart.reward",
+        "reward.custom_reward_function.path=pkg://gtpo_verl.tasks.sums.reward",
         "reward.custom_reward_function.name=compute_score",
         f"actor_rollout_ref.actor.use_dynamic_bsz={tokens}",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=160",

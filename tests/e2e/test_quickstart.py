@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from gtpo_verl.quickstart.task import Task
+from gtpo_verl.tasks.sums.task import Task
 
 pytestmark = pytest.mark.e2e
 
@@ -134,7 +134,7 @@ def test_the_report_and_the_models_are_there(quickstart: tuple[Path, str]) -> No
 
 def test_a_second_call_has_nothing_left_to_train(quickstart: tuple[Path, str], task: Task) -> None:
     """A finished quickstart is not touched again: the next one is a new run, beside it."""
-    from gtpo_verl.quickstart.run import _run_directory
+    from gtpo_verl.commands.quickstart import _run_directory
 
     directory, _ = quickstart
     request = json.loads((directory / "run.json").read_text())["request"]

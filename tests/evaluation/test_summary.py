@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gtpo_verl.evaluation import Figure, Sample, logged, paired_changes, summarize
-from gtpo_verl.experiments.statistics import estimates
+from gtpo_verl.runs.statistics import estimates
 
 
 def samples(problem: str, verdicts: str, *, source: str = "sums", length: int = 10) -> list[Sample]:

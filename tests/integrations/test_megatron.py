@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtpo_verl.setup import MEGATRON_DIRECTORY
+from gtpo_verl.commands.setup import MEGATRON_DIRECTORY
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gtpo_verl import setup
+from gtpo_verl.commands import setup
 from gtpo_verl.errors import UserError
 from gtpo_verl.versions import VLLM_SUPPORTED, supports_vllm
 

@@ -1,0 +1,85 @@
+"""What every advantage function returns, and the metrics all arms share."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gtpo_verl.algorithms._packed.layout import Group, Layout
+from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
+
+TAIL = 0.9  # where the tail is looked at, as a share of the longest response
+
+
+@dataclass(frozen=True)
+class AdvantageOutput:
+    """advantages: (B, T), 0 outside the mask. shaped_rewards: (B, T) token level or (B,) sequence level, or None. metrics: by name."""
+
+    advantages: torch.Tensor
+    shaped_rewards: torch.Tensor | None
+    metrics: dict[str, float]
+
+
+@dataclass
+class Recorder:
+    """Collects the metrics of a batch group by group; `metrics` names them.
+
+    Values are weighted by tokens at token level and by responses at sequence level. Sign flips and the spread are those before
+    `preserve_sign`. Degenerate groups that are left out count in `groups`, `responses`, `entropy_*`, `tail_alive_*` alone.
+    """
+
+    layout: Layout
+    correct_rewards: Moments = field(default_factory=lambda: Moments.constant(0.0, 0.0))
+    wrong_rewards: Moments = field(default_factory=lambda: Moments.constant(0.0, 0.0))
+    correct_flips: float = 0.0
+    wrong_flips: float = 0.0
+    spread: float = 0.0
+    shaped_responses: int = 0
+    entropy_sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    entropy_counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def entropies(self, group: Group, sums: Sequence[float]) -> None:
+        """Sums of the entropies of a group, of its correct responses and of its wrong ones."""
+        for side, (total, rows) in enumerate(zip(sums, (group.rows[: group.n], group.rows[group.n :]), strict=True)):
+            self.entropy_sums[side] += total
+            self.entropy_counts[side] += sum(self.layout.lengths[row] for row in rows)
+
+    def rewards(self, correct: Moments, wrong: Moments) -> None:
+        """Moments of the shaped rewards of a group that takes part in the statistics."""
+        self.correct_rewards = self.correct_rewards.join(correct)
+        self.wrong_rewards = self.wrong_rewards.join(wrong)
+
+    def spreads(self, group: Group, m2s: Sequence[float], sides: tuple[Normalizer, Normalizer]) -> None:
+        """Standard deviation of the advantages inside each response, from the squared deviations of its rewards."""
+        for place, m2 in enumerate(m2s):
+            length = self.layout.lengths[group.rows[place]]
+            self.spread += sides[place >= group.n].scale * math.sqrt(max(m2, 0.0) / length)
+        self.shaped_responses += len(group.rows)
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics by name; a mean over nothing is left out."""
+        groups = self.layout.groups
+        ends = self.layout.extents
+        tail = math.floor(TAIL * max(ends, default=0))
+        found = {
+            "groups": float(len(groups)),
+            "responses": float(sum(len(g.rows) for g in groups)),
+            # Responses whose last valid column lies beyond TAIL of the longest end: few survivors mean noisy weights there.
+            "tail_alive_correct": float(sum(ends[row] > tail for g in groups for row in g.rows[: g.n])),
+            "tail_alive_wrong": float(sum(ends[row] > tail for g in groups for row in g.rows[g.n :])),
+            "sign_flip_correct": self.correct_flips / max(self.correct_rewards.count, 1.0),
+            "sign_flip_wrong": self.wrong_flips / max(self.wrong_rewards.count, 1.0),
+        }
+        if groups:
+            found["degenerate_share"] = sum(g.one_polarity for g in groups) / len(groups)
+        if self.shaped_responses:
+            found["advantage_spread"] = self.spread / self.shaped_responses
+        for side, rewards in (("correct", self.correct_rewards), ("wrong", self.wrong_rewards)):
+            if rewards.count:
+                found[f"shaped_{side}_mean"] = rewards.mean
+                found[f"shaped_{side}_std"] = math.sqrt(rewards.m2 / max(rewards.count - 1, 1.0))
+        for side, total, count in zip(("correct", "wrong"), self.entropy_sums, self.entropy_counts, strict=True):
+            if count:
+                found[f"entropy_{side}"] = total / count
+        return found

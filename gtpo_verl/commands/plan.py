@@ -1,0 +1,81 @@
+"""``gtpo-verl plan``: what a configuration means, before a GPU is used."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from gtpo_verl.config import GROUPS, choices, compose_config, prepare
+from gtpo_verl.errors import UserError
+
+EPILOG = """\
+examples:
+  gtpo-verl plan setting=paper_gtpo_32b backend=megatron algo=gtpo     the paper's 32B run on 64 GPUs
+  gtpo-verl plan setting=small_gpu --yield 0.3 --response-length 900   what you know of your model and data
+  gtpo-verl plan setting=paper_gtpo_7b --measured outputs/gtpo-1       lengths, yield and speeds of a run of yours, of any size
+  gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              for a program
+
+The arguments behind `plan` are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed; the
+shapes of Qwen2.5 ship with the package, any other model is read from its directory. Numbers under "assumed" are not in the
+configuration: --assume NAME=VALUE replaces one. The exit code is 1 where the run would stop.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``."""
+    from gtpo_verl.planning.timing import GPUS
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    groups = "; ".join(f"{group}= {' | '.join(choices(group))}" for group in GROUPS)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"as for `gtpo-verl train`. Groups: {groups}")
+    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="data sheet of the GPU (default: h100)")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, instead of the data sheet's")
+    parser.add_argument(
+        "--yield",
+        type=float,
+        dest="sampling_yield",
+        metavar="SHARE",
+        help="share of groups that dynamic sampling keeps",
+    )
+    parser.add_argument("--prompt-length", type=float, metavar="TOKENS", help="mean tokens of a prompt")
+    parser.add_argument("--response-length", type=float, metavar="TOKENS", help="mean tokens of a response")
+    parser.add_argument("--measured", type=Path, metavar="RUN", help="take assumptions from a run directory")
+    parser.add_argument(
+        "--assume",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="replace any assumption that the plan prints",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a plan; returns 1 where the run would stop, else 0."""
+    from gtpo_verl.planning.plan import make_plan
+    from gtpo_verl.planning.render import show
+
+    config = compose_config(args.overrides)
+    prepare(config, args.overrides)
+    plan = make_plan(config, args.overrides, gpu=args.gpu, given=_given(args), measured=args.measured)
+    if args.json:
+        json.dump(plan.to_dict(), sys.stdout, indent=2)
+        print()
+    else:
+        show(plan)
+    return 1 if plan.errors else 0
+
+
+def _given(args: argparse.Namespace) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for item in args.assume:
+        name, _, text = item.partition("=")
+        try:
+            found[name] = float(text)
+        except ValueError as error:
+            raise UserError(f"--assume {item}: write NAME=NUMBER.") from error
+    for name in ("gpu_memory", "sampling_yield", "prompt_length", "response_length"):
+        if getattr(args, name) is not None:
+            found[name] = getattr(args, name)
+    return found

@@ -1,0 +1,35 @@
+"""``gtpo-verl report``: runs compared on an HTML page, with plots and a table."""
+
+import argparse
+from pathlib import Path
+
+from gtpo_verl.report import page
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``gtpo-verl report``."""
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="a run's directory, the directory of one arm of it, or a .jsonl file of verl's file logger",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where to write report.html, summary.json and figures/ (default: the run's directory, "
+        "or outputs/report-NAMES for several runs)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the report, print its table, and return the exit code 0.
+
+    Raises:
+        UserError: see `gtpo_verl.report.page.write_report`.
+    """
+    report = page.write_report(args.runs, args.output or page.default_output(args.runs))
+    page.print_table(report)
+    return 0

@@ -1,0 +1,43 @@
+"""The figure of an evaluation: pass@k and the majority vote over k, a panel for each data source."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure as Page
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+from gtpo_verl.evaluation.summary import Figure, SourceSummary
+from gtpo_verl.report import plots
+
+
+def pass_at_k_figure(summaries: Sequence[SourceSummary], theme: plots.Theme) -> Page:
+    """Draw the curves of each data source with the bands of their intervals, k on a logarithmic axis.
+
+    Args:
+        summaries: at least one, each with two k or more.
+        theme: colours of the page.
+    """
+    styles = plots.arm_styles(["gtpo", "dapo"])
+    panels = []
+    for summary in summaries:
+        lines = [_line("pass@k", styles["gtpo"], summary.pass_at)]
+        if summary.majority_at:
+            lines.append(_line("maj@k", styles["dapo"], summary.majority_at))
+        title = f"{summary.data_source}, {summary.problems} problems"
+        panels.append(plots.Panel(title, tuple(lines), percent=True))
+    width = plots.HALF_WIDTH if len(panels) == 1 else plots.FULL_WIDTH
+    page = plots.panels_figure(panels, theme, width=width)
+    for axes, summary in zip(page.axes, summaries, strict=True):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(list(summary.pass_at)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("k", color=theme.muted)
+    return page
+
+
+def _line(label: str, style: plots.ArmStyle, curve: Mapping[int, Figure]) -> plots.Line:
+    def column(name: str) -> np.ndarray:
+        return np.array([getattr(figure, name) for figure in curve.values()], dtype=np.float64)  # None becomes NaN
+
+    return plots.Line(label, style, np.array(list(curve)), column("value"), column("low"), column("high"))

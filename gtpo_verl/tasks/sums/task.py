@@ -1,0 +1,284 @@
+"""Prepare the embedded task: a warm-started model directory and two parquet files in verl's schema, cached and atomic.
+
+The directory appears whole or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over all that
+decides its content, and the accuracy that the model starts from, measured by sampling; a second call with the same key
+reads the manifest and returns.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gtpo_verl import __version__
+from gtpo_verl.errors import UserError
+from gtpo_verl.tasks.sums import demonstrations
+from gtpo_verl.tasks.sums.demonstrations import MAX_RESPONSE_LENGTH, PROBLEMS, Problem
+from gtpo_verl.tasks.sums.reward import compute_score
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepared task needs neither
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+    from gtpo_verl.tasks.sums.model import WarmStart
+
+DATA_SOURCE = "gtpo_verl/sums"
+MODEL, TRAIN, VALIDATION, MANIFEST = "model", "train.parquet", "val.parquet", "manifest.json"
+
+# A baseline outside of this range leaves groups without contrast, or no room to learn.
+BASELINE_RANGE = (0.3, 0.6)
+BASELINE_SAMPLES_PER_PROMPT = 4
+WARM_START_THREADS = 2  # more do not help a model of this size
+
+# What decides the content of a task, next to its parameters.
+SOURCES = ("demonstrations.py", "model.py", "task.py")
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where a prepared task lies, and its manifest."""
+
+    model_path: Path
+    train_file: Path
+    val_file: Path
+    manifest: dict[str, Any]
+
+    @property
+    def baseline(self) -> float:
+        """Accuracy of the warm-started model on the validation prompts, sampled at temperature 1."""
+        return float(self.manifest["baseline"]["accuracy"])
+
+
+def prepare_task(
+    directory: Path,
+    *,
+    seed: int = 0,
+    train_prompts: int = 3584,
+    val_prompts: int = 1024,
+    warm_start: "WarmStart | None" = None,
+    progress: bool = True,
+) -> Task:
+    """Return the task in ``directory``, preparing it first (half a minute on two cores) unless it is already there.
+
+    ``warm_start`` replaces the recipe of the warm start; ``progress`` prints what is being done, with a progress bar. A
+    task that was prepared with other parameters or another version is replaced.
+    Raises UserError for sizes that the problem space cannot give, and for a directory that holds something else.
+    """
+    from rich.console import Console
+
+    console = Console(quiet=not progress, highlight=False, soft_wrap=True)
+    directory = directory.absolute()
+    try:
+        parts = demonstrations.partition(seed, train_prompts, val_prompts)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    parameters: dict[str, Any] = {"seed": seed, "train_prompts": train_prompts, "val_prompts": val_prompts}
+    if warm_start is not None:
+        parameters["warm_start"] = asdict(warm_start)
+    key = _key(parameters)
+
+    if (task := _load(directory, key)) is not None:
+        console.print(f"Task: reusing {directory} (baseline accuracy {task.baseline:.3f})")
+        return task
+    if directory.exists() and not (directory / MANIFEST).is_file() and any(directory.iterdir()):
+        raise UserError(f"{directory} exists and is not a prepared task; choose another directory or remove it")
+
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _only_one(directory, console):
+        if (task := _load(directory, key)) is not None:  # another process has just made it
+            return task
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.unfinished-", dir=directory.parent))
+        try:
+            _build(unfinished, parts, seed, warm_start, {"key": key, "parameters": parameters}, console)
+            os.chmod(unfinished, 0o755)  # mkdtemp makes it private
+            _replace(unfinished, directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    task = _load(directory, key)
+    assert task is not None
+    console.print(f"Task: ready in {directory}")
+    return task
+
+
+def rows(problems: Sequence[Problem], split: str) -> list[dict[str, Any]]:
+    """Return the problems as rows of verl's schema; ``split`` and the question go to ``extra_info`` for the verifier."""
+    return [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": demonstrations.prompt(problem)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": demonstrations.answer(problem)},
+            "extra_info": {"index": index, "split": split, "question": demonstrations.prompt(problem)},
+        }
+        for index, problem in enumerate(problems)
+    ]
+
+
+def measure_accuracy(
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    problems: Sequence[Problem],
+    *,
+    samples_per_prompt: int = BASELINE_SAMPLES_PER_PROMPT,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Sample at temperature 1 and judge by the task's verifier.
+
+    Returns ``accuracy``, its ``standard_error`` over prompts (responses to a prompt are not independent), and ``samples``.
+    """
+    from gtpo_verl.tasks.sums.model import sample
+
+    repeated = [problem for problem in problems for _ in range(samples_per_prompt)]
+    responses = sample(model, tokenizer, [demonstrations.prompt(p) for p in repeated], MAX_RESPONSE_LENGTH, seed)
+    verdicts = [
+        compute_score(DATA_SOURCE, response, demonstrations.answer(problem))["acc"]
+        for problem, response in zip(repeated, responses, strict=True)
+    ]
+    means = [
+        sum(verdicts[start : start + samples_per_prompt]) / samples_per_prompt
+        for start in range(0, len(verdicts), samples_per_prompt)
+    ]
+    accuracy = sum(means) / len(means)
+    variance = sum((mean - accuracy) ** 2 for mean in means) / max(1, len(means) - 1)
+    return {"accuracy": accuracy, "standard_error": (variance / len(means)) ** 0.5, "samples": len(verdicts)}
+
+
+def _build(
+    directory: Path,
+    parts: demonstrations.Partition,
+    seed: int,
+    recipe: "WarmStart | None",
+    manifest: dict[str, Any],
+    console: "Console",
+) -> None:
+    """Write everything into ``directory``, the manifest last."""
+    console.print(
+        f"Task: sums of three or four digits, {len(PROBLEMS)} problems: {len(parts.train)} to train on, "
+        f"{len(parts.validation)} to validate with, {len(parts.warm_start)} for the warm start, none in two of them"
+    )
+    started = time.monotonic()
+    with console.status("Loading PyTorch and transformers"):
+        import torch
+        from pyarrow import Table, parquet
+
+        from gtpo_verl.tasks.sums import model as tiny
+
+    recipe = recipe or tiny.WarmStart()
+    for name, problems, split in ((TRAIN, parts.train, "train"), (VALIDATION, parts.validation, "val")):
+        parquet.write_table(Table.from_pylist(rows(problems, split)), directory / name)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(WARM_START_THREADS, os.cpu_count() or 1))
+    try:
+        tokenizer = tiny.build_tokenizer()
+        model = tiny.build_model(len(tokenizer), seed)
+        stream = demonstrations.demonstration_stream(parts.warm_start, recipe.error_rate, seed)
+        pairs = ((demonstrations.prompt(problem), text) for problem, text in stream)
+        console.print(
+            f"Task: warm start of a Qwen2 with {model.num_parameters() / 1e6:.2f} M parameters on noisy demonstrations, "
+            f"{recipe.steps} steps of {recipe.batch_size}, {torch.get_num_threads()} threads"
+        )
+        _warm_start_with_progress(tiny, model, tokenizer, pairs, recipe, console)
+        with console.status("Measuring the baseline"):
+            baseline = measure_accuracy(model, tokenizer, parts.validation, seed=seed)
+    finally:
+        torch.set_num_threads(threads)
+    tiny.save(model, tokenizer, directory / MODEL)
+
+    console.print(
+        f"Task: baseline accuracy {baseline['accuracy']:.3f} ± {1.96 * baseline['standard_error']:.3f} "
+        f"on {baseline['samples']} samples of the validation prompts"
+    )
+    low, high = BASELINE_RANGE
+    if not low <= baseline["accuracy"] <= high:
+        console.print(f"[yellow]Task: a baseline outside {low} to {high} leaves little to learn from; try another seed")
+    manifest |= {
+        "baseline": baseline,
+        "recipe": asdict(recipe),
+        "sizes": {name: len(problems) for name, problems in vars(parts).items()},
+        "versions": {"gtpo-verl": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+def _warm_start_with_progress(
+    tiny: Any,
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    pairs: Iterator[tuple[str, str]],
+    recipe: "WarmStart",
+    console: "Console",
+) -> None:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        row = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
+        tiny.warm_start(model, tokenizer, pairs, recipe, lambda loss: bar.update(row, advance=1, loss=loss))
+
+
+def _key(parameters: dict[str, Any]) -> str:
+    """Return the digest of everything that decides a task's content: parameters, package version, the code that makes it."""
+    digest = hashlib.sha256(json.dumps([__version__, parameters], sort_keys=True).encode())
+    for name in SOURCES:
+        digest.update((Path(__file__).parent / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _load(directory: Path, key: str) -> Task | None:
+    """Return the task in ``directory``, or None where there is none or it has another key."""
+    file = directory / MANIFEST
+    if not file.is_file():
+        return None
+    manifest = json.loads(file.read_text())
+    if manifest.get("key") != key:
+        return None
+    return Task(directory / MODEL, directory / TRAIN, directory / VALIDATION, manifest)
+
+
+@contextmanager
+def _only_one(directory: Path, console: "Console") -> Iterator[None]:
+    """Hold the directory's lock, and remove what an earlier, killed preparation left beside it."""
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            console.print(f"Task: another process is preparing {directory}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for pattern in ("unfinished", "replaced"):
+            for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
+                shutil.rmtree(leftover)
+        yield
+
+
+def _replace(new: Path, directory: Path) -> None:
+    """Put ``new`` in the place of ``directory``; killed in between, there is no directory rather than half of one."""
+    old = directory.parent / f".{directory.name}.replaced-{os.getpid()}"
+    if directory.exists():
+        directory.rename(old)
+    new.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,210 @@
+"""``gtpo-verl eval`` up to the point where Ray would start: what MODEL means, the settings, what is refused, the printed table."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.cli import main
+from gtpo_verl.commands.eval import _since_before, configuration, find_subject, print_summary, settings_of
+from gtpo_verl.config import compose_config
+from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation import summarize
+from gtpo_verl.evaluation.records import ProblemRecord, differences, open_evaluation
+from gtpo_verl.report import plots
+from gtpo_verl.report.pass_at_k import pass_at_k_figure
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Looks like a model in Hugging Face format, as far as this needs it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return directory
+
+
+@pytest.fixture
+def val_file(tmp_path: Path) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = {"data_source": "sums", "prompt": [{"role": "user", "content": "1?"}], "reward_model": {"ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "val.parquet")
+    return tmp_path / "val.parquet"
+
+
+@pytest.fixture(scope="module")
+def composed() -> DictConfig:
+    return compose_config(["setting=quickstart", "hardware=cpu"])
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, composed: DictConfig, model: Path, val_file: Path) -> Path:
+    """What a training of one step leaves, without the training."""
+    run = tmp_path / "run"
+    weights = run / "checkpoints" / "global_step_1" / "actor" / "huggingface"
+    weights.mkdir(parents=True)
+    for file in model.iterdir():
+        (weights / file.name).write_bytes(file.read_bytes())
+    (run / "model").symlink_to(weights)
+    (run / "run.json").write_text("{}")
+    config = composed.copy()
+    config.actor_rollout_ref.model.path, config.trainer.run_dir = str(model), str(run)
+    config.data.train_files = config.data.val_files = str(val_file)
+    (run / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
+    return run
+
+
+# -------------------------------------------------------------------- MODEL
+
+
+def test_a_run_is_its_trained_model_with_its_own_settings(run_dir: Path) -> None:
+    subject = find_subject(str(run_dir))
+    assert subject.output == run_dir / "evaluation" / "global_step_1"
+    config = configuration(subject, ["actor_rollout_ref.rollout.val_kwargs.n=32", "+data.extra=1"])
+    assert config.actor_rollout_ref.model.path == str((run_dir / "model").resolve())
+    assert config.data.max_response_length == 32  # setting=quickstart, from the run
+    assert config.actor_rollout_ref.rollout.val_kwargs.n == 32
+    assert config.data.extra == 1
+
+
+def test_before_is_the_model_the_run_started_from(run_dir: Path, model: Path) -> None:
+    subject = find_subject(str(run_dir), before=True)
+    assert (subject.path, subject.output) == (str(model), run_dir / "evaluation" / "before")
+
+
+def test_a_checkpoint_belongs_to_its_run(run_dir: Path) -> None:
+    subject = find_subject(str(run_dir / "checkpoints" / "global_step_1"))
+    assert subject == find_subject(str(run_dir))
+
+
+def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path) -> None:
+    (run_dir / "model" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"verl\.model_merger merge --backend fsdp"):
+        find_subject(str(run_dir / "checkpoints" / "global_step_1"))
+
+
+def test_a_model_directory_takes_settings_like_train(model: Path, val_file: Path) -> None:
+    subject = find_subject(str(model))
+    assert (subject.config_file, subject.output) == (None, Path("outputs/eval-model"))
+    config = configuration(subject, ["setting=quickstart", "hardware=cpu", f"data.val_files={val_file}"])
+    assert config.actor_rollout_ref.model.path == str(model)
+    assert config.data.max_response_length == 32
+
+
+def test_a_run_without_a_model_a_quickstart_and_before_without_a_run(run_dir: Path, model: Path) -> None:
+    (run_dir / "model").unlink()
+    with pytest.raises(UserError, match="no trained model yet"):
+        find_subject(str(run_dir))
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(UserError, match="holds several runs"):
+        find_subject(str(run_dir))
+    with pytest.raises(UserError, match="--before"):
+        find_subject(str(model), before=True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("hardware=gpu", "hardware=: the settings are the run's"),
+        ("data.max_respons_length=3", "the run has no such key"),
+        ("~data.seed", "takes KEY=VALUE"),
+        ("data.seed=1,2", "takes KEY=VALUE"),
+        ("data.seed", "do not parse"),
+    ],
+)
+def test_overrides_of_a_run_that_do_not_fit(run_dir: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        configuration(find_subject(str(run_dir)), [override])
+
+
+# -------------------------------------------------------------------- settings
+
+
+def test_settings_that_change_answers_are_told_from_those_that_change_speed(run_dir: Path) -> None:
+    def settings(*overrides: str) -> dict:
+        return settings_of(configuration(find_subject(str(run_dir)), overrides))
+
+    before = settings()
+    assert differences(before, settings()) == []
+    rollout = "actor_rollout_ref.rollout"
+    faster = (f"{rollout}.max_num_seqs=7", "trainer.n_gpus_per_node=4", f"{rollout}.gpu_memory_utilization=0.3")
+    assert differences(before, settings(*faster, f"{rollout}.agent.num_workers=5")) == []
+    assert differences(before, settings(f"{rollout}.val_kwargs.top_p=0.7", "data.max_response_length=16")) == [
+        f"{rollout}.val_kwargs.top_p was 1.0, is 0.7",
+        "data.max_response_length was 32, is 16",
+    ]  # fmt: skip
+    assert [line.split()[0] for line in differences(before, settings("algorithm.correct_threshold=0.5"))] == [
+        "algorithm.correct_threshold"
+    ]
+    assert differences(before, settings("reward.custom_reward_function.name=random_verdict"))
+
+
+def test_other_weights_and_other_data_are_other_settings(run_dir: Path, val_file: Path) -> None:
+    def settings() -> dict:
+        return settings_of(configuration(find_subject(str(run_dir)), []))
+
+    before = settings()
+    (run_dir / "model" / "model.safetensors").write_bytes(b"Weights")
+    assert [line.split()[0] for line in differences(before, settings())] == ["model"]
+    before = settings()
+    val_file.write_bytes(val_file.read_bytes() + b" ")
+    assert [line.split()[0] for line in differences(before, settings())] == ["data.val_files"]
+
+
+def test_what_is_missing_is_said_before_anything_starts(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["hardware=cpu", "--output", str(tmp_path / "out")]
+    assert main(["eval", str(model), *common]) == 2
+    assert "no data: set data.val_files" in capsys.readouterr().err
+    assert main(["eval", str(model), "data.val_files=missing.parquet", *common]) == 2
+    assert "missing.parquet: no such file" in capsys.readouterr().err
+    assert main(["eval", str(tmp_path / "nothing"), *common]) == 2
+    assert "no such directory" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+# -------------------------------------------------------------------- what is shown
+
+
+def test_the_table_and_the_figure(record: Callable[..., ProblemRecord], capsys: pytest.CaptureFixture[str]) -> None:
+    records = [record(row, [float(row % 3 == 0), 0.0, 1.0, 0.0], failed=row == 5) for row in range(12)]
+    summaries = summarize(sample for each in records for sample in each.samples(limit=30, threshold=1.0))
+    print_summary(summaries)
+    printed = capsys.readouterr().out
+    assert "sums: 12 problems, 4 samples each" in printed
+    assert all(name in printed for name in ("mean@4", "pass@2", "pass@4", "maj@2", "response length", "truncated"))
+    assert "failed samples, counted as wrong" in printed
+    page = pass_at_k_figure(summaries, plots.LIGHT)
+    (axes,) = page.axes
+    assert [line.get_xdata().tolist() for line in axes.lines] == [[1, 2, 4], [1, 2, 4]]
+    values = [figure.value for figure in summaries[0].pass_at.values()]
+    assert axes.lines[0].get_ydata() == pytest.approx(values)
+    assert plots.png(page).startswith(b"\x89PNG")
+
+
+def test_the_summary_is_json(record: Callable[..., ProblemRecord]) -> None:
+    from dataclasses import asdict
+
+    (summary,) = summarize(record(0, [1.0, 0.0]).samples(limit=30, threshold=1.0))
+    facts = json.loads(json.dumps(asdict(summary)))
+    assert facts["pass_at"]["2"] == {"value": 1.0, "low": None, "high": None}
+
+
+def test_the_change_since_before_needs_the_same_settings(record: Callable[..., ProblemRecord], tmp_path: Path) -> None:
+    limits = {"limit": 30, "threshold": 1.0}
+    settings = {"model": "new", "n": 2}
+    samples = [sample for row in range(4) for sample in record(row, [1.0, float(row % 2)]).samples(**limits)]
+    assert _since_before(tmp_path / "global_step_1", settings, samples, limits) == {}
+    before = open_evaluation(tmp_path / "before", {"settings": {"model": "old", "n": 2}}, fresh=False)
+    for row in range(4):
+        before.add(record(row, [0.0, 1.0]))
+    change = _since_before(tmp_path / "global_step_1", settings, samples, limits)["sums"]
+    assert change.value == pytest.approx(0.25)
+    assert _since_before(tmp_path / "global_step_1", settings | {"n": 3}, samples, limits) == {}
+    assert _since_before(tmp_path / "before", settings, samples, limits) == {}

@@ -1,0 +1,95 @@
+"""What a run keeps on disk survives crashes, resumes and numbers that are none."""
+
+import contextlib
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import (
+    MetricsRecorder,
+    locked,
+    read_metrics_from,
+    read_record,
+    record_groups,
+    write_record,
+)
+
+
+def test_metrics_are_appended_one_line_a_step(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(tmp_path / "run")
+    recorder.write(1, {"a": 1, "b": np.float64(0.5), "c": torch.tensor(2.0)})
+    recorder.write(2, {"a": 3})
+    lines, _ = read_metrics_from(tmp_path / "run", 0)
+    assert lines == [{"step": 1, "data": {"a": 1.0, "b": 0.5, "c": 2.0}}, {"step": 2, "data": {"a": 3.0}}]
+
+
+def test_numbers_that_are_not_finite_are_named_and_the_line_stays_json(tmp_path: Path) -> None:
+    MetricsRecorder(tmp_path).write(1, {"good": 1.0, "bad": float("nan"), "worse": float("inf"), "table": {"x": 1}})
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: 1 / 0)
+    assert line == {"step": 1, "data": {"good": 1.0}, "not_finite": ["bad", "worse"]}
+
+
+def test_a_line_torn_by_a_crash_takes_no_other_with_it(tmp_path: Path) -> None:
+    MetricsRecorder(tmp_path).write(1, {"a": 1})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "da')
+    MetricsRecorder(tmp_path).write(2, {"a": 2})
+    lines, _ = read_metrics_from(tmp_path, 0)
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_the_groups_of_a_step_survive_a_torn_line(tmp_path: Path) -> None:
+    record_groups(tmp_path, 1, {"a": 1})
+    with (tmp_path / "groups.jsonl").open("a") as file:
+        file.write('{"step": 2, "gro')
+    MetricsRecorder(tmp_path)  # as a resumed run does
+    record_groups(tmp_path, 2, {"b": 1, "c": 2})
+    lines = (tmp_path / "groups.jsonl").read_text().splitlines()
+    assert [json.loads(lines[0]), json.loads(lines[2])] == [
+        {"step": 1, "groups": {"a": 1}},
+        {"step": 2, "groups": {"b": 1, "c": 2}},
+    ]
+
+
+def test_reading_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(tmp_path)
+    assert read_metrics_from(tmp_path, 0) == ([], 0)
+    recorder.write(1, {"a": 1})
+    first, offset = read_metrics_from(tmp_path, 0)
+    with recorder.path.open("a") as file:
+        file.write('{"step": 2, ')  # not yet whole
+    assert read_metrics_from(tmp_path, offset) == ([], offset)
+    with recorder.path.open("a") as file:
+        file.write('"data": {}}\n')
+    second, _ = read_metrics_from(tmp_path, offset)
+    assert [line["step"] for line in first + second] == [1, 2]
+
+
+def test_a_record_is_replaced_whole(tmp_path: Path) -> None:
+    assert read_record(tmp_path) is None
+    write_record(tmp_path, {"status": "running"})
+    write_record(tmp_path, {"status": "complete"})
+    assert read_record(tmp_path) == {"status": "complete"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_second_training_is_kept_out_of_a_run_directory(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match=r"another training writes to .*run: .* trainer\.run_dir of its own")
+    with locked(tmp_path / "run"), refused, locked(tmp_path / "run"):
+        pass
+    with locked(tmp_path / "run"):  # the first has ended
+        pass
+
+
+def test_a_training_that_is_stopping_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = contextlib.ExitStack()
+    first.enter_context(locked(tmp_path))
+    (tmp_path / "STOP").touch()
+    threading.Timer(0.2, first.close).start()
+    with locked(tmp_path):
+        assert capsys.readouterr().err.startswith("Waiting for the training that is stopping in")

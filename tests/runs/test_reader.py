@@ -1,0 +1,223 @@
+"""Reading runs: what is read, what is repaired, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.reader import read_metrics, read_run, read_runs
+
+
+def write_metrics(path: Path, *entries: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{entry if isinstance(entry, str) else json.dumps(entry)}\n" for entry in entries))
+    return path
+
+
+def step(number: int, **data: float | None) -> dict:
+    return {"step": number, "data": data}
+
+
+def test_metrics_by_step(tmp_path: Path):
+    file = write_metrics(tmp_path / "metrics.jsonl", step(0, val=0.4), step(1, loss=2), step(2, loss=1, flag=True))
+    assert read_metrics(file) == ({0: {"val": 0.4}, 1: {"loss": 2.0}, 2: {"loss": 1.0, "flag": 1.0}}, [])
+
+
+def test_last_value_wins_when_a_resume_logs_its_first_step_again(tmp_path: Path):
+    file = write_metrics(tmp_path / "metrics.jsonl", step(1, loss=3), step(2, loss=2, val=0.5), step(2, val=0.6))
+    assert read_metrics(file) == ({1: {"loss": 3.0}, 2: {"loss": 2.0, "val": 0.6}}, [])
+
+
+def test_steps_of_an_abandoned_attempt_are_dropped(tmp_path: Path):
+    file = write_metrics(
+        tmp_path / "metrics.jsonl", step(1, x=1), step(2, x=2), step(3, x=3), step(4, x=4), step(2, x=5), step(3, x=6)
+    )
+    metrics, notes = read_metrics(file)
+    assert metrics == {1: {"x": 1.0}, 2: {"x": 5.0}, 3: {"x": 6.0}}
+    assert notes == ["2 steps logged before a resume from an earlier checkpoint left out"]
+
+
+def test_torn_last_line_is_counted(tmp_path: Path):
+    file = write_metrics(tmp_path / "metrics.jsonl", step(1, x=1), '{"step": 2, "da')
+    metrics, notes = read_metrics(file)
+    assert metrics == {1: {"x": 1.0}}
+    assert notes == ["1 line of metrics.jsonl could not be read (torn by a crash) and left out"]
+
+
+def test_values_that_are_no_finite_numbers_are_left_out(tmp_path: Path):
+    file = write_metrics(tmp_path / "metrics.jsonl", '{"step": 1, "data": {"a": NaN, "b": null, "c": "text", "d": 1}}')
+    metrics, notes = read_metrics(file)
+    assert metrics == {1: {"d": 1.0}}
+    assert notes == ["1 metric value not finite (NaN or infinite) and left out"]
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1}', "[1, 2]", '{"step": "1", "data": {}}', '{"step": 1, "data": 3}'])
+def test_json_of_another_form_is_refused(tmp_path: Path, line: str):
+    file = write_metrics(tmp_path / "metrics.jsonl", step(1, x=1), line)
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2: expected"):
+        read_metrics(file)
+
+
+def test_series_skips_steps_without_the_key(tmp_path: Path):
+    write_metrics(tmp_path / "a" / "metrics.jsonl", step(0, val=0.1), step(1, x=1), step(5, val=0.2))
+    steps, values = read_run(tmp_path / "a").arms[0].series("val")
+    assert steps.tolist() == [0, 5]
+    assert values.tolist() == [0.1, 0.2]
+    assert read_run(tmp_path / "a").arms[0].series("nothing")[0].size == 0
+
+
+def test_run_directory_with_its_record(runs):
+    run = read_run(runs.run())
+    assert [arm.name for arm in run.arms] == ["dapo", "gtpo", "grpo_s"]
+    assert (run.name, run.status, run.seed) == ("quickstart", "complete", 7)
+    assert run.versions["verl"] == "0.9.1"
+    arm = run.arms[1]
+    assert arm.last_step == 60
+    assert [validation.step for validation in arm.validations] == [0, 10, 20, 30, 40, 50, 60]
+    assert arm.validations[0].samples == 1_000
+    assert len(arm.validations[0].prompts) == 500
+    assert arm.config["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gtpo"
+
+
+def test_validation_samples_average_to_the_logged_accuracy(runs):
+    arm = read_run(runs.run()).arms[0]
+    _, logged = arm.series("val-core/arithmetic/acc/mean@2")
+    np.testing.assert_allclose([v.accuracy.mean() for v in arm.validations], logged, atol=1e-12)
+
+
+def test_without_a_record_the_known_arms_come_first(tmp_path: Path):
+    for name in ("aaa", "grpo_s", "gtpo", "dapo"):
+        write_metrics(tmp_path / "run" / name / "metrics.jsonl", step(1, x=1))
+    run = read_run(tmp_path / "run")
+    assert [arm.name for arm in run.arms] == ["dapo", "gtpo", "grpo_s", "aaa"]
+    assert (run.name, run.status, run.command, run.seed) == ("run", None, None, None)
+
+
+def test_an_arm_that_did_not_log_a_step_is_missing_not_broken(runs):
+    path = runs.run(arms=["dapo"], planned=["dapo", "gtpo", "grpo_s"], status="interrupted")
+    write_metrics(path / "gtpo" / "metrics.jsonl", '{"step": 0')
+    run = read_run(path)
+    assert [arm.name for arm in run.arms] == ["dapo"]
+    assert run.missing_arms == ("gtpo", "grpo_s")
+
+
+def test_single_arm_takes_the_record_of_its_run(runs):
+    run = read_run(runs.run() / "gtpo")
+    assert run.name == "quickstart/gtpo"
+    assert run.command == "gtpo-verl quickstart --output outputs/quickstart"
+    assert [arm.name for arm in run.arms] == ["gtpo"]
+
+
+def test_single_arm_of_a_users_own_run(runs):
+    runs.arm(runs.root / "mine")
+    run = read_run(runs.root / "mine")
+    assert (run.name, run.command) == ("mine", None)
+
+
+def test_file_of_verls_own_logger(tmp_path: Path):
+    file = write_metrics(tmp_path / "project" / "experiment.jsonl", step(0, val=1), step(1, x=1))
+    run = read_run(file)
+    assert run.name == "experiment"
+    assert run.arms[0].last_step == 1
+
+
+def test_same_prompt_with_another_ground_truth_is_another_prompt(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    write_metrics(
+        tmp_path / "validation" / "0.jsonl",
+        {"input": "p", "gts": "1", "acc": True},
+        {"input": "p", "gts": "2", "acc": 0},
+        {"input": "p", "gts": "2", "acc": 1.0},
+    )
+    validation = read_run(tmp_path).arms[0].validations[0]
+    assert sorted(validation.accuracy.tolist()) == [0.5, 1.0]
+    assert validation.samples == 3
+
+
+def test_samples_without_verdict_count_as_wrong_as_in_verl(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1}, {"input": "p", "acc": None}, '{"inp')
+    arm = read_run(tmp_path).arms[0]
+    assert arm.validations[0].accuracy.tolist() == [0.5]
+    assert arm.notes == (
+        "1 sample of the validation of step 0 could not be read and left out",
+        "1 sample of the validation of step 0 without a verdict counted as wrong",
+    )
+
+
+def test_validation_without_any_verdict_is_left_out(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "score": 0.3})
+    arm = read_run(tmp_path).arms[0]
+    assert arm.validations == ()
+    assert arm.notes == ("validation of step 0 left out: its samples have no verdict (acc)",)
+
+
+def test_validation_beyond_the_last_step_belongs_to_an_abandoned_attempt(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1), step(5, x=1))
+    for number in (0, 10):
+        write_metrics(tmp_path / "validation" / f"{number}.jsonl", {"input": "p", "acc": 1})
+    arm = read_run(tmp_path).arms[0]
+    assert [validation.step for validation in arm.validations] == [0]
+    assert arm.notes == ("validation of step 10 left out: the metrics end at step 5",)
+
+
+@pytest.mark.parametrize("acc", [2, -0.5, "yes"])
+def test_verdict_out_of_range_is_refused(tmp_path: Path, acc: object):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": acc})
+    with pytest.raises(UserError, match=r"0.jsonl, line 1: acc is .*between 0 and 1"):
+        read_run(tmp_path)
+
+
+def test_errors_say_what_to_do(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "metrics.jsonl").touch()
+    (tmp_path / "notes.txt").touch()
+    broken = write_metrics(tmp_path / "broken" / "gtpo" / "metrics.jsonl", step(1, x=1)).parent.parent
+    (broken / "run.json").write_text("{")
+    bad_config = write_metrics(tmp_path / "config" / "metrics.jsonl", step(1, x=1)).parent
+    (bad_config / "config.yaml").write_text("a: [")
+    expected = {
+        "nowhere": "does not exist: give the directory of a run",
+        "empty": "no metrics.jsonl in .*empty or in a directory of it: has the training logged its first step yet",
+        "started": "holds no readable line: has the training logged its first step yet",
+        "notes.txt": "is not a run: give a run's directory, or a .jsonl file",
+        "broken": "run.json is not valid JSON .*: repair it, or remove it",
+        "config": "config.yaml is not valid YAML: repair it, or remove it",
+    }
+    for name, message in expected.items():
+        with pytest.raises(UserError, match=message) as caught:
+            read_run(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+def test_no_run_and_the_same_run_twice_are_refused(runs):
+    path = runs.run(arms=["dapo"])
+    with pytest.raises(UserError, match="no run is given"):
+        read_runs([])
+    with pytest.raises(UserError, match="given more than once"):
+        read_runs([path, path / ".." / path.name])
+
+
+@pytest.mark.slow
+def test_files_that_verl_itself_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """verl's file logger and verl's validation dump, with the types that a training hands to them."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.tracking import FileLogger
+
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    logger = FileLogger("project", "experiment")
+    logger.log({"val-core/x/acc/mean@2": np.float64(0.5)}, step=0)
+    logger.log({"actor/entropy": np.float32(0.25), "actor/grad_norm": float("nan")}, step=1)
+    logger.finish()
+    verdicts = {"acc": [np.bool_(True), False], "reward": [np.float32(1), 0.0], "num_turns": [np.int64(2), 2]}
+    PPOTrainer._write_generations(
+        ["1 + 1 =", "1 + 1 ="], ["2", "3"], ["2", "2"], [1.0, 0.0], verdicts, str(tmp_path / "validation"), 0
+    )
+    arm = read_run(tmp_path).arms[0]
+    assert arm.metrics == {0: {"val-core/x/acc/mean@2": 0.5}, 1: {"actor/entropy": 0.25}}
+    assert (arm.validations[0].accuracy.tolist(), arm.validations[0].samples) == ([0.5], 2)
