@@ -1,7 +1,7 @@
-"""The mathematics of arXiv 2508.04349 (GTPO and GRPO-S) and of its baseline, in torch alone."""
+"""The mathematics of arXiv 2508.04349 (GTPO and GRPO-S) and of its baselines, in torch alone; a file a method."""
 
 from gtpo_verl.algorithms._packed.layout import response_lengths
-from gtpo_verl.algorithms._packed.recorder import AdvantageOutput
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import GRPOSConfig, GTPOConfig
 from gtpo_verl.algorithms.grpo import grpo_advantages
 from gtpo_verl.algorithms.grpo_s import grpo_s_advantages
@@ -11,11 +11,18 @@ from gtpo_verl.algorithms.penalties import (
     length_penalty_for,
     soft_overlong_penalty,
 )
+from gtpo_verl.algorithms.registry import Algorithm, Style, algorithm, algorithm_of, algorithms
 
 __all__ = [
     "AdvantageOutput",
+    "Algorithm",
+    "Batch",
     "GRPOSConfig",
     "GTPOConfig",
+    "Style",
+    "algorithm",
+    "algorithm_of",
+    "algorithms",
     "group_relative_overlong_penalty",
     "grpo_advantages",
     "grpo_s_advantages",

@@ -1,6 +1,7 @@
 """GRPO and DAPO: one reward a response, normalised in its group (the baselines GTPO and GRPO-S are compared with)."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -12,8 +13,10 @@ from gtpo_verl.algorithms._packed.layout import (
     read_layout,
 )
 from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
-from gtpo_verl.algorithms._packed.recorder import AdvantageOutput, Recorder
+from gtpo_verl.algorithms._packed.recorder import Recorder
 from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.registry import Algorithm, Style
 
 
 def grpo_advantages(
@@ -69,3 +72,42 @@ def grpo_advantages(
         return AdvantageOutput(
             broadcast_rows(advantages, layout, response_mask, dtype), reward.detach().to(dtype), recorder.metrics()
         )
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """GRPO and DAPO have no settings of their own in the advantage."""
+
+
+def _compute(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
+    assert batch.rewards is not None
+    reward = batch.rewards if batch.length_penalty is None else batch.rewards + batch.length_penalty
+    return grpo_advantages(reward, batch.response_mask, batch.group, batch.correct, batch.entropy)
+
+
+DAPO = Algorithm(
+    name="dapo",
+    label="DAPO",
+    level="outcome",
+    needs=frozenset({"rewards"}),
+    config=GRPOConfig,
+    compute=_compute,
+    verl_estimator="grpo",
+    loss="vanilla",
+    aggregation="token-mean",
+    advantage_ns=41.0,
+    style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
+)
+
+GRPO = Algorithm(
+    name="grpo",
+    label="GRPO",
+    level="outcome",
+    needs=frozenset({"rewards"}),
+    config=GRPOConfig,
+    compute=_compute,
+    verl_estimator="grpo",
+    loss="vanilla",
+    aggregation="seq-mean-token-mean",
+    advantage_ns=41.0,
+)

@@ -16,9 +16,12 @@ from gtpo_verl.algorithms._packed.layout import (
     read_layout,
 )
 from gtpo_verl.algorithms._packed.moments import Moments, normalizers
-from gtpo_verl.algorithms._packed.recorder import AdvantageOutput, Recorder
+from gtpo_verl.algorithms._packed.recorder import Recorder
 from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies, clamp_entropies
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import GRPOSConfig
+from gtpo_verl.algorithms.penalties import named_penalty
+from gtpo_verl.algorithms.registry import Algorithm, Style
 
 
 def grpo_s_advantages(
@@ -147,3 +150,28 @@ def _normalized(
 
 def _moments(rewards: list[float], rows: list[int]) -> Moments:
     return Moments.of([rewards[row] for row in rows])
+
+
+def _compute(batch: Batch, config: GRPOSConfig) -> AdvantageOutput:
+    assert batch.entropy is not None
+    penalty = named_penalty(batch, config)
+    return grpo_s_advantages(batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty)
+
+
+GRPO_S = Algorithm(
+    name="grpo_s",
+    label="GRPO-S",
+    level="sequence",
+    needs=frozenset({"entropy"}),
+    config=GRPOSConfig,
+    compute=_compute,
+    loss="grpo_s",
+    aggregation="seq-mean-token-mean",
+    changes=(
+        "actor_rollout_ref.actor.policy_loss.seq_ratio",
+        "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low",
+        "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high",
+    ),
+    advantage_ns=11.0,
+    style=Style(light="#d55e00", dark="#ff9448", marker="D"),
+)

@@ -20,9 +20,12 @@ from gtpo_verl.algorithms._packed.layout import (
     zeros,
 )
 from gtpo_verl.algorithms._packed.moments import ROUND_OFF, Moments, Normalizer, normalizers
-from gtpo_verl.algorithms._packed.recorder import AdvantageOutput, Recorder
+from gtpo_verl.algorithms._packed.recorder import Recorder
 from gtpo_verl.algorithms._packed.tokens import Scratch, Side, Tokens, check_entropies, clamp_entropies, write_tokens
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import GTPOConfig
+from gtpo_verl.algorithms.penalties import named_penalty
+from gtpo_verl.algorithms.registry import Algorithm, Style
 
 
 def gtpo_advantages(
@@ -261,3 +264,23 @@ def _center_side(side: Side) -> tuple[Moments, list[float]]:
         m2 = square - length * distance**2
         m2s.append(m2 if m2 > length * off * (2 * distance + off) else 0.0)
     return Moments(len(side.values), center, math.fsum(squares), center + low, center + high), m2s
+
+
+def _compute(batch: Batch, config: GTPOConfig) -> AdvantageOutput:
+    assert batch.entropy is not None
+    penalty = named_penalty(batch, config)
+    return gtpo_advantages(batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty)
+
+
+GTPO = Algorithm(
+    name="gtpo",
+    label="GTPO",
+    level="token",
+    needs=frozenset({"entropy"}),
+    config=GTPOConfig,
+    compute=_compute,
+    loss="gtpo",
+    aggregation="token-mean",
+    advantage_ns=25.0,
+    style=Style(light="#0072b2", dark="#56b4e9", marker="o"),
+)

@@ -2,7 +2,8 @@
 
 import torch
 
-from gtpo_verl.algorithms._packed.layout import check_group_type
+from gtpo_verl.algorithms._packed.layout import check_group_type, response_lengths
+from gtpo_verl.algorithms.batch import Batch
 from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths
 
 
@@ -74,3 +75,10 @@ def length_penalty_for(
     if config.length_penalty == "grop":
         return group_relative_overlong_penalty(lengths, correct, group, config.gamma)
     return None
+
+
+def named_penalty(batch: Batch, config: ShapingConfig) -> torch.Tensor | None:
+    """The batch's own length penalty (B,), or else the one that `config.length_penalty` names, or None."""
+    if batch.length_penalty is not None or config.length_penalty == "none":
+        return batch.length_penalty
+    return length_penalty_for(config, response_lengths(batch.response_mask), batch.correct, batch.group)

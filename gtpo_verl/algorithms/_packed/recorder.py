@@ -1,24 +1,13 @@
-"""What every advantage function returns, and the metrics all arms share."""
+"""The metrics that all methods share, collected group by group."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from gtpo_verl.algorithms._packed.layout import Group, Layout
 from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
 
 TAIL = 0.9  # where the tail is looked at, as a share of the longest response
-
-
-@dataclass(frozen=True)
-class AdvantageOutput:
-    """advantages: (B, T), 0 outside the mask. shaped_rewards: (B, T) token level or (B,) sequence level, or None. metrics: by name."""
-
-    advantages: torch.Tensor
-    shaped_rewards: torch.Tensor | None
-    metrics: dict[str, float]
 
 
 @dataclass

@@ -1,0 +1,155 @@
+"""The registry of methods: one entry a method, read by training, planning, reports and plots.
+
+A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group `gtpo_verl.algorithms`
+whose value is an `Algorithm`.
+"""
+
+import importlib
+import importlib.metadata
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.errors import UserError, did_you_mean
+
+ENTRY_POINTS = "gtpo_verl.algorithms"
+LEVELS = ("token", "sequence", "outcome")
+INPUTS = ("entropy", "rewards", "old_log_probs")
+
+# The order is that of tables and plots: the baseline first.
+_BUILT_IN = (
+    "gtpo_verl.algorithms.grpo:DAPO",
+    "gtpo_verl.algorithms.gtpo:GTPO",
+    "gtpo_verl.algorithms.grpo_s:GRPO_S",
+    "gtpo_verl.algorithms.grpo:GRPO",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a method looks in every plot: a colour on light and on dark pages, a marker, a dash pattern (None: solid)."""
+
+    light: str
+    dark: str
+    marker: str
+    dashes: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """One method of credit assignment.
+
+    name: the name in `algorithm(name)` and of the preset `algo=`. label: as the paper writes it.
+    level: what gets an advantage of its own, `token`, `sequence`, or `outcome` (the verdict alone).
+    needs: the optional fields of a `Batch` that it reads.
+    config: its dataclass; `config()` is the published setting. Its fields are the keys `algorithm.<name>.*` of a run.
+    compute: the function behind `advantages`.
+    verl_estimator: the estimator of verl's own that training runs in place of `compute`, or None.
+    loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective.
+    changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from another.
+    advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_advantages.py).
+    style: in plots; None takes the next free one.
+    """
+
+    name: str
+    label: str
+    level: str
+    needs: frozenset[str]
+    config: type
+    compute: Callable[[Batch, Any], AdvantageOutput]
+    loss: str
+    aggregation: str
+    verl_estimator: str | None = None
+    changes: tuple[str, ...] = ()
+    advantage_ns: float = 50.0
+    style: Style | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"level of {self.name} must be one of {', '.join(LEVELS)}, got {self.level!r}")
+        unknown = self.needs - set(INPUTS)
+        if unknown:
+            raise ValueError(f"{self.name} needs {', '.join(sorted(unknown))}: a batch has {', '.join(INPUTS)}")
+
+    @property
+    def estimator(self) -> str:
+        """`algorithm.adv_estimator` of its runs."""
+        return self.verl_estimator or self.name
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The configuration keys that this method may change: exact keys, and prefixes that end with a dot."""
+        return (
+            "algorithm.adv_estimator",
+            f"algorithm.{self.name}.",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "actor_rollout_ref.actor.loss_agg_mode",
+            *self.changes,
+        )
+
+    def advantages(self, batch: Batch, config: Any = None) -> AdvantageOutput:
+        """Advantages (B, T) of a batch; `config` is an instance of `self.config`, None the published setting.
+
+        Raises ValueError for a batch that lacks what the method needs, or whose shapes or values are impossible.
+        """
+        missing = [name for name in INPUTS if name in self.needs and getattr(batch, name) is None]
+        if missing:
+            raise ValueError(f"{self.name} needs {' and '.join(missing)} in the batch: Batch(..., {missing[0]}=...)")
+        return self.compute(batch, self.config() if config is None else config)
+
+
+@cache
+def algorithms() -> Mapping[str, Algorithm]:
+    """Every method by name: those of this package in their order, then those of other packages.
+
+    Raises:
+        UserError: two methods have one name, or an entry point does not give an `Algorithm`.
+    """
+    found: dict[str, Algorithm] = {}
+    for place, entry in [*_built_in(), *_from_other_packages()]:
+        if not isinstance(entry, Algorithm):
+            raise UserError(
+                f"{place} is a {type(entry).__name__}: an entry point of {ENTRY_POINTS} must be an Algorithm."
+            )
+        if entry.name in found:
+            raise UserError(f"{place} names its method {entry.name}, which exists already: choose another name.")
+        found[entry.name] = entry
+    return found
+
+
+def algorithm(name: str) -> Algorithm:
+    """The method of this name.
+
+    Raises:
+        UserError: there is none, with the closest name.
+    """
+    known = algorithms()
+    if name not in known:
+        raise UserError(f"no algorithm {name!r}{did_you_mean(name, known) or '.'} Known are {', '.join(known)}.")
+    return known[name]
+
+
+def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
+    """The method that a composed run trains, known by its estimator, loss and aggregation; None for one that is not registered.
+
+    Where the loss or the aggregation was overridden, the first method with the run's estimator.
+    """
+    estimator = config["algorithm"]["adv_estimator"]
+    actor = config["actor_rollout_ref"]["actor"]
+    objective = (actor["policy_loss"]["loss_mode"], actor["loss_agg_mode"])
+    same = [entry for entry in algorithms().values() if entry.estimator == estimator]
+    exact = [entry for entry in same if (entry.loss, entry.aggregation) == objective]
+    return next(iter([*exact, *same]), None)
+
+
+def _built_in() -> Iterable[tuple[str, Any]]:
+    for place in _BUILT_IN:
+        module, _, name = place.partition(":")
+        yield place, getattr(importlib.import_module(module), name)
+
+
+def _from_other_packages() -> Iterable[tuple[str, Any]]:
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        yield f"entry point {point.name} = {point.value}", point.load()
