@@ -12,10 +12,11 @@ from gtpo_verl.algorithms._packed.layout import (
     one_thread,
     read_layout,
 )
-from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
+from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms._packed.recorder import Recorder
-from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies
+from gtpo_verl.algorithms._packed.tokens import Workspace, check_entropies
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.normalization import Normalizer
 from gtpo_verl.algorithms.registry import Algorithm, Style
 
 
@@ -51,24 +52,21 @@ def grpo_advantages(
         recorder = Recorder(layout)
         if entropy is not None:
             check_entropy_shape(entropy, response_mask)
-            scratch = Scratch(layout, response_mask, torch.float32)
+            workspace = Workspace(layout, response_mask, torch.float32)
             rows = entropy.detach().unbind(0)
             for members in layout.groups:
-                recorder.entropies(members, check_entropies(scratch.load(members, rows), entropy, response_mask))
+                sums = check_entropies(workspace.load(members, rows), entropy, response_mask)
+                recorder.entropies(members, sums)
         advantages = [0.0] * len(rewards)
         for members in layout.groups:
-            right, wrong = (
-                Moments.of([rewards[row] for row in part])
-                for part in (members.rows[: members.n], members.rows[members.n :])
-            )
-            both = right.join(wrong)
-            scale = both.scale(torch.finfo(dtype).eps)
-            for place, row in enumerate(members.rows):
-                advantages[row] = (rewards[row] - both.mean) * scale
-                recorder.correct_flips += place < members.n and advantages[row] < 0
-                recorder.wrong_flips += place >= members.n and advantages[row] > 0
-            recorder.rewards(right, wrong)
-            recorder.spreads(members, [0.0] * len(members.rows), (Normalizer(both.mean, scale),) * 2)
+            plus, minus = members.rows[: members.n], members.rows[members.n :]
+            moments = Moments.of([rewards[row] for row in plus]), Moments.of([rewards[row] for row in minus])
+            recorder.rewards(*moments)
+            by = Normalizer.over(moments[0].join(moments[1]), torch.finfo(dtype).eps)
+            for row in members.rows:
+                advantages[row] = (rewards[row] - by.mean) * by.scale  # DAPO (9)
+            recorder.correct_flips += sum(advantages[row] < 0 for row in plus)
+            recorder.wrong_flips += sum(advantages[row] > 0 for row in minus)
         return AdvantageOutput(
             broadcast_rows(advantages, layout, response_mask, dtype), reward.detach().to(dtype), recorder.metrics()
         )
