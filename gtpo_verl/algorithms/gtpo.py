@@ -176,25 +176,26 @@ class _Run:
         config = self.config
         out = zeros(self.response_mask.shape, self.out_dtype, self.entropy.device)
         shaped = zeros(self.response_mask.shape, self.out_dtype, self.entropy.device) if return_shaped else None
+        out_rows, shaped_rows = out.unbind(0), () if shaped is None else shaped.unbind(0)
         means = self._means_of_batch() if config.scope == "batch" and config.axis != "response" else None
         waiting = []
         for group, H in self._entropies():
             R_plus, R_minus = shaped_rewards(H, config, means, self._penalty(group))
-            if shaped is not None:
-                write_tokens(R_plus, R_minus, group, shaped.unbind(0))
+            if return_shaped:
+                write_tokens(R_plus, R_minus, group, shaped_rows)
             rewards = _Rewards(center(R_plus), center(R_minus))
             self.recorder.rewards(rewards.plus, rewards.minus)
             if config.norm_scope == "group":
                 A_plus, A_minus = self._normalize(R_plus, R_minus, rewards, over=rewards)
-                write_tokens(A_plus, A_minus, group, out.unbind(0))
+                write_tokens(A_plus, A_minus, group, out_rows)
             else:  # R waits in the output: centred, float32 keeps a reward as well as an advantage
-                write_tokens(R_plus, R_minus, group, out.unbind(0))
+                write_tokens(R_plus, R_minus, group, out_rows)
                 waiting.append((group, rewards))
         batch = _Rewards(self.recorder.correct_rewards, self.recorder.wrong_rewards)
         for group, rewards in waiting:
-            R = self.workspace.load(group, out.unbind(0))
+            R = self.workspace.load(group, out_rows)
             A_plus, A_minus = self._normalize(R.correct, R.wrong, rewards, over=batch)
-            write_tokens(A_plus, A_minus, group, out.unbind(0))
+            write_tokens(A_plus, A_minus, group, out_rows)
         return AdvantageOutput(out, shaped, self.recorder.metrics())
 
     def _normalize(self, R_plus: Side, R_minus: Side, rewards: _Rewards, over: _Rewards) -> tuple[Side, Side]:

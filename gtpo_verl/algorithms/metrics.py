@@ -28,11 +28,12 @@ def credit_metrics(
         layout = read_layout(response_mask, group, correct)
         recorder = Recorder(layout)
         workspace = Workspace(layout, response_mask, torch.float64)
+        entropy_rows, advantage_rows = entropy.unbind(0), advantages.unbind(0)
         spreads, flips, tokens = [], [0.0, 0.0], [0, 0]
         for members in layout.groups:
-            H = workspace.load(members, entropy.unbind(0))
+            H = workspace.load(members, entropy_rows)
             recorder.entropies(members, check_entropies(H, entropy, response_mask))
-            A = workspace.load(members, advantages.unbind(0))
+            A = workspace.load(members, advantage_rows)
             flips[0] += (A.correct.values < 0).sum().item()
             flips[1] += (A.wrong.values > 0).sum().item()
             tokens = [count + len(side.values) for count, side in zip(tokens, (A.correct, A.wrong), strict=True)]

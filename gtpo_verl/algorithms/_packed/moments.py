@@ -73,7 +73,7 @@ def center(side: Side) -> Moments:
     """
     if not side.rows:
         return Moments.constant(0.0, 0.0)
-    mean = math.fsum(row.sum().item() for row in side.rows) / len(side.values)
+    mean = math.fsum(side.total("response").sums.tolist()) / len(side.values)
     side.values.sub_(mean)
     low, high, squares = torch.stack([*side.values.aminmax(), side.values.square().sum()]).tolist()
     return Moments(len(side.values), mean, squares, mean + low, mean + high)
