@@ -1,6 +1,6 @@
 """Composes the configuration of a run: verl's own, ours on top, and what the user overrides.
 
-Nothing here imports verl, torch or Ray, so a typing error is answered at once.
+Nothing here imports verl or Ray, so a typing error is answered within seconds.
 """
 
 import datetime as dt
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -56,6 +57,7 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
     _check_layout(overrides)
     search_path = f"hydra.searchpath=[file://{verl_config_dir()}]"
     GlobalHydra.instance().clear()
+    _store_algorithms()
     with initialize_config_module("gtpo_verl.configs", version_base="1.3"):
         try:
             config = compose(config_name, overrides=[search_path, *overrides])
@@ -63,6 +65,16 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
             raise _explain(error, config_name, search_path) from error
         _check_types(overrides, config_name, search_path)
     return config
+
+
+def _store_algorithms() -> None:
+    """Put the settings of every registered method under ``algorithm.<name>``, for `algorithms` in the defaults of train.yaml."""
+    from gtpo_verl.algorithms import algorithms
+    from gtpo_verl.algorithms.config import run_settings
+
+    settings = {name: run_settings(entry.config) for name, entry in algorithms().items()}
+    node = {"algorithm": {name: values for name, values in settings.items() if values}}
+    ConfigStore.instance().store(name="algorithms", node=node, package="_global_", provider="gtpo_verl.algorithms")
 
 
 def _check_types(overrides: Sequence[str], config_name: str, search_path: str) -> None:

@@ -63,12 +63,12 @@ def check_evaluation(config: DictConfig) -> None:
 
 def _check_algorithm(config: DictConfig) -> list[str]:
     """Returns what is unusual about the algorithm that is chosen."""
-    from gtpo_verl.integrations.settings import CONFIG_CLASSES, algorithm_config
+    from gtpo_verl.algorithms import algorithms
 
     unusual: list[str] = []
-    for name in CONFIG_CLASSES:
-        _, remarks = algorithm_config(name, config.algorithm)
-        if config.algorithm.adv_estimator == name:
+    for name, entry in algorithms().items():
+        _, remarks = entry.configure(config.algorithm.get(name) or {})
+        if config.algorithm.adv_estimator == entry.estimator:
             unusual.extend(f"algorithm.{name}: {remark}" for remark in remarks)
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode == "grpo_s" and actor.loss_agg_mode != "seq-mean-token-mean":

@@ -1,13 +1,18 @@
 """The settings of GTPO and GRPO-S, checked when they are made: an impossible value never reaches a batch."""
 
-import difflib
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar
+
+from gtpo_verl.errors import did_you_mean
+
+Config = TypeVar("Config")
 
 LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float32
+# A field that a run does not list under `algorithm.<name>`, because it keeps the value elsewhere.
+GIVEN_BY_RUN = {"given_by_run": True}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "negatives": ("zero", "inverse", "based_inverse"),
@@ -21,6 +26,24 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "length_penalty": ("none", "soft", "grop"),
     "length_denominator": ("cache", "max"),
 }
+
+
+def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
+    """Build a config dataclass from a mapping such as a Hydra node; an unknown key is refused with the nearest known one.
+
+    Raises ValueError for an unknown key or an impossible value.
+    """
+    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in known:
+            hint = did_you_mean(str(key), known, cutoff=0.5) or f"; known are {', '.join(known)}"
+            raise ValueError(f"{kind.__name__} has no setting {key!r}{hint}")
+    return kind(**{str(key): mapping[key] for key in mapping})
+
+
+def run_settings(kind: type) -> dict[str, Any]:
+    """The keys of a run under `algorithm.<name>`, with their defaults: the dataclass is the only place of a default."""
+    return {item.name: item.default for item in fields(kind) if not item.metadata.get("given_by_run")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +76,14 @@ class ShapingConfig:
     preserve_sign: bool = False
     length_penalty: str = "none"
     length_denominator: str = "cache"
-    max_length: int = 20480
-    cache_length: int = 4096
+    max_length: int = field(default=20480, metadata=GIVEN_BY_RUN)
+    cache_length: int = field(default=4096, metadata=GIVEN_BY_RUN)
     gamma: float = 0.75
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name in _CHOICES:
-                _check_choice(field.name, getattr(self, field.name))
+        for item in fields(self):
+            if item.name in _CHOICES:
+                _check_choice(item.name, getattr(self, item.name))
         if not isinstance(self.preserve_sign, bool):
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
@@ -74,15 +97,8 @@ class ShapingConfig:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Build the config from a mapping such as a Hydra node; an unknown key is refused with the nearest known one.
-
-        Raises ValueError for an unknown key or an impossible value.
-        """
-        known = [field.name for field in fields(cls)]
-        for key in mapping:
-            if key not in known:
-                raise ValueError(f"{cls.__name__} has no setting {key!r}{_nearest(str(key), known)}")
-        return cls(**{str(key): mapping[key] for key in mapping})
+        """See `config_from`."""
+        return config_from(cls, mapping)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +166,7 @@ def check_gamma(gamma: float) -> None:
 def _check_choice(name: str, value: Any) -> None:
     if value not in _CHOICES[name]:
         raise ValueError(
-            f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{_nearest(str(value), _CHOICES[name])}"
+            f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{did_you_mean(str(value), _CHOICES[name], cutoff=0.5)}"
         )
 
 
@@ -183,8 +199,3 @@ def _interval(name: str, value: Any) -> tuple[float, float]:
     if not 0 <= low <= high:
         raise ValueError(f"{name} needs 0 <= lo <= hi, got [{low}, {high}]")
     return low, high
-
-
-def _nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else f"; known are {', '.join(known)}"

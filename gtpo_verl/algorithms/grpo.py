@@ -79,8 +79,10 @@ class GRPOConfig:
 
 def _compute(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     assert batch.rewards is not None
-    reward = batch.rewards if batch.length_penalty is None else batch.rewards + batch.length_penalty
-    return grpo_advantages(reward, batch.response_mask, batch.group, batch.correct, batch.entropy)
+    rewards = batch.rewards
+    if batch.length_penalty is not None:  # DAPO (13), on every response
+        rewards = rewards + batch.length_penalty.to(rewards.dtype)
+    return grpo_advantages(rewards, batch.response_mask, batch.group, batch.correct, batch.entropy)
 
 
 DAPO = Algorithm(

@@ -6,12 +6,14 @@ whose value is an `Algorithm`.
 
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.config import config_from
 from gtpo_verl.errors import UserError, did_you_mean
 
 ENTRY_POINTS = "gtpo_verl.algorithms"
@@ -88,6 +90,20 @@ class Algorithm:
             "actor_rollout_ref.actor.loss_agg_mode",
             *self.changes,
         )
+
+    def configure(self, settings: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """The config from a mapping of its fields, and what is unusual about it, a sentence each.
+
+        Raises:
+            UserError: an unknown key or an impossible value, with the rule it breaks.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                config: Any = config_from(self.config, settings)
+            except (ValueError, TypeError) as error:
+                raise UserError(f"algorithm.{self.name}: {error}") from error
+        return config, [str(warning.message) for warning in caught]
 
     def advantages(self, batch: Batch, config: Any = None) -> AdvantageOutput:
         """Advantages (B, T) of a batch; `config` is an instance of `self.config`, None the published setting.

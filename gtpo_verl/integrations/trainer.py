@@ -22,13 +22,13 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from gtpo_verl.algorithms import grpo_advantages
+from gtpo_verl.algorithms import credit_metrics
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
-from gtpo_verl.integrations.context import CreditContext, credit_context
+from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.metrics import ActorPass, agreement, spread_inside_responses, verifier_failures
+from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.validation import limits, recorded, validation_metrics
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
@@ -182,18 +182,16 @@ class CreditAssignmentMixin(PPOTrainer):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         entropy, mask = self._fetch(batch, ROLLOUT_ENTROPIES if self.entropy_source == "rollout" else "entropy")
         infos = self._reward_infos(batch)
-        context = CreditContext(
-            correct=self._verdicts(batch, infos), entropy=entropy, length_settings=length_settings(self.config)
-        )
+        context = CreditContext(self._verdicts(batch, infos), entropy, overlong(self.config), _scores(infos))
         with credit_context(context):
             batch = super()._compute_advantage(batch, metrics)
 
-        if not context.metrics:  # an estimator of verl's: the same figures, of its outcome reward
-            rewards, _ = self._fetch(batch, "rm_scores")
-            group = group_ids(np.array([key.rsplit("_", 2)[0] for key in batch.keys], dtype=object))
-            context.metrics.update(grpo_advantages(rewards.sum(-1), mask, group, context.correct, entropy).metrics)
         advantages, mask = self._fetch(batch, "advantages")
-        context.metrics["advantage_spread"] = spread_inside_responses(advantages, mask)
+        group = group_ids(np.array([key.rsplit("_", 2)[0] for key in batch.keys], dtype=object))
+        trained_on = credit_metrics(advantages, mask, group, context.correct, entropy)
+        context.metrics.update(
+            trained_on | context.metrics
+        )  # an estimator's own, such as sign flips before preserve_sign, win
         context.metrics["entropy_all"] = entropy[mask].mean().item()
         metrics.update({f"credit/{name}": value for name, value in context.metrics.items()})
         real = mask.any(-1).tolist()
@@ -376,12 +374,19 @@ _MISSING = {
 }
 
 
-def length_settings(config: DictConfig) -> dict[str, Any]:
-    """What GTPO and GRPO-S need of DAPO's overlong punishment: its two settings, kept in one place, the reward manager's."""
-    overlong = config.reward.reward_kwargs.overlong_buffer_cfg
-    if not overlong.enable:
-        return {"length_penalty": "none"}
-    return {"max_length": config.reward.reward_kwargs.max_resp_len, "cache_length": overlong.len}
+def overlong(config: DictConfig) -> Overlong | None:
+    """The run's soft overlong penalty, kept in one place, the reward manager's; None where it is switched off."""
+    settings = config.reward.reward_kwargs.overlong_buffer_cfg
+    if not settings.enable:
+        return None
+    return Overlong(config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor)
+
+
+def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:
+    """(B,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it returns none."""
+    if any("score" not in info for info in infos):
+        return None
+    return torch.tensor([float(info["score"]) for info in infos])
 
 
 def trainer_class(trainer_mode: str) -> type[PPOTrainer]:

@@ -1,10 +1,10 @@
 """The presets `algo=` against the table of the published versions."""
 
 import pytest
-from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from gtpo_verl.algorithms import GRPOSConfig, GTPOConfig
+from gtpo_verl.config import compose_config
 
 TABLE = {
     "gtpo_v1": (GTPOConfig, {"alpha1": 0.9, "alpha2": 0.1, "negatives": "zero"}),
@@ -22,8 +22,7 @@ TABLE = {
 
 def composed(name: str):
     """The preset on top of the default setting, which punishes overlong responses in every arm alike."""
-    with initialize_config_module("gtpo_verl.configs", version_base=None):
-        return compose("train", overrides=[f"algo={name}", "hydra.searchpath=[pkg://verl.trainer.config]"])
+    return compose_config([f"algo={name}"])
 
 
 @pytest.mark.parametrize("name", TABLE)
