@@ -65,7 +65,8 @@ def test_a_dataclass_is_the_only_place_of_a_default() -> None:
     for name, entry in algorithms().items():
         settings = run_settings(entry.config)
         assert not [key for key in settings if f"  {key}:" in base]
-        composed = compose_config([f"algo={name}"]).algorithm.get(name)
+        published = {"gtpo": "gtpo_v6"}.get(name, name)
+        composed = compose_config([f"algo={published}"]).algorithm.get(name)
         assert dict(composed or {}) | {"length_penalty": None} == settings | {"length_penalty": None}
 
 
@@ -96,7 +97,9 @@ def test_a_preset_holds_the_values_of_its_config_class() -> None:
     from gtpo_verl.algorithms import GRPOSConfig, GTPOConfig
 
     # the settings switch the soft punishment on, as their baseline does; a preset has none
-    config = compose_config(["algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"])
+    config = compose_config(
+        ["algo=gtpo_v6", "algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"]
+    )
     assert GTPOConfig.from_mapping(config.algorithm.gtpo) == GTPOConfig()
     assert GRPOSConfig.from_mapping(config.algorithm.grpo_s) == GRPOSConfig()
 
