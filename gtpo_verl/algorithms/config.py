@@ -1,4 +1,4 @@
-"""The settings of GTPO and GRPO-S, checked when they are made: an impossible value never reaches a batch."""
+"""Settings, checked when they are made: an impossible value never reaches a batch. Those that GTPO and GRPO-S share are here."""
 
 import math
 import warnings
@@ -88,7 +88,7 @@ class ShapingConfig:
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
             object.__setattr__(self, "entropy_clip", _interval("entropy_clip", self.entropy_clip))
-        if _number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
+        if number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
             raise ValueError(
                 f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got {self.entropy_floor}"
             )
@@ -99,52 +99,6 @@ class ShapingConfig:
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """See `config_from`."""
         return config_from(cls, mapping)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GTPOConfig(ShapingConfig):
-    """Settings of GTPO; the defaults are the preset `gtpo` (late text of arXiv 2508.04349).
-
-    alpha1, alpha2: base reward and weight of the entropy term, early eq. 2, late eqs. 3 and 5.
-    axis: the entropies one is compared with: same `position`, same `response`, or the `matrix` of both.
-    clip_kappa: κ of the early eq. 13, which clips the correct rewards to [1, alpha1 (1 + 1/κ)], or None.
-    """
-
-    alpha1: float = 1.0
-    alpha2: float = 0.1
-    axis: str = "position"
-    clip_kappa: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_shares("alpha1", self.alpha1, "alpha2", self.alpha2)
-        if self.clip_kappa is None:
-            return
-        if _number("clip_kappa", self.clip_kappa) <= 1:
-            raise ValueError(f"clip_kappa must be above 1 (early eq. 13), got {self.clip_kappa}")
-        # An upper bound of exactly 1 is legal; 0.9 * (1 + 1/9) must not fail by its last bit.
-        if self.alpha1 * (1 + 1 / self.clip_kappa) < 1 - 1e-12:
-            raise ValueError(
-                f"clip_kappa needs alpha1 * (1 + 1/kappa) >= 1, else the bounds of early eq. 13 cross: "
-                f"{self.alpha1} * (1 + 1/{self.clip_kappa}) = {self.alpha1 * (1 + 1 / self.clip_kappa):.4g}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOSConfig(ShapingConfig):
-    """Settings of GRPO-S; the defaults are the preset `grpo_s` (late text of arXiv 2508.04349).
-
-    beta1, beta2: base reward and weight of the entropy term.
-    entropy_mean: how the entropies of a response become one number, `arithmetic` or `geometric`.
-    """
-
-    beta1: float = 1.0
-    beta2: float = 0.1
-    entropy_mean: str = "arithmetic"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_shares("beta1", self.beta1, "beta2", self.beta2)
 
 
 def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
@@ -159,7 +113,7 @@ def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
 
 def check_gamma(gamma: float) -> None:
     """Refuse a γ1 outside (0.5, 1]: easy (share >= γ1) and hard (share <= 1 - γ1) groups would overlap."""
-    if not 0.5 < _number("gamma", gamma) <= 1:
+    if not 0.5 < number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must be in (0.5, 1], else easy and hard groups overlap, got {gamma}")
 
 
@@ -170,9 +124,10 @@ def _check_choice(name: str, value: Any) -> None:
         )
 
 
-def _check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
+def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
+    """Refuse a base reward and an entropy weight that are negative or both 0; warn where they do not sum to 1."""
     for name, value in ((base_name, base), (weight_name, weight)):
-        if _number(name, value) < 0:
+        if number(name, value) < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     if base + weight == 0:
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
@@ -184,7 +139,8 @@ def _check_shares(base_name: str, base: float, weight_name: str, weight: float) 
         )
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
+    """The value of a setting, which must be a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return value
@@ -195,7 +151,7 @@ def _interval(name: str, value: Any) -> tuple[float, float]:
     bounds = () if isinstance(value, str) or not hasattr(value, "__iter__") else tuple(value)
     if len(bounds) != 2:
         raise ValueError(f"{name} must be two numbers [lo, hi] in nats or null, got {value!r}")
-    low, high = (float(_number(name, bound)) for bound in bounds)
+    low, high = (float(number(name, bound)) for bound in bounds)
     if not 0 <= low <= high:
         raise ValueError(f"{name} needs 0 <= lo <= hi, got [{low}, {high}]")
     return low, high

@@ -6,6 +6,7 @@ r̂ -> advantages Â. β1, β2 are `config.beta1`, `config.beta2`; P are the n c
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from statistics import fmean, geometric_mean
 
@@ -25,10 +26,28 @@ from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms._packed.recorder import Recorder
 from gtpo_verl.algorithms._packed.tokens import Tokens, Workspace, check_entropies, clamp_entropies
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import GRPOSConfig
+from gtpo_verl.algorithms.config import ShapingConfig, check_shares
 from gtpo_verl.algorithms.normalization import Normalizer, normalizers
 from gtpo_verl.algorithms.penalties import named_penalty
 from gtpo_verl.algorithms.registry import Algorithm, Style
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOSConfig(ShapingConfig):
+    """Settings of GRPO-S; the defaults are the preset `grpo_s` (late text of arXiv 2508.04349).
+
+    beta1, beta2: base reward and weight of the entropy term.
+    entropy_mean: how the entropies of a response become one number, `arithmetic` or `geometric`.
+    """
+
+    beta1: float = 1.0
+    beta2: float = 0.1
+    entropy_mean: str = "arithmetic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shares("beta1", self.beta1, "beta2", self.beta2)
+
 
 # ---------------------------------------------------------------------------------------------------- the formulas
 

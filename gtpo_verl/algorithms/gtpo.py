@@ -37,12 +37,41 @@ from gtpo_verl.algorithms._packed.tokens import (
     write_tokens,
 )
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import GTPOConfig
+from gtpo_verl.algorithms.config import ShapingConfig, check_shares, number
 from gtpo_verl.algorithms.normalization import Normalizer, normalizers
 from gtpo_verl.algorithms.penalties import named_penalty
 from gtpo_verl.algorithms.registry import Algorithm, Style
 
 Means = tuple[torch.Tensor, torch.Tensor]  # of V_plus and of V_minus
+
+
+@dataclass(frozen=True, kw_only=True)
+class GTPOConfig(ShapingConfig):
+    """Settings of GTPO; the defaults are the preset `gtpo` (late text of arXiv 2508.04349).
+
+    alpha1, alpha2: base reward and weight of the entropy term, early eq. 2, late eqs. 3 and 5.
+    axis: the entropies one is compared with: same `position`, same `response`, or the `matrix` of both.
+    clip_kappa: κ of the early eq. 13, which clips the correct rewards to [1, alpha1 (1 + 1/κ)], or None.
+    """
+
+    alpha1: float = 1.0
+    alpha2: float = 0.1
+    axis: str = "position"
+    clip_kappa: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shares("alpha1", self.alpha1, "alpha2", self.alpha2)
+        if self.clip_kappa is None:
+            return
+        if number("clip_kappa", self.clip_kappa) <= 1:
+            raise ValueError(f"clip_kappa must be above 1 (early eq. 13), got {self.clip_kappa}")
+        # An upper bound of exactly 1 is legal; 0.9 * (1 + 1/9) must not fail by its last bit.
+        if self.alpha1 * (1 + 1 / self.clip_kappa) < 1 - 1e-12:
+            raise ValueError(
+                f"clip_kappa needs alpha1 * (1 + 1/kappa) >= 1, else the bounds of early eq. 13 cross: "
+                f"{self.alpha1} * (1 + 1/{self.clip_kappa}) = {self.alpha1 * (1 + 1 / self.clip_kappa):.4g}"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- the formulas
