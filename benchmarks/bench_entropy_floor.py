@@ -96,19 +96,21 @@ def measure(entropies: dict[str, torch.Tensor], floor: float) -> dict[str, dict[
 
 
 def report(facts: dict, rows: list[dict]) -> str:
+    shares = ", ".join(f"{facts[f'below_{floor}']:.0%} below {floor}" for floor in ("1e-2", "1e-4", "1e-6"))
+    errors = "; ".join(f"{name} {facts['errors'][name][0]:.1e}, {facts['errors'][name][1]:.1e}" for name in SOURCES)
+    heads = ("floor", "at the floor", *(f"GTPO, {name}" for name in SOURCES), "largest change, float32")
+    heads += tuple(f"GRPO-S, {name}" for name in SOURCES)
     lines = [
         "# How much of the credit is rounding error",
         "",
-        f"{facts['tokens']:,} tokens over {IDS:,} ids; made by `python benchmarks/bench_entropy_floor.py`, which explains the columns.",
+        f"{facts['tokens']:,} tokens over {IDS:,} ids; made by `python benchmarks/bench_entropy_floor.py`, which explains",
+        "the columns.",
         "",
-        f"Entropies: median {facts['median']:.2g} nat, {facts['below_1e-2']:.0%} below 0.01, {facts['below_1e-4']:.0%} below 1e-4, "
-        f"{facts['below_1e-6']:.0%} below 1e-6.",
-        "Error of an entropy in nats (median, 99th percentile): "
-        + "; ".join(f"{name} {facts['errors'][name][0]:.1e}, {facts['errors'][name][1]:.1e}" for name in SOURCES)
-        + ".",
+        f"Entropies: median {facts['median']:.2g} nat, {shares}.",
+        f"Errors in nats (median, 99th percentile): {errors}.",
         "",
-        "| floor | at the floor | GTPO noise: float32 | bfloat16 | engines | largest change, float32 | GRPO-S noise: float32 | bfloat16 | engines |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| {' | '.join(heads)} |",
+        "|---" * len(heads) + "|",
     ]
     for row in rows:
         cells = [f"{row[source]['gtpo_noise']:.4f}" for source in SOURCES]

@@ -1,4 +1,6 @@
-"""Settings, checked when they are made: an impossible value never reaches a batch. Those that GTPO and GRPO-S share are here."""
+"""Settings, checked when they are made: an impossible value never reaches a batch. Those that GTPO and GRPO-S share are
+here.
+"""
 
 import math
 import warnings
@@ -29,7 +31,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
-    """Build a config dataclass from a mapping such as a Hydra node; an unknown key is refused with the nearest known one.
+    """Build a config dataclass from a mapping such as a Hydra node; an unknown key is refused with the nearest known
+    one.
 
     Raises ValueError for an unknown key or an impossible value.
     """
@@ -50,19 +53,25 @@ def run_settings(kind: type) -> dict[str, Any]:
 class ShapingConfig:
     """What GTPO and GRPO-S have in common; use one of the two subclasses.
 
-    negatives: shaped reward of wrong responses: `zero` (early text, eq. 2), `inverse` (early eq. 15) or `based_inverse` (late eq. 5).
-    mean: the mean a value is divided by to become a weight, `arithmetic` or `geometric` (early eqs. 3, 19; late appendix C).
+    negatives: shaped reward of wrong responses: `zero` (early text, eq. 2), `inverse` (early eq. 15) or `based_inverse`
+    (late eq. 5).
+    mean: the mean a value is divided by to become a weight, `arithmetic` or `geometric` (early eqs. 3, 19; late
+    appendix C).
     scope: whose entropies are compared, those of the `group` or of the whole `batch`.
-    normalization: the set whose mean and standard deviation normalise a reward: `all`, `joint`, `within` or `none` (docs/equations.md).
+    normalization: the set whose mean and standard deviation normalise a reward: `all`, `joint`, `within` or `none`
+    (docs/equations.md).
     norm_scope: that set within the `group` or over the `batch`.
     entropy_clip: clamp of the entropies in nats, (lo, hi), or None.
-    entropy_floor: lower bound of the entropies in nats, applied after the clamp; above 0, because wrong responses use 1/H.
-    degenerate: `zero` leaves groups of one polarity out of everything with advantage 0, `shape` treats them like any other.
+    entropy_floor: lower bound of the entropies in nats, applied after the clamp; above 0, because wrong responses use
+    1/H.
+    degenerate: `zero` leaves groups of one polarity out of everything with advantage 0, `shape` treats them like any
+    other.
     preserve_sign: clamp an advantage whose sign contradicts the verdict to 0.
-    length_penalty: which punishment `length_penalty_for` computes; the advantage functions apply the tensor they are given.
-    length_denominator: of the soft punishment, `cache` (L1, DAPO eq. 13) or `max` (L2, as the early eq. 14 prints it).
-    max_length, cache_length: L2 and L1 of the soft punishment, in tokens.
-    gamma: γ1 of the group-relative punishment, in (0.5, 1].
+    length_penalty: which penalty `length_penalty_for` computes; the advantage functions apply the tensor they are
+    given.
+    length_denominator: of the soft penalty, `cache` (L1, DAPO eq. 13) or `max` (L2, as the early eq. 14 prints it).
+    max_length, cache_length: L2 and L1 of the soft penalty, in tokens.
+    gamma: γ1 of the group-relative penalty, in (0.5, 1].
     """
 
     negatives: str = "based_inverse"
@@ -90,7 +99,8 @@ class ShapingConfig:
             object.__setattr__(self, "entropy_clip", _interval("entropy_clip", self.entropy_clip))
         if number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
             raise ValueError(
-                f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got {self.entropy_floor}"
+                f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got "
+                f"{self.entropy_floor}"
             )
         check_lengths(self.max_length, self.cache_length, self.length_denominator)
         check_gamma(self.gamma)
@@ -102,7 +112,7 @@ class ShapingConfig:
 
 
 def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
-    """Refuse lengths of the soft punishment that make no ramp: 0 < cache_length <= max_length."""
+    """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
     _check_choice("length_denominator", denominator)
     for name, value in (("max_length", max_length), ("cache_length", cache_length)):
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -120,7 +130,8 @@ def check_gamma(gamma: float) -> None:
 def _check_choice(name: str, value: Any) -> None:
     if value not in _CHOICES[name]:
         raise ValueError(
-            f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{did_you_mean(str(value), _CHOICES[name], cutoff=0.5)}"
+            f"{name} must be one of {', '.join(_CHOICES[name])}, got "
+            f"{value!r}{did_you_mean(str(value), _CHOICES[name], cutoff=0.5)}"
         )
 
 
@@ -133,7 +144,8 @@ def check_shares(base_name: str, base: float, weight_name: str, weight: float) -
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
     if abs(base + weight - 1) > 1e-9:
         warnings.warn(
-            f"{base_name} + {weight_name} = {base + weight:.6g}, not 1: the rewards of the correct responses no longer sum "
+            f"{base_name} + {weight_name} = {base + weight:.6g}, not 1: the rewards of the correct responses no longer "
+            "sum "
             "to their number (the late experiments of arXiv 2508.04349 use 1.1)",
             stacklevel=2,  # here, not at the caller: once a process is enough
         )

@@ -29,11 +29,12 @@ def grpo_advantages(
 ) -> AdvantageOutput:
     """Normalise the reward of every response in its group and give it to all its tokens: A = (R - mean) / (std + 1e-6).
 
-    reward: (B,) float; DAPO's is ±1 plus the soft overlong punishment. response_mask: (B, T) bool or 0/1. group: (B,) integers.
+    reward: (B,) float; DAPO's is ±1 plus the soft overlong penalty. response_mask: (B, T) bool or 0/1. group: (B,)
+    integers.
     correct: (B,) bool, for the metrics alone; without it all count as correct where the reward is positive.
     entropy: (B, T) nats, for the metrics alone, or None.
-    Returns advantages (B, T) and `reward` as shaped rewards, float64 for float64 rewards and else float32, and metrics by the names
-    of the other arms. A group with equal rewards, or with one response, has advantage 0.
+    Returns advantages (B, T) and `reward` as shaped rewards, float64 for float64 rewards and else float32, and metrics
+    by the names of the other arms. A group with equal rewards, or with one response, has advantage 0.
     Raises ValueError for shapes or types that disagree and rewards that are not finite.
     Source: DAPO (arXiv 2503.14476), eq. 9.
     """

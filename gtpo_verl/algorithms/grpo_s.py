@@ -1,8 +1,8 @@
 """GRPO-S: sequence-level reward shaping by policy entropy (arXiv 2508.04349).
 
-One number per response, in this order: mean entropies Ĥ -> values V (Ĥ, or 1/Ĥ in wrong responses) -> weights w -> shaped rewards
-r̂ -> advantages Â. β1, β2 are `config.beta1`, `config.beta2`; P are the n correct responses to a prompt, N the m wrong ones.
-"early" is arXiv v1 to v4, "late" is v5 and v6.
+One number per response, in this order: mean entropies Ĥ -> values V (Ĥ, or 1/Ĥ in wrong responses) -> weights w ->
+shaped rewards r̂ -> advantages Â. β1, β2 are `config.beta1`, `config.beta2`; P are the n correct responses to a prompt,
+N the m wrong ones. "early" is arXiv v1 to v4, "late" is v5 and v6.
 """
 
 from collections.abc import Sequence
@@ -99,11 +99,14 @@ def grpo_s_advantages(
     length_penalty: torch.Tensor | None = None,
     return_shaped: bool = True,
 ) -> AdvantageOutput:
-    """Shape the reward of every response by its mean entropy, normalise it to an advantage and give it to all its tokens.
+    """Shape the reward of every response by its mean entropy, normalise it to an advantage and give it to all its
+    tokens.
 
     Arguments, types and errors as in `gtpo_advantages`.
-    Returns advantages (B, T), shaped rewards (B,), float64 for float64 entropies and else float32, and the metrics of `Recorder`.
-    Source: arXiv 2508.04349, early sections 3.4 and 4.6, late section on GRPO-S; normalisation as in GTPO, over responses.
+    Returns advantages (B, T), shaped rewards (B,), float64 for float64 entropies and else float32, and the metrics of
+    `Recorder`.
+    Source: arXiv 2508.04349, early sections 3.4 and 4.6, late section on GRPO-S; normalisation as in GTPO, over
+    responses.
     """
     check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
     check_entropy_shape(entropy, response_mask)
@@ -111,7 +114,8 @@ def grpo_s_advantages(
         layout = read_layout(response_mask, group, correct)
         check_penalty(length_penalty, layout)
         recorder = Recorder(layout)
-        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little: float32 would lose that.
+        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little: float32 would
+        # lose that.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
         dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
         workspace = Workspace(layout, response_mask, torch.float64 if fine else dtype)

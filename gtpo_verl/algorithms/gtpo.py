@@ -5,10 +5,10 @@ The formulas work on one group at a time, the G responses to one prompt, in this
     H  entropies of the old policy, nats        -> V  what a token is compared by: H, or 1/H in wrong responses
     -> W  weights, V over its mean              -> R  shaped rewards          -> A  advantages, R normalised
 
-`_plus` is the set P of the n correct responses, `_minus` the set N of the m wrong ones. Each is a `Side`, one number for each
-valid token, (N,); arithmetic on it reuses its memory, so a name is not read again after the next one is made from it.
-α1, α2 are `config.alpha1`, `config.alpha2`; d[t] is the number of correct responses with a token at position t, h[t] of wrong ones.
-"early" is arXiv v1 to v4, "late" is v5 and v6.
+`_plus` is the set P of the n correct responses, `_minus` the set N of the m wrong ones. Each is a `Side`, one number
+for each valid token, (N,); arithmetic on it reuses its memory, so a name is not read again after the next one is made
+from it. α1, α2 are `config.alpha1`, `config.alpha2`; d[t] is the number of correct responses with a token at position
+t, h[t] of wrong ones. "early" is arXiv v1 to v4, "late" is v5 and v6.
 """
 
 from collections.abc import Iterator, Sequence
@@ -80,8 +80,8 @@ class GTPOConfig(ShapingConfig):
 def mean_values(V: Side, config: GTPOConfig) -> torch.Tensor:
     """The mean of the values that a token is compared with.
 
-    axis `position`: over the responses alive at t, (width,); `response`: over the tokens of a response, (rows,); `matrix`: over
-    all of them, ().
+    axis `position`: over the responses alive at t, (width,); `response`: over the tokens of a response, (rows,);
+    `matrix`: over all of them, ().
     """
     geometric = config.mean == "geometric"
     return V.total(config.axis, logarithm=geometric).mean(logarithm=geometric)
@@ -131,7 +131,8 @@ def shaped_rewards(
 def advantages(R: Side, moments: Moments, by: Normalizer) -> Side:
     """A = (R - mean) / (std + 1e-6): early (4), (16), (17), late (6); `normalizers` has the sets.
 
-    R comes centred, less its own mean `moments.mean`: float32 keeps small differences between rewards of about 1 that way.
+    R comes centred, less its own mean `moments.mean`: float32 keeps small differences between rewards of about 1 that
+    way.
     """
     return R.affine(R.values.new_tensor((moments.mean - by.mean) * by.scale), by.scale)
 
@@ -150,13 +151,17 @@ def gtpo_advantages(
 ) -> AdvantageOutput:
     """Shape the reward of every token by the entropy of the old policy and normalise it to an advantage.
 
-    entropy: (B, T) nats of the old policy at the sampling temperature; padding may hold anything. Never receives a gradient.
-    correct: (B,) bool, the verifier's verdict. response_mask: (B, T) bool or 0/1, right-padded, holes allowed. group: (B,) integers.
+    entropy: (B, T) nats of the old policy at the sampling temperature; padding may hold anything. Never receives a
+    gradient.
+    correct: (B,) bool, the verifier's verdict. response_mask: (B, T) bool or 0/1, right-padded, holes allowed. group:
+    (B,) integers.
     length_penalty: (B,) <= 0, added to the shaped rewards of correct responses whatever `config.length_penalty` says
     (`length_penalty_for` computes the one it names), or None.
     return_shaped: also return the shaped rewards, another (B, T).
-    Returns advantages and shaped rewards (B, T), float64 for float64 entropies and else float32, and the metrics of `Recorder`.
-    Raises ValueError for shapes or types that disagree and for entropies that are not finite or negative, with row and position.
+    Returns advantages and shaped rewards (B, T), float64 for float64 entropies and else float32, and the metrics of
+    `Recorder`.
+    Raises ValueError for shapes or types that disagree and for entropies that are not finite or negative, with row and
+    position.
     Source: early eqs. 2, 3, 4, 13 to 17, 19; late eqs. 3, 5, 6 and appendix C. Normalisation: docs/equations.md.
     """
     check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
@@ -194,8 +199,9 @@ class _Run:
         self.recorder = Recorder(self.layout)
         self.out_dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
         self.eps = torch.finfo(self.out_dtype).eps
-        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little and float32 would lose the
-        # difference. Everywhere else the two polarities are far apart and float32 is as good as the data.
+        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little and float32
+        # would lose the difference. Everywhere else the two polarities are far apart and float32 is as good as the
+        # data.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
         self.penalties = None if length_penalty is None else length_penalty.tolist()
         self.workspace = Workspace(self.layout, response_mask, torch.float64 if fine else self.out_dtype)
@@ -242,7 +248,9 @@ class _Run:
         return A_plus, A_minus
 
     def _entropies(self) -> Iterator[tuple[Group, Tokens]]:
-        """H of each group that takes part, clamped and floored. The first sweep also checks the entropies of all groups."""
+        """H of each group that takes part, clamped and floored. The first sweep also checks the entropies of all
+        groups.
+        """
         first, self.swept = not self.swept, True
         rows = self.entropy.unbind(0)
         for group in self.layout.groups:

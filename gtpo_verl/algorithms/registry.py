@@ -1,7 +1,7 @@
 """The registry of methods: one entry a method, read by training, planning, reports and plots.
 
-A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group `gtpo_verl.algorithms`
-whose value is an `Algorithm`.
+A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group
+`gtpo_verl.algorithms` whose value is an `Algorithm`.
 """
 
 import importlib
@@ -50,7 +50,8 @@ class Algorithm:
     compute: the function behind `advantages`.
     verl_estimator: the estimator of verl's own that training runs in place of `compute`, or None.
     loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective.
-    changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from another.
+    changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from
+    another.
     advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_advantages.py).
     style: in plots; None takes the next free one.
     """
@@ -148,7 +149,8 @@ def algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
-    """The method that a composed run trains, known by its estimator, loss and aggregation; None for one that is not registered.
+    """The method that a composed run trains, known by its estimator, loss and aggregation; None for one that is not
+    registered.
 
     Where the loss or the aggregation was overridden, the first method with the run's estimator.
     """

@@ -66,7 +66,8 @@ def current_context(estimator: str) -> CreditContext:
     context = _current.get()
     if context is None:
         raise UserError(
-            f"algorithm.adv_estimator={estimator} needs entropies and verdicts, which verl's own trainer does not pass on: "
+            f"algorithm.adv_estimator={estimator} needs entropies and verdicts, which verl's own trainer does not pass "
+            "on: "
             "start the run with `gtpo-verl train` (or python -m gtpo_verl.train) instead of verl.trainer.main_ppo."
         )
     return context

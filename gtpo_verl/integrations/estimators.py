@@ -37,9 +37,11 @@ def estimator(entry: Algorithm) -> Estimator:
         config: DictConfig,
         index: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """verl's contract: rewards (B, T), mask (B, T), algorithm config, group names (B,); advantages and returns (B, T).
+        """verl's contract: rewards (B, T), mask (B, T), algorithm config, group names (B,); advantages and returns (B,
+        T).
 
-        The token rewards are not read, since they include the overlong penalty: scores and penalty come apart in the context.
+        The token rewards are not read, since they include the overlong penalty: scores and penalty come apart in the
+        context.
         """
         context = current_context(entry.name)
         settings, _ = entry.configure(config.get(entry.name) or {})
@@ -62,7 +64,8 @@ def estimator(entry: Algorithm) -> Estimator:
 def length_penalty(settings: object, batch: Batch, context: CreditContext) -> torch.Tensor | None:
     """(B,) the length penalty of a batch, times the run's `penalty_factor`; None for none.
 
-    GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO does.
+    GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
+    does.
     """
     overlong = context.overlong
     if isinstance(settings, ShapingConfig) and settings.length_penalty == "grop":

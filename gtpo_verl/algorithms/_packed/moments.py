@@ -15,7 +15,9 @@ ROUND_OFF = 16  # a set whose range is within this many eps of its largest value
 
 @dataclass(frozen=True)
 class Moments:
-    """A set of numbers by its count, mean, sum of squared deviations and range; sets are joined without seeing the numbers again."""
+    """A set of numbers by its count, mean, sum of squared deviations and range; sets are joined without seeing the
+    numbers again.
+    """
 
     count: float
     mean: float
@@ -53,7 +55,8 @@ class Moments:
     def std(self, eps: float) -> float:
         """Unbiased standard deviation; 0 for fewer than two values and for a set that differs by round-off only.
 
-        eps: of the type the values were computed in. Without the rule 1e-6 in the denominator would magnify round-off to advantages.
+        eps: of the type the values were computed in. Without the rule 1e-6 in the denominator would magnify round-off
+        to advantages.
         """
         if self.count < 2 or self.high - self.low <= ROUND_OFF * eps * max(abs(self.low), abs(self.high)):
             return 0.0
@@ -68,8 +71,8 @@ class Moments:
 def center(side: Side) -> Moments:
     """Subtract the mean of one polarity from all its tokens, in place; returns the moments of what they were.
 
-    Squares are taken of centred values, so nothing cancels. They are added up, not multiplied as a norm: in float32 the error
-    of a norm grows with the number of tokens, that of a sum does not.
+    Squares are taken of centred values, so nothing cancels. They are added up, not multiplied as a norm: in float32 the
+    error of a norm grows with the number of tokens, that of a sum does not.
     """
     if not side.rows:
         return Moments.constant(0.0, 0.0)

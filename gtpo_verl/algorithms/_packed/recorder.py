@@ -14,8 +14,9 @@ TAIL = 0.9  # where the tail is looked at, as a share of the longest response
 class Recorder:
     """Collects the metrics of a batch group by group; `metrics` names them.
 
-    Values are weighted by tokens at token level and by responses at sequence level. Sign flips are those before `preserve_sign`.
-    Degenerate groups that are left out count in `groups`, `responses`, `entropy_*`, `floor_share` and `tail_alive_*` alone.
+    Values are weighted by tokens at token level and by responses at sequence level. Sign flips are those before
+    `preserve_sign`. Degenerate groups that are left out count in `groups`, `responses`, `entropy_*`, `floor_share` and
+    `tail_alive_*` alone.
     """
 
     layout: Layout
@@ -28,7 +29,9 @@ class Recorder:
     tokens_at_floor: int | None = None
 
     def entropies(self, group: Group, sums: Sequence[float], at_floor: int | None = None) -> None:
-        """Sums of the entropies of the correct and of the wrong responses of a group, and its tokens at the entropy floor."""
+        """Sums of the entropies of the correct and of the wrong responses of a group, and its tokens at the entropy
+        floor.
+        """
         if at_floor is not None:
             self.tokens_at_floor = (self.tokens_at_floor or 0) + at_floor
         for side, (total, rows) in enumerate(zip(sums, (group.rows[: group.n], group.rows[group.n :]), strict=True)):
@@ -48,7 +51,8 @@ class Recorder:
         found = {
             "groups": float(len(groups)),
             "responses": float(sum(len(g.rows) for g in groups)),
-            # Responses whose last valid column lies beyond TAIL of the longest end: few survivors mean noisy weights there.
+            # Responses whose last valid column lies beyond TAIL of the longest end: few survivors mean noisy weights
+            # there.
             "tail_alive_correct": float(sum(ends[row] > tail for g in groups for row in g.rows[: g.n])),
             "tail_alive_wrong": float(sum(ends[row] > tail for g in groups for row in g.rows[g.n :])),
             "sign_flip_correct": self.correct_flips / max(self.correct_rewards.count, 1.0),

@@ -1,7 +1,7 @@
 """The valid tokens of one group, packed together: what the formulas work on.
 
-The tokens of a group fit in the cache and the same memory serves every group. Even of a group trimmed to its longest response about
-half is padding; without it there is less to work on, and no mask to multiply with.
+The tokens of a group fit in the cache and the same memory serves every group. Even of a group trimmed to its longest
+response about half is padding; without it there is less to work on, and no mask to multiply with.
 """
 
 import math
@@ -20,11 +20,12 @@ Place = slice | torch.Tensor  # the columns of the tokens of a response: indices
 class Side:
     """A number for each valid token of the responses of one polarity in one group, one response after the other.
 
-    values: (N,). rows: a view (len,) of `values` per response. places: their columns in the batch. lengths: len of each.
+    values: (N,). rows: a view (len,) of `values` per response. places: their columns in the batch. lengths: len of
+    each.
     width: columns up to the longest end in the group.
 
-    `inverse`, `over`, `affine`, `clip` and `plus` work in place: they return the same memory under the name of the result, and
-    the operand is not used afterwards.
+    `inverse`, `over`, `affine`, `clip` and `plus` work in place: they return the same memory under the name of the
+    result, and the operand is not used afterwards.
     """
 
     values: torch.Tensor
@@ -67,7 +68,9 @@ class Side:
         return self
 
     def total(self, axis: str, logarithm: bool = False) -> "Total":
-        """Sum and number of the tokens, or of their logarithms, in each column, in each response or in the whole matrix."""
+        """Sum and number of the tokens, or of their logarithms, in each column, in each response or in the whole
+        matrix.
+        """
         side = self._logs() if logarithm else self
         if axis == "position":
             return Total(side._column_sums(), side._column_counts())
@@ -209,6 +212,7 @@ def _refuse_entropies(entropy: torch.Tensor, response_mask: torch.Tensor, lowest
         if bool(bad.any()):
             position = int(bad.nonzero()[0])
             raise ValueError(
-                f"entropy of row {row}, position {position} is {values[position].item()}: entropies inside the mask must be "
+                f"entropy of row {row}, position {position} is {values[position].item()}: entropies inside the mask "
+                "must be "
                 f"finite and at least {LOWEST_ENTROPY} nats; check how the rollout or the actor computes them"
             )
