@@ -5,8 +5,12 @@ import json
 import sys
 from pathlib import Path
 
+from omegaconf import DictConfig
+
+from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, choices, compose_config, prepare
 from gtpo_verl.errors import UserError
+from gtpo_verl.planning.findings import Finding
 
 EPILOG = """\
 examples:
@@ -58,13 +62,20 @@ def run(args: argparse.Namespace) -> int:
 
     config = compose_config(args.overrides)
     prepare(config, args.overrides)
-    plan = make_plan(config, args.overrides, gpu=args.gpu, given=_given(args), measured=args.measured)
+    found = preflight_findings(config)
+    plan = make_plan(config, args.overrides, preflight=found, gpu=args.gpu, given=_given(args), measured=args.measured)
     if args.json:
         json.dump(plan.to_dict(), sys.stdout, indent=2)
         print()
     else:
         show(plan)
     return 1 if plan.errors else 0
+
+
+def preflight_findings(config: DictConfig) -> list[Finding]:
+    """What the checks before a training say about a composed configuration, without its model and files."""
+    errors, remarks = preflight.problems(config)
+    return [Finding("error", message) for message in errors] + [Finding("note", message) for message in remarks]
 
 
 def _given(args: argparse.Namespace) -> dict[str, float]:

@@ -4,7 +4,7 @@ An *error* stops a run or makes it meaningless, a *warning* costs memory, time o
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig
@@ -14,6 +14,7 @@ from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
 from gtpo_verl.planning.step import Step
 
+LEVELS = ("error", "warning", "note")
 ENTROPY_SCRATCH = 1 * GIB  # from here on, whole-batch entropies are worth a warning
 
 
@@ -212,8 +213,6 @@ def _not(path: str, *values: Any) -> Callable[[DictConfig], bool]:
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _FILTER, _OVERLONG = "algorithm.filter_groups", "reward.reward_kwargs.overlong_buffer_cfg"
 _IDLE = (
-    _Idle(("algorithm.gtpo.",), _not("algorithm.adv_estimator", "gtpo"), "the advantage estimator is another one"),
-    _Idle(("algorithm.grpo_s.",), _not("algorithm.adv_estimator", "grpo_s"), "the advantage estimator is another one"),
     _Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
         _not("algorithm.adv_estimator", "grpo"),
@@ -238,11 +237,6 @@ _IDLE = (
         f"{_FILTER}.max_inflight_gen_batches",
     ),
     _Idle((f"{_OVERLONG}.",), _is(f"{_OVERLONG}.enable", False), f"{_OVERLONG}.enable=false", but=("enable",)),
-    _Idle(
-        ("algorithm.gtpo.length_", "algorithm.grpo_s.length_"),
-        _is(f"{_OVERLONG}.enable", False),
-        f"its two lengths are those of the overlong punishment, and {_OVERLONG}.enable=false",
-    ),
     _Idle(
         (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
         _is(f"{_ACTOR}.use_dynamic_bsz", True),
@@ -274,12 +268,32 @@ _IDLE = (
 )  # fmt: skip
 
 
+def _method_rules(config: DictConfig) -> list[_Idle]:
+    """Settings of registered methods: those of a method that this run does not train, and length penalties without their limits."""
+    from gtpo_verl.algorithms.registry import algorithm_of, algorithms  # it imports torch, which --help does without
+
+    trained = algorithm_of(config)
+    name = trained.label if trained else f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    others = tuple(f"algorithm.{method.name}." for method in algorithms().values() if method is not trained)
+    rules = [_Idle(others, lambda config: True, f"this run trains {name}")]
+    if trained and "length_penalty" in {field.name for field in fields(trained.config)}:
+        rules.append(
+            _Idle(
+                (f"algorithm.{trained.name}.length_",),
+                _is(f"{_OVERLONG}.enable", False),
+                f"its limits are those of the overlong punishment, and {_OVERLONG}.enable=false",
+            )
+        )
+    return rules
+
+
 def idle_findings(config: DictConfig, overrides: Sequence[str]) -> list[Finding]:
     """Overrides that change nothing in this run, each with the reason."""
     found = []
+    rules = (*_method_rules(config), *_IDLE)
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
-        for rule in _IDLE:
+        for rule in rules:
             prefix = next((prefix for prefix in rule.prefixes if key.startswith(prefix)), None)
             if prefix is None or key.removeprefix(prefix) in rule.but or not rule.idle(config):
                 continue

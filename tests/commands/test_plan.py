@@ -53,6 +53,31 @@ def test_a_run_that_would_stop_is_an_exit_code(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "actor_rollout_ref.rollout.max_model_len=6000",
+            "error: actor_rollout_ref.rollout.max_model_len=6000 is shorter",
+        ),
+        ("algorithm.rollout_correction.bypass_mode=true", "error: algorithm.rollout_correction.bypass_mode=true skips"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "averages over sequences"),
+    ],
+)
+def test_what_a_training_would_refuse_is_in_its_plan(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "setting=paper_gtpo_7b", "algo=grpo_s", override]) == 1
+    assert message in capsys.readouterr().out
+
+
+def test_what_a_training_would_remark_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "setting=paper_gtpo_7b", "algorithm.filter_groups.carry_over.max_age=1", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (found,) = [finding for finding in findings if "algorithm.filter_groups.carry_over" in finding["message"]]
+    assert found["level"] == "note"
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["setting=paper_gtpo_9b"], "did you mean paper_gtpo_7b?"),
