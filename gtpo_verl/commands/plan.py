@@ -1,4 +1,4 @@
-"""``gtpo-verl plan``: what a configuration means, before a GPU is used."""
+"""``gtpo-verl plan``: batch arithmetic, memory and time of a configuration, without a GPU."""
 
 import argparse
 import json
@@ -15,13 +15,13 @@ from gtpo_verl.planning.findings import Finding
 EPILOG = """\
 examples:
   gtpo-verl plan setting=paper_gtpo_32b backend=megatron algo=gtpo     the paper's 32B run on 64 GPUs
-  gtpo-verl plan setting=small_gpu --yield 0.3 --response-length 900   what you know of your model and data
-  gtpo-verl plan setting=paper_gtpo_7b --measured outputs/gtpo-1       lengths, yield and speeds of a run of yours, of any size
-  gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              for a program
+  gtpo-verl plan setting=small_gpu --yield 0.3 --response-length 900   what you know about your model and data
+  gtpo-verl plan setting=paper_gtpo_7b --measured outputs/gtpo-1       lengths, yield and speeds of a run of any size
+  gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              output for programs
 
-The arguments behind `plan` are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed; the
-shapes of Qwen2.5 ship with the package, any other model is read from its directory. Numbers under "assumed" are not in the
-configuration: --assume NAME=VALUE replaces one. The exit code is 1 where the run would stop.
+The overrides are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed;
+the shapes of Qwen2.5 ship with the package, other models are read from their directory. Numbers under "Assumptions" are
+not in the configuration: --assume NAME=VALUE replaces one. The exit code is 1 if the run would fail.
 """
 
 
@@ -33,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     groups = "; ".join(f"{group}= {' | '.join(choices(group))}" for group in GROUPS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"as for `gtpo-verl train`. Groups: {groups}")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="data sheet of the GPU (default: h100)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, instead of the data sheet's")
+    parser.add_argument(
+        "--gpu", choices=sorted(GPUS), default="h100", help="GPU whose data sheet is used (default: h100)"
+    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory per GPU, instead of the data sheet's")
     parser.add_argument(
         "--yield",
         type=float,
@@ -56,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a plan; returns 1 where the run would stop, else 0."""
+    """Print a plan; returns 1 if the run would fail, else 0."""
     from gtpo_verl.planning.plan import make_plan
     from gtpo_verl.planning.render import show
 

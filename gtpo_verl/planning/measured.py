@@ -1,4 +1,4 @@
-"""Assumptions of a plan, measured on a finished run: lengths, sampling yield, and the speed of each phase on its GPUs."""
+"""Assumptions of a plan measured on a run: lengths, sampling yield, and the speed of each phase on its GPUs."""
 
 import statistics
 from collections.abc import Callable
@@ -109,7 +109,8 @@ class MeasuredRun:
 def measured_assumptions(assumptions: Assumptions, run_dir: Path) -> Assumptions:
     """Replace assumptions by what a run measured; a value that the run did not measure stays as it was.
 
-    The run may have another model, batch size and number of GPUs: speeds are per GPU, and operations those of the run's own model.
+    The run may have another model, batch size and number of GPUs: speeds are per GPU, and operations those of the run's
+    own model.
 
     Raises:
         UserError: it is not a run directory, or no training step is finished.

@@ -40,8 +40,8 @@ ROLLOUT_COLUMNS = 8  # bytes a token: float32 entropy and int32 version of the w
 class ArmCost:
     """What an arm adds to one step beyond generation and updates.
 
-    ``entropy_bytes`` and ``rollout_bytes`` are the sizes of the columns in TransferQueue with the actor's and the rollout's entropies;
-    ``pass_seconds`` is the actor's forward pass over the batch before the updates.
+    ``entropy_bytes`` and ``rollout_bytes`` are the sizes of the columns in TransferQueue with the actor's and the
+    rollout's entropies; ``pass_seconds`` is the actor's forward pass over the batch before the updates.
     """
 
     arm: str
@@ -53,7 +53,7 @@ class ArmCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration, worked out. On a CPU ``memory`` is None, and so is ``time`` unless measured: both models are for GPUs."""
+    """Everything about one configuration. On a CPU ``memory`` is None, and ``time`` too unless it was measured."""
 
     overrides: list[str]
     algorithm: str

@@ -1,7 +1,6 @@
 """How long a step may take: floating-point operations and bytes, divided by speeds that are assumed, given or measured.
-
-Every number that is not in the configuration is an :class:`Assumption` with its origin, printed with the plan. The estimate is simple on
-purpose; a measured run of any size replaces the assumptions (``planning.measured``).
+Every number that is not in the configuration is an :class:`Assumption` with its origin, printed with the plan. The
+estimate is simple on purpose; a measured run of any size replaces the assumptions (``planning.measured``).
 """
 
 import math
@@ -109,7 +108,7 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of the phases of one step; a replica decodes ``concurrent`` responses at once (0 if the speed was measured)."""
+    """Seconds of each phase of a step; a replica decodes ``concurrent`` responses at once (0 if speed was measured)."""
 
     generate: float
     old_log_prob: float
@@ -123,19 +122,19 @@ class StepTime:
         return self.generate + self.old_log_prob + self.advantage + self.update + self.other
 
     def to_dict(self) -> dict[str, float]:
-        """As JSON has it."""
+        """JSON-ready."""
         names = ("generate", "old_log_prob", "advantage", "update", "other", "total", "concurrent")
         return {name: getattr(self, name) for name in names}
 
 
 def forward_flops(shape: ModelShape, sequences: float, length: float) -> float:
-    """Floating-point operations of a forward pass: two per parameter and token, and causal attention (half of all pairs)."""
+    """Floating-point operations of a forward pass: two per parameter and token, and causal attention."""
     attention = 2 * shape.layers * shape.heads * shape.head_size * length
     return sequences * length * (2 * shape.matmul_parameters + attention)
 
 
 def passes_of_update(config: DictConfig, parallel: Parallelism) -> int:
-    """Forward passes that all updates of a step amount to: one forward, the backward as two, and one more with checkpointing."""
+    """Cost of a step's updates in forward passes, per epoch 3 (the backward counts as 2), or 4 with checkpointing."""
     return config.actor_rollout_ref.actor.ppo_epochs * (4 if checkpoints_activations(config, parallel) else 3)
 
 
@@ -190,7 +189,7 @@ class _Decoder:
         )
 
     def iteration(self, running: int, context: float) -> float:
-        """Seconds to decode one token of each running response: it reads the weights and the cache of every response."""
+        """Seconds to decode one token of each running response; the weights and every response's cache are read."""
         reading = (self.weight_bytes + running * context * self.kv_bytes_per_token) / self.bandwidth
         return self.overhead + max(reading, self.flops_per_token * running / self.flops)
 
@@ -202,7 +201,7 @@ def _window(config: DictConfig, step: Step) -> int:
 
 
 def _concurrent(config: DictConfig, parallel: Parallelism, step: Step, engine: Engine, lengths: Lengths) -> int:
-    """Responses that a replica decodes at once: as many as the prompts in flight, max_num_seqs and the KV cache allow."""
+    """Responses that a replica decodes at once: limited by the prompts in flight, max_num_seqs and the KV cache."""
     prompts = min(_window(config, step), step.generated_prompts)
     in_flight = math.ceil(prompts * step.responses_per_prompt / parallel.replicas)
     in_cache = int(engine.kv_tokens / lengths.whole)
@@ -220,8 +219,8 @@ def _generation(
 ) -> float:
     """Seconds of generation: prefill, the bulk of the decoding, and the tail in which the longest response runs alone.
 
-    If all prompts start together, the tail is what the longest response has left when an average one is done. If prompts are
-    refilled, the last one submitted may be the longest, and the tail is its whole length.
+    If all prompts start together, the tail is what the longest response has left when an average one is done. If
+    prompts are refilled, the last one submitted may be the longest, and the tail is its whole length.
     """
     share = math.ceil(step.generated_responses / parallel.replicas)
     limit = config.data.max_response_length

@@ -11,7 +11,8 @@ from gtpo_verl.cli import main
 
 
 def test_the_paper_run_as_a_new_user_plans_it(tmp_path: Path) -> None:
-    """From an empty folder, in a process of its own: exact parameters, the step, and nothing that torch or verl print."""
+    """From an empty folder, in a process of its own: exact parameters, the step, and nothing that torch or verl
+    print."""
     command = [sys.executable, "-m", "gtpo_verl.cli", "plan", "setting=paper_gtpo_32b", "backend=megatron", "algo=gtpo"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

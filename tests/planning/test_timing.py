@@ -26,14 +26,20 @@ def time_of(config: DictConfig, **given: float) -> StepTime:
 
 
 def test_operations_are_those_that_verl_counts_but_for_the_embedding() -> None:
-    """verl's counter has forward and backward (three forwards), and the input embedding as if it were multiplied with."""
+    """verl's counter has forward and backward (three forwards), and the input embedding as if it were multiplied
+    with."""
     from transformers import Qwen2Config
     from verl.utils.flops_counter import _estimate_qwen2_flops
 
     shape = load_shape("Qwen/Qwen2.5-7B")
     config = Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
-    )  # fmt: skip
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
     lengths = [2000] * 8
     achieved = _estimate_qwen2_flops(config, sum(lengths), lengths, 1.0)  # TFLOP
     ours = 3 * forward_flops(shape, 8, 2000) + 6 * shape.embedding * sum(lengths)
@@ -122,7 +128,7 @@ def test_responses_wait_for_room_in_the_cache(run: Run) -> None:
         ({"sampling_yield": 0.0}, "above 0 and at most 1"),
         ({"update_efficiency": 1.5}, "above 0 and at most 1"),
         ({"gpu_memory": -1.0}, "above 0"),
-        ({"other_share": 1.0}, "nothing would be left"),
+        ({"other_share": 1.0}, "would take no time"),
         ({"response_length": 5000.0}, "data.max_response_length=4096"),
     ],
 )
