@@ -15,7 +15,7 @@ from gtpo_verl.planning.step import check_batches, skips_old_log_prob
 from gtpo_verl.planning.timing import Assumption, Assumptions, forward_flops, passes_of_update
 from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
 
-FILTER = "training/filter_groups"
+FILTER = "training/filter_groups/"
 PHASES = ("gen", "old_log_prob", "adv", "update_actor")  # as verl names them in timing_s/
 
 
@@ -52,8 +52,8 @@ class MeasuredStep:
     @property
     def generated_tokens(self) -> float:
         """Tokens of all responses generated, those of groups that were filtered out included."""
-        kept = self.logged.get(f"{FILTER}/kept_groups", 1.0)
-        return self.response_tokens * self.logged.get(f"{FILTER}/generated_groups", kept) / kept
+        kept = self.logged.get(f"{FILTER}kept_groups", 1.0)
+        return self.response_tokens * self.logged.get(f"{FILTER}generated_groups", kept) / kept
 
     @property
     def other_share(self) -> float:
@@ -134,7 +134,7 @@ def measured_assumptions(assumptions: Assumptions, run_dir: Path) -> Assumptions
 
 def _sampling_yield(run: MeasuredRun) -> float | None:
     """Of the steps that generated groups: a step trained entirely on groups carried over logs no yield."""
-    yields = [step.logged[f"{FILTER}/yield"] for step in run.steps if f"{FILTER}/yield" in step.logged]
+    yields = [step.logged[f"{FILTER}yield"] for step in run.steps if f"{FILTER}yield" in step.logged]
     return statistics.median(yields) if yields else None
 
 
