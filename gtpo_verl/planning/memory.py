@@ -1,4 +1,5 @@
 """Memory of one GPU in each phase of a step, component by component, and the size of the KV cache.
+
 It models verl's engines: FSDP keeps float32 parameters, gradients and Adam states of its shard and gathers one layer
 at a time in bfloat16; Megatron keeps bfloat16 weights and float32 gradients of its model-parallel share and, with the
 distributed optimizer, a data-parallel share of float32 weights and Adam states. Phases run one after the other, so the

@@ -1,4 +1,5 @@
 """How long a step may take: floating-point operations and bytes, divided by speeds that are assumed, given or measured.
+
 Every number that is not in the configuration is an :class:`Assumption` with its origin, printed with the plan. The
 estimate is simple on purpose; a measured run of any size replaces the assumptions (``planning.measured``).
 """
