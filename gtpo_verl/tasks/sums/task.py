@@ -5,7 +5,6 @@ that decides its content, and the accuracy of the warm-started model, measured b
 reads the manifest and returns.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -24,6 +22,8 @@ import numpy as np
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json, write_json
+from gtpo_verl.runs.lock import preparing
+from gtpo_verl.runs.statistics import cluster_standard_error
 from gtpo_verl.tasks import EmbeddedTask, Task
 from gtpo_verl.tasks.sums import demonstrations
 from gtpo_verl.tasks.sums.demonstrations import MAX_RESPONSE_LENGTH, PROBLEMS, Problem
@@ -82,8 +82,8 @@ def prepare_task(
     if directory.exists() and not (directory / MANIFEST).is_file() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is not a prepared task; choose another directory or remove it")
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(directory, console):
+    with preparing(directory, announce=lambda line: console.print(f"Task: {line}")):
+        _remove_leftovers(directory)
         if (task := _load(directory, key)) is not None:  # another process has just made it
             return task
         unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.unfinished-", dir=directory.parent))
@@ -133,7 +133,6 @@ def measure_accuracy(
 
     Returns ``accuracy``, its ``standard_error`` over the multisets of operands, whose responses are not independent, and ``samples``.
     """
-    from gtpo_verl.runs.statistics import cluster_standard_error
     from gtpo_verl.tasks.sums.model import sample
 
     repeated = [problem for problem in problems for _ in range(samples_per_prompt)]
@@ -257,19 +256,11 @@ def _load(directory: Path, key: str) -> Task | None:
     return Task(directory / MODEL, directory / TRAIN, directory / VALIDATION, manifest)
 
 
-@contextmanager
-def _only_one(directory: Path, console: "Console") -> Iterator[None]:
-    """Hold the directory's lock, and remove what a preparation that was killed has left beside it."""
-    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.print(f"Task: another process is preparing {directory}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for pattern in ("unfinished", "replaced"):
-            for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
-                shutil.rmtree(leftover)
-        yield
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a preparation that was killed has left beside the directory."""
+    for pattern in ("unfinished", "replaced"):
+        for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
+            shutil.rmtree(leftover)
 
 
 def _replace(new: Path, directory: Path) -> None:
