@@ -140,7 +140,7 @@ def _run_directory(output: Path, request: dict[str, Any], *, fresh: bool) -> tup
 
 
 class QuickstartRecord:
-    """``run.json`` of a quickstart: the request, the commands that were run, and the status. Written after every change."""
+    """``run.json`` of a quickstart: request, commands, status. Written after every change."""
 
     def __init__(self, directory: Path, request: dict[str, Any], embedded: EmbeddedTask, prepared: Task) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""Validation accuracy of arms on one data source: curves, changes and comparisons, with intervals. Sources are never pooled."""
+"""Validation accuracy of arms on one data source: curves, changes and differences, with intervals."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Point:
 class Change:
     """Accuracy before and after training on the same prompts, and the paired difference.
 
-    ``samples``: how many before and how many after; ``clusters``: how many units the bootstrap resamples, as many as prompts
-    where the data names none. Samples, prompts and clusters are None where only logged means are known.
+    ``samples``: how many before and how many after; ``clusters``: how many units the bootstrap resamples, as many as
+    prompts where the data names none. Samples, prompts and clusters are None where only logged means are known.
     """
 
     before: float
@@ -49,7 +49,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Difference:
-    """One arm minus another at a step, on the prompts of both: of their accuracies (``after``), of their gains (``gain``)."""
+    """One arm minus another on common prompts: accuracies at ``step`` (``after``), and gains up to it (``gain``)."""
 
     step: int
     after: Estimate
@@ -88,7 +88,7 @@ def mean_change(arms: Sequence[Accuracy]) -> Change | None:
 
 
 def difference(arm: Accuracy, baseline: Accuracy) -> Difference | None:
-    """The arm minus the baseline at the last step that both validated; None where they have no step or prompt in common."""
+    """The arm minus the baseline at the last step that both validated; None without a common step or prompt."""
     ends = _paired_ends([baseline, arm])
     if ends is None:
         return None
@@ -104,7 +104,7 @@ def difference(arm: Accuracy, baseline: Accuracy) -> Difference | None:
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """Accuracy of each common prompt at the arms' first validations and at ``step``, both (P, arms), and its cluster (P)."""
+    """Accuracy of the P common prompts at the first validations and at ``step``, (P, arms), and their clusters."""
 
     step: int
     before: Floats

@@ -31,7 +31,7 @@ SUMMARY_SCHEMA = 2  # raised when a key of summary.json changes its meaning or g
 class Report:
     """Everything the page says, and where it was written.
 
-    ``status`` is a sentence about incomplete runs, or None; ``means`` the change averaged over the arms, by data source.
+    ``status``: a sentence about incomplete runs, or None; ``means``: the change averaged over the arms, by data source.
     """
 
     title: str
@@ -159,7 +159,7 @@ def _page(report: Report) -> str:
 
 
 def _summary(report: Report) -> dict[str, Any]:
-    """The report for programs: shares in [0, 1], seconds, nats; differences are after minus before, all by data source."""
+    """The report for programs: shares in [0, 1], seconds, nats; differences are after minus before."""
     return {
         "schema": SUMMARY_SCHEMA,
         "title": report.title,

@@ -42,7 +42,7 @@ LIGHT = Theme("light", surface="#ffffff", ink="#1b2330", muted="#667085", grid="
 DARK = Theme("dark", surface="#161c26", ink="#e8ecf3", muted="#97a3b6", grid="#2a3342")
 
 
-# For arms whose method has no style of its own. Like those of the registry, they are of Okabe and Ito's palette (2008), which
+# For arms whose method has no style of its own. Like those of the registry, from Okabe and Ito's palette (2008), which
 # stays distinguishable under the common colour blindnesses; brightened for the dark page.
 _FREE_STYLES = (
     Style(light="#009e73", dark="#2fd0a2", marker="^"),
@@ -97,7 +97,7 @@ def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:
     Where the free ones run out, dashes distinguish arms.
 
     Args:
-        methods: the name of the method of each arm, by the arm's label; None or an unregistered name for an arm without one.
+        methods: the name of each arm's method by the arm's label; it may be None, or not registered.
     """
     registered = {name: entry.style for name, entry in algorithms().items() if entry.style}
     styles: dict[str, Style] = {}

@@ -1,4 +1,4 @@
-"""What the report says of each arm: its name, its accuracy by data source, its step time, and its settings beside the others'."""
+"""What the report says of each arm: name, accuracy by data source, step time, and settings that differ."""
 
 import json
 import re
@@ -37,7 +37,8 @@ _BOOKKEEPING = re.compile(r"(^|\.)(experiment_name|project_name|\w+_dir|\w+_DIR)
 class ArmResult:
     """What the report says of one arm.
 
-    label: the shortest tail of its path that tells it apart. name: for the page and the figures. accuracies: by data source.
+    label: the shortest tail of its path that no other arm has. name: for the page and the figures.
+    accuracies: by data source.
     step_seconds: mean seconds per training step of each phase, in the order they happen.
     """
 
@@ -102,7 +103,7 @@ def data_sources(results: Sequence[ArmResult]) -> list[str]:
 
 
 def mean_changes(results: Sequence[ArmResult]) -> dict[str, Change]:
-    """The change averaged over the arms, for each data source where all arms have prompts and the last step in common."""
+    """The change averaged over the arms, for each data source where all have prompts and the last step in common."""
     changes = {}
     for source in data_sources(results):
         arms = [result.accuracies[source] for result in results if source in result.accuracies]

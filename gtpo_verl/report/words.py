@@ -38,7 +38,7 @@ def verdict(accuracy: Accuracy) -> str:
     if len(curve) == 1:
         return f"Validated only once ({last}), so there is no change to report."
     if change is None:
-        return f"The first and the last validation have no prompt in common, so there is no change to report (last: {last})."
+        return f"First and last validation have no prompt in common, so there is no change to report (last: {last})."
     moved = (
         f"from {percent(change.before)} to {percent(change.after)} between steps {curve[0].step} and {curve[-1].step}"
     )
@@ -85,9 +85,9 @@ def notes(runs: Sequence[Run], results: Sequence[ArmResult]) -> tuple[str, ...]:
     if any(point.interval for point in sampled):
         unit = "clusters of similar prompts, as the data names them" if any(map(_clustered, sampled)) else "prompts"
         sentences.append(
-            f"The intervals come from a paired cluster bootstrap: {unit}, drawn with replacement {DRAWS:,} times, the same "
-            "before and after and in every arm. They cover the choice of prompts and the sampling of responses, not the "
-            "training seed: another seed may end elsewhere, and only several trainings show by how much."
+            f"The intervals come from a paired cluster bootstrap: {unit}, drawn with replacement {DRAWS:,} times, the "
+            "same before and after and in every arm. They cover the choice of prompts and the sampling of responses, "
+            "not the training seed: another seed may end elsewhere, and only several trainings show by how much."
         )
     for source in data_sources(results):
         changes = [result.accuracies[source].change for result in results if source in result.accuracies]

@@ -1,4 +1,4 @@
-"""A training as a child process: started, followed through its metrics, stopped; for commands that run several trainings."""
+"""A training as a child process: started, followed through its metrics, stopped; for commands that run several."""
 
 import contextlib
 import ctypes
@@ -67,7 +67,8 @@ class TrainingProcess:
     def stoppable(self, announce: Callable[[], object]) -> Iterator[None]:
         """Within the block, SIGINT, SIGTERM and SIGHUP stop the training after its step, a second one at once.
 
-        ``stops`` counts them; ``announce`` is called at the first. A training that still runs at the end of the block is killed.
+        ``stops`` counts them; ``announce`` is called at the first. A training still running at the end of the block is
+        killed.
         """
 
         def stop(signum: int, frame: Any) -> None:

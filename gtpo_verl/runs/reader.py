@@ -1,8 +1,9 @@
 """Reads what a training run left on disk: metrics, validation samples, composed configuration and the run's record.
 
-Data sources are kept apart. A validation sample belongs to the ``data_source`` that its line names. verl 0.9.1 writes none, so
-a line without one (of an older run, or of verl's own trainer) belongs to the only data source that the metrics name; where they
-name several, the validation is left out with a note, and only the logged mean of each data source is known.
+Data sources are kept apart. A validation sample belongs to the ``data_source`` that its line names. verl 0.9.1 writes
+none, so a line without one (of an older run, or of verl's own trainer) belongs to the only data source that the metrics
+name; where they name several, the validation is left out with a note, and only the logged mean of each data source is
+known.
 """
 
 import hashlib
@@ -42,10 +43,10 @@ _LOGGED_ACCURACY = (
 class Validation:
     """One validation on one data source: the share of correct samples of each prompt.
 
-    ``prompts`` are P sorted keys, one per pair of prompt and ground truth; ``clusters`` P names, the prompts that the bootstrap
-    resamples together (the prompt's key where the data names no cluster); ``accuracy`` and ``counts`` have shape (P,): the
-    share of correct samples, and how many samples there are. ``mean_acc`` is the mean over prompts of the verifier's ``acc``,
-    which is what verl logs.
+    ``prompts`` are P sorted keys, one per pair of prompt and ground truth; ``clusters`` P names, the prompts that the
+    bootstrap resamples together (the prompt's key where the data names no cluster); ``accuracy`` and ``counts`` have
+    shape (P,): the share of correct samples, and how many samples there are. ``mean_acc`` is the mean over prompts of
+    the verifier's ``acc``, which is what verl logs.
     """
 
     step: int
@@ -72,7 +73,8 @@ class Validation:
 class Arm:
     """One training: metrics by step, validations by data source in order of steps, flattened configuration.
 
-    ``method`` is the registered method of the recorded configuration, without one that of the directory's name, or None.
+    ``method`` is the registered method of the recorded configuration, without one that of the directory's name; or
+    None.
     """
 
     name: str
@@ -337,13 +339,13 @@ def _read_validations(
             validations.setdefault(validation.source, []).append(validation)
     if unassigned:
         notes.append(
-            f"the validation samples of step {', '.join(unassigned)} do not name their data source, and several were logged "
-            f"({', '.join(logged)}): only the logged mean of each is shown"
+            f"the validation samples of step {', '.join(unassigned)} do not name their data source, and several were "
+            f"logged ({', '.join(logged)}): only the logged mean of each is shown"
         )
     if partial_credit:
         notes.append(
-            f"{_count(partial_credit, 'validation sample')} with an acc other than 0 and 1: correct from {threshold:g} on "
-            f"({_THRESHOLD}{'' if _THRESHOLD in config else ', which was not recorded'})"
+            f"{_count(partial_credit, 'validation sample')} with an acc other than 0 and 1: correct from {threshold:g} "
+            f"on ({_THRESHOLD}{'' if _THRESHOLD in config else ', which was not recorded'})"
         )
     return {source: tuple(found) for source, found in sorted(validations.items())}, notes
 
@@ -357,7 +359,7 @@ class _Sample:
 
 
 def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_Sample], list[str]]:
-    """The samples of a validation, none where no sample has a verdict; ``default``: the data sources that were logged."""
+    """The samples of a validation, none where no sample has a verdict; ``default``: the logged data sources."""
     fallback = UNKNOWN_SOURCE if not default else default[0] if len(default) == 1 else None
     samples = []
     torn = without = 0

@@ -1,9 +1,9 @@
 """Intervals for accuracies measured on several samples of each prompt.
 
 Samples of one prompt resemble each other, so the bootstrap resamples prompts with all their samples, and where prompts
-resemble each other as well (a data set says so by a cluster), whole clusters of prompts (Cameron, Gelbach and Miller 2008,
-"pairs cluster bootstrap"). Columns of one matrix share their draws: a difference between two columns is then paired,
-prompt by prompt, and its interval is narrower than that of two separate groups.
+resemble each other as well (a data set says so by a cluster), whole clusters of prompts (Cameron, Gelbach and Miller
+2008, "pairs cluster bootstrap"). Columns of one matrix share their draws: a difference between two columns is then
+paired, prompt by prompt, and its interval is narrower than that of two separate groups.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 DRAWS = 10_000
 CONFIDENCE = 0.95
 SEED = 20250804
-# Up to this many the percentile interval is visibly too narrow: it misses a factor sqrt(P / (P - 1)) and Student's tails.
+# Up to this many units the percentile interval is too narrow: it lacks a factor sqrt(P / (P - 1)) and Student's tails.
 FEW_PROMPTS = 30
 
 _ROUNDING = 1e-9  # means of clusters with the same value differ by less; those of different verdicts or lengths by more
@@ -83,7 +83,8 @@ def resampled_means(
 ) -> Floats:
     """Means over prompts whose clusters were drawn with replacement, the same clusters for every column.
 
-    As many clusters are drawn as there are; the mean is over all prompts in them (a ratio estimator where clusters differ in size).
+    As many clusters are drawn as there are; the mean is over all prompts in them, a ratio estimator where clusters
+    differ in size.
 
     Args:
         means: shape (P, K), one row per prompt, one column per measurement of the same prompts.
@@ -122,7 +123,7 @@ def estimates(
 
     Args:
         means: shape (P, K), P >= 1: the means of P prompts in K measurements, or differences of such means.
-        clusters: P names: prompts that resemble each other and are drawn together; None: each prompt is its own cluster.
+        clusters: P names; prompts of one cluster are drawn together. None: each prompt is its own cluster.
         draws: number of bootstrap draws.
         confidence: nominal coverage, in (0, 1).
         seed: see `resampled_means`.

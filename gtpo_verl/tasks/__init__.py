@@ -1,4 +1,4 @@
-"""Embedded tasks: small verifiable problems, a tiny model and its warm start, made on the spot; one package per task."""
+"""Embedded tasks, one package each: small verifiable problems, a tiny model and its warm start, made on the spot."""
 
 import importlib
 from collections.abc import Callable
@@ -31,8 +31,9 @@ class Task:
 class EmbeddedTask:
     """One embedded task.
 
-    description: one line, for the console. data_source: of its rows. reward: ``reward.custom_reward_function.path``, a module
-    with ``compute_score`` and ``random_verdict``, the control whose verdicts ignore the answer.
+    description: one line, for the console.
+    data_source: that of its rows.
+    reward: ``reward.custom_reward_function.path``, a module with ``compute_score`` and the control ``random_verdict``.
     prepare: makes the task in a directory, or returns the one that is there.
     """
 

@@ -180,10 +180,11 @@ def test_excludes_zero(interval: Interval, expected: bool):
 
 @pytest.mark.slow
 def test_coverage_on_simulated_trainings():
-    """95 % of the intervals hold the true gain; intervals that take samples for independent hold the truth less often."""
+    """95 % of the intervals hold the true gain; intervals that take samples for independent hold it less often."""
     rng = np.random.default_rng(6)
     trials, prompts, samples = 1_000, 120, 4
-    # a prompt is solved with chance p before and p + 0.3 p (1 - p) after, p ~ Beta(0.6, 0.6): the true gain is 0.3 E[p (1 - p)]
+    # a prompt is solved with chance p before and p + 0.3 p (1 - p) after, p ~ Beta(0.6, 0.6):
+    # the true gain is 0.3 E[p (1 - p)]
     a = 0.6
     truth_before, truth_gain = 0.5, 0.3 * a * a / (2 * a * (2 * a + 1))
     gain_held = before_held = naive_held = 0

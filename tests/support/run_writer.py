@@ -68,9 +68,9 @@ class RunWriter:
     ) -> Path:
         """One arm: metrics (a bare one logs only its validation), validation samples and configuration.
 
-        Prompts are dealt to the ``sources`` in turn; ``gains`` gives each its own, else all have the arm's. Samples name their
-        source, as our trainer writes them, unless ``name_sources`` is off, as in verl's own dump. With ``per_cluster``, so many
-        successive prompts share a cluster, and their difficulty.
+        Prompts are dealt to the ``sources`` in turn; ``gains`` gives each its own, else all have the arm's. Samples
+        name their source, as our trainer writes them, unless ``name_sources`` is off, as in verl's own dump. With
+        ``per_cluster``, so many successive prompts share a cluster, and their difficulty.
         """
         path.mkdir(parents=True)
         rng = self.rng
@@ -106,7 +106,7 @@ class RunWriter:
         sources: Sequence[str] = (),
         per_cluster: int | None = None,
     ) -> None:
-        """verl's dump, one line per sample, with the columns that our trainer adds; ``verdicts``: shape (prompts, samples)."""
+        """verl's dump, one line per sample, with the columns of our trainer; ``verdicts``: shape (prompts, samples)."""
         (arm / "validation").mkdir(exist_ok=True)
         lines = [
             json.dumps(

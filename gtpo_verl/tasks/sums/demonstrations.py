@@ -2,11 +2,12 @@
 
 A prompt is ``3+9+2+7`` and a newline. A demonstration writes the running total out, ``3+9=12;12+2=14;14+7=21;#21``, and
 what follows the last ``#`` is the answer. A step is off by one with a fixed probability and the rest continues from the
-wrong total, so a model that imitates the demonstrations well is right about half of the time, and only the verifier tells
-it which half: mixed groups from the first step, and room to learn.
+wrong total, so a model that imitates the demonstrations well is right about half of the time, and only the verifier
+tells it which half: mixed groups from the first step, and room to learn.
 
-Problems with the same operands in another order have the same answer and resemble each other. Such a multiset of operands
-(660 of them) is therefore never split over two parts, and it is the cluster over which intervals are bootstrapped.
+Problems with the same operands in another order have the same answer and resemble each other. Such a multiset of
+operands (660 of them) is therefore never split over two parts, and it is the cluster over which intervals are
+bootstrapped.
 """
 
 import hashlib
@@ -37,10 +38,10 @@ class Partition:
 
 
 def partition(seed: int, train_prompts: int, val_prompts: int) -> Partition:
-    """Deal whole multisets of operands, in the order of a seeded hash: to validation, then to training, the rest to the warm start.
+    """Assign whole multisets of operands in seeded order, to validation, then to training, the rest to the warm start.
 
-    A multiset that would exceed the size asked for is passed over, so a part has at most that size and is short of it only
-    where no small multiset is left. Raises ValueError where a part would be empty.
+    A multiset that would exceed the size asked for is passed over, so a part has at most that size and is short of it
+    only where no small multiset is left. Raises ValueError where a part would be empty.
     """
     multisets: dict[str, list[Problem]] = {}
     for problem in PROBLEMS:
@@ -92,7 +93,7 @@ def answer(problem: Problem) -> str:
 def demonstration(problem: Problem, error_rate: float, rng: random.Random) -> str:
     """Write out the steps and the answer, each step's total off by one with probability ``error_rate``.
 
-    Errors are carried on, never corrected: each step starts from the total of the one before, and the answer is the last total.
+    Errors are never corrected: each step starts from the total of the one before, and the answer is the last total.
     """
     total, *rest = problem
     steps = ""

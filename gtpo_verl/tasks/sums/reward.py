@@ -53,9 +53,9 @@ def random_verdict(
 ) -> Verdict:
     """Draw the verdict on a training response from a seeded hash of prompt and response: right with ``probability``.
 
-    The control: its arm runs through the same code with a reward that says nothing about the answer. Rows of any split but
-    ``train`` are scored as by ``compute_score``, so that validation measures what was learnt. ``extra_info`` must hold
-    ``split`` and ``question``, as the task's files do; KeyError otherwise.
+    The control: its arm runs through the same code with a reward that says nothing about the answer. Rows of any split
+    but ``train`` are scored as by ``compute_score``, so that validation measures what was learnt. ``extra_info`` must
+    hold ``split`` and ``question``, as the task's files do; KeyError otherwise.
     """
     extra_info = extra_info or {}
     if extra_info["split"] != "train":

@@ -1,8 +1,8 @@
-"""Prepare the task: a warm-started model directory and two parquet files in verl's schema, cached and written atomically.
+"""Prepare the task: a warm-started model and two parquet files in verl's schema, cached and written atomically.
 
-The directory appears complete or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over everything
-that decides its content, and the accuracy of the warm-started model, measured by sampling; a second call with the same key
-reads the manifest and returns.
+The directory appears complete or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over
+everything that decides its content, and the accuracy of the warm-started model, measured by sampling; a second call
+with the same key reads the manifest and returns.
 """
 
 import hashlib
@@ -59,9 +59,9 @@ def prepare_task(
     """Return the task in ``directory``, preparing it first (half a minute on two cores) unless it is there already.
 
     The parts have at most the sizes asked for: a multiset of operands is never split (see `demonstrations.partition`).
-    ``warm_start`` replaces the recipe of the warm start; ``progress`` prints what is being done, with a progress bar. A task
-    prepared with other parameters or another version is replaced.
-    Raises UserError for sizes that the problems do not allow, and for a directory that holds something else.
+    ``warm_start`` replaces the recipe of the warm start; ``progress`` prints what is being done, with a progress bar. A
+    task prepared with other parameters or another version is replaced. Raises UserError for sizes that the problems do
+    not allow, and for a directory that holds something else.
     """
     from rich.console import Console
 
@@ -131,7 +131,7 @@ def measure_accuracy(
 ) -> dict[str, float]:
     """Sample at temperature 1 and score with the task's verifier.
 
-    Returns ``accuracy``, its ``standard_error`` over the multisets of operands, whose responses are not independent, and ``samples``.
+    Returns ``accuracy``, its ``standard_error`` clustered by multiset of operands, and ``samples``, their number.
     """
     from gtpo_verl.tasks.sums.model import sample
 
@@ -160,8 +160,8 @@ def _build(
 ) -> None:
     """Write everything into ``directory``, the manifest last."""
     console.print(
-        f"Task: {len(PROBLEMS)} sums of three or four digits: {len(parts.train)} for training, {len(parts.validation)} for "
-        f"validation, {len(parts.warm_start)} for the warm start; no two parts share a multiset of operands"
+        f"Task: {len(PROBLEMS)} sums of three or four digits: {len(parts.train)} for training, {len(parts.validation)} "
+        f"for validation, {len(parts.warm_start)} for the warm start; no two parts share a multiset of operands"
     )
     started = time.monotonic()
     with console.status("Loading PyTorch and transformers"):
@@ -182,7 +182,7 @@ def _build(
         stream = demonstrations.demonstration_stream(parts.warm_start, recipe.error_rate, seed)
         pairs = ((demonstrations.prompt(problem), text) for problem, text in stream)
         console.print(
-            f"Task: warm start of a Qwen2 with {model.num_parameters() / 1e6:.2f} M parameters on noisy demonstrations, "
+            f"Task: warm start of a Qwen2 ({model.num_parameters() / 1e6:.2f} M parameters) on demonstrations, "
             f"{recipe.steps} steps of {recipe.batch_size}, {torch.get_num_threads()} threads"
         )
         _warm_start_with_progress(tiny, model, tokenizer, pairs, recipe, console)

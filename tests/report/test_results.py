@@ -206,7 +206,7 @@ def test_arms_are_named_by_their_configuration(runs):
     ("validations", "expected"),
     [
         ({0: {"a": [0]}}, "Validated only once (0.0 % at step 0), so there is no change to report."),
-        ({0: {"a": [0]}, 5: {"b": [1]}}, "The first and the last validation have no prompt in common"),
+        ({0: {"a": [0]}, 5: {"b": [1]}}, "First and last validation have no prompt in common"),
         (
             {0: {"a": [0], "b": [0]}, 5: {"a": [1], "b": [1]}},
             "by the same amount on every prompt, so no interval can be estimated",
