@@ -96,7 +96,7 @@ METRIC_FIGURES = {
             MetricPanel("mean score", "critic/score/mean"),
             MetricPanel("clipped tokens", "actor/pg_clipfrac", percent=True),
             MetricPanel("spread of advantages within a response", "credit/advantage_spread"),
-            MetricPanel("share of generated groups kept", "training/filter_groups/yield", percent=True),
+            MetricPanel("mixed share of generated groups", "training/filter_groups/yield", percent=True),
             MetricPanel("all-right or all-wrong groups in the batch", "credit/degenerate_share", percent=True),
         ),
     ),

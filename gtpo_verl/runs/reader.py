@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines
 from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.directory import METRICS_FILE, RECORD_FILE
 from gtpo_verl.runs.statistics import Floats, cluster_means
 
 if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
     from gtpo_verl.algorithms.registry import Algorithm
 
-METRICS = "metrics.jsonl"
-RECORD = "run.json"
 UNKNOWN_SOURCE = "unknown"  # as verl names the source of rows without one
 
 _THRESHOLD = "algorithm.correct_threshold"
@@ -145,13 +144,13 @@ def read_run(path: Path) -> Run:
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS}")
+        raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS_FILE}")
     if path.is_file():
         if path.suffix != ".jsonl":
             raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")
         return _run(path, [_read_single_arm(path.parent, path, name=path.stem)], record={})
-    if (path / METRICS).is_file():
-        arm = _read_single_arm(path, path / METRICS, name=path.resolve().name)
+    if (path / METRICS_FILE).is_file():
+        arm = _read_single_arm(path, path / METRICS_FILE, name=path.resolve().name)
         parent = _read_record(path.resolve().parent)
         return _run(path, [arm], record=parent if arm.name in parent.get("arms", []) else {}, single=True)
     return _read_run_directory(path)
@@ -166,14 +165,18 @@ def _read_single_arm(directory: Path, metrics_file: Path, name: str) -> Arm:
 
 def _read_run_directory(path: Path) -> Run:
     record = _read_record(path)
-    found = sorted(entry.name for entry in path.iterdir() if (entry / METRICS).is_file())
+    found = sorted(entry.name for entry in path.iterdir() if (entry / METRICS_FILE).is_file())
     if not found:
-        raise UserError(f"no {METRICS} in {path} or in a directory of it: has the training logged its first step yet?")
+        raise UserError(
+            f"no {METRICS_FILE} in {path} or in a directory of it: has the training logged its first step yet?"
+        )
     # an arm that was stopped before its first step has no line yet: it is missing, not broken
-    read = {name: _read_arm(path / name, path / name / METRICS, name) for name in found}
+    read = {name: _read_arm(path / name, path / name / METRICS_FILE, name) for name in found}
     arms = {name: arm for name, arm in read.items() if arm is not None}
     if not arms:
-        raise UserError(f"no {METRICS} in {path} holds a readable line: has the training logged its first step yet?")
+        raise UserError(
+            f"no {METRICS_FILE} in {path} holds a readable line: has the training logged its first step yet?"
+        )
     planned = [str(name) for name in record.get("arms", [])]
     order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: _rank(arms.get(name)))]))
     missing = [name for name in order if name not in arms]
@@ -211,7 +214,7 @@ def _run(
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    file = path / RECORD
+    file = path / RECORD_FILE
     if not file.is_file():
         return {}
     try:
@@ -339,7 +342,7 @@ def _read_validations(
             validations.setdefault(validation.source, []).append(validation)
     if unassigned:
         notes.append(
-            f"the validation samples of step {', '.join(unassigned)} do not name their data source, and several were "
+            f"the validation samples of {_listed(unassigned)} do not name their data source, and several were "
             f"logged ({', '.join(logged)}): only the logged mean of each is shown"
         )
     if partial_credit:
@@ -431,6 +434,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _listed(steps: Sequence[str]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(steps)}"
 
 
 def _count(number: int, noun: str) -> str:
