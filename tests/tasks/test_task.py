@@ -1,4 +1,4 @@
-"""The prepared task as it lies on disk: verl's schema, a model that fits its tokenizer, written whole or not at all."""
+"""The prepared task on disk: verl's schema, a model that fits its tokenizer, written atomically."""
 
 import json
 import os
@@ -130,7 +130,7 @@ def loaded(prepared: Task):
     return AutoTokenizer.from_pretrained(prepared.model_path)
 
 
-SPECIAL = ("<eos>", "<pad>")  # each is one token, wherever it stands
+SPECIAL = ("<eos>", "<pad>")  # each is one token, wherever it is in the text
 
 
 @given(

@@ -25,7 +25,7 @@ MAX_PROMPT_LENGTH = 8
 """Tokens (bytes) of the longest prompt, four digits with three signs and the newline."""
 
 MAX_RESPONSE_LENGTH = 32
-"""Tokens that a response may take: the longest demonstration has 26 and an end, so that only a rambling one is cut."""
+"""Limit on the tokens of a response; the longest demonstration has 26 and an end of sequence."""
 
 
 @dataclass(frozen=True)
