@@ -15,8 +15,8 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
 
     Args:
         file: its directory is made if need be.
-        write: takes the path to write to, for example ``lambda path: torch.save(state, path)``. What it raises is passed
-            on, and ``file`` is as it was.
+        write: takes the path to write to, for example ``lambda path: torch.save(state, path)``. What it raises is
+            passed on, and ``file`` is as it was.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     # unique: on a shared file system two hosts may have the same process id
@@ -53,9 +53,10 @@ def read_json(file: Path) -> Any:
 
 
 def append_json_line(file: Path, value: Any) -> None:
-    """Append a value as one line of JSON; what JSON does not know is written as text (``str``)."""
+    """Append a value as one line of JSON."""
+    line = json.dumps(value)
     with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(value, default=str) + "\n")
+        lines.write(line + "\n")
 
 
 def end_torn_line(file: Path) -> None:

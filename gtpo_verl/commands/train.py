@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, choices, compose_config, prepare, with_hardware
 from gtpo_verl.planning.findings import idle_findings
-from gtpo_verl.runs.directory import STOP_FILE, locked, write_record
+from gtpo_verl.runs.directory import STOP_FILE, write_record
+from gtpo_verl.runs.lock import training_lock
 from gtpo_verl.runs.provenance import hardware, run_versions
 
 EPILOG = """\
@@ -91,7 +92,7 @@ def launch(config: DictConfig, command: str) -> int:
     check_gpus(config)
 
     run_dir = Path(config.trainer.run_dir)
-    with locked(run_dir):
+    with training_lock(run_dir):
         _train(config, command, run_dir)
     return 0
 
