@@ -1,4 +1,4 @@
-"""Converts a data set to a parquet file in verl's schema, checks it for repetitions, conflicts and overlap, and records it."""
+"""Converts a data set to a parquet file in verl's schema, checked for repetitions, conflicts and overlap."""
 
 import hashlib
 import re

@@ -44,7 +44,7 @@ def restyle(prompt: str, style: str | None) -> str:
     problem, found = unwrap(prompt)
     if found is None:
         raise UserError(
-            f"--style {style}: a prompt has no known instruction to replace ({problem[:60]!r}…): leave --style out to keep "
-            "the prompts unchanged."
+            f"--style {style}: a prompt has no known instruction to replace ({problem[:60]!r}…): leave --style out to "
+            "keep the prompts unchanged."
         )
     return wrap(problem, style)

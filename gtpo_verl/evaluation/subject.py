@@ -12,10 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import GROUPS, compose_config, prepare, with_hardware
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import RECORD_FILE
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE
 
 BEFORE = "before"  # the evaluation of the model that a run started from
-CONFIG_FILE = "config.yaml"
 _MISSING = object()
 
 

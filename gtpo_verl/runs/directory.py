@@ -9,6 +9,7 @@ from gtpo_verl.files import append_json_line, end_torn_line, read_json, read_jso
 METRICS_FILE = "metrics.jsonl"
 GROUPS_FILE = "groups.jsonl"
 RECORD_FILE = "run.json"
+CONFIG_FILE = "config.yaml"
 STOP_FILE = "STOP"
 
 

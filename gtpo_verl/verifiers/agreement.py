@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import RECORD_FILE
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE
 from gtpo_verl.verifiers import RULES
 from gtpo_verl.verifiers.pool import Verdict, VerifierPool
 
@@ -118,7 +118,7 @@ class Agreement:
 def threshold_of(file: Path) -> float:
     """``algorithm.correct_threshold`` of the run whose directory holds the dump, 1.0 where no run does."""
     for directory in file.resolve().parents:
-        config_file = directory / "config.yaml"
+        config_file = directory / CONFIG_FILE
         if config_file.is_file() and (directory / RECORD_FILE).is_file():
             return float(OmegaConf.select(OmegaConf.load(config_file), "algorithm.correct_threshold"))
     return DEFAULT_THRESHOLD
