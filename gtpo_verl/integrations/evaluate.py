@@ -1,4 +1,4 @@
-"""Evaluates a model with verl's rollout side alone: data set, vLLM servers, agent loops, verifier and TransferQueue, no trainer.
+"""Evaluates a model with verl's rollout side: data set, vLLM servers, agent loops, verifier, TransferQueue; no trainer.
 
 These are the components of a validation during training, so prompts, sampling and verdicts are the same.
 """
@@ -34,7 +34,7 @@ PARTITION = "val"
 
 
 def standalone(config: DictConfig) -> None:
-    """Turn the configuration of a training into that of standalone servers, which load the model themselves; in place."""
+    """Turn a training's configuration into that of standalone servers, which load the model themselves; in place."""
     rollout = "actor_rollout_ref.rollout"
     settings = {
         "actor_rollout_ref.hybrid_engine": False,
@@ -87,7 +87,7 @@ class Problems:
 
 @contextmanager
 def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
-    """Start Ray, TransferQueue, vLLM and the verifier; yields the agent loops and the number of replicas, then stops everything."""
+    """Start Ray, TransferQueue, vLLM and the verifier for the block; yields the agent loops and the number of replicas."""
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)
     environment = get_ppo_ray_runtime_env(config)
@@ -121,11 +121,12 @@ def evaluate(
 ) -> None:
     """Generate and verify the responses of the given rows, and pass each row to ``keep`` when it is finished.
 
-    Rows are submitted in order, with at most twice as many in flight as the servers run at once: an interruption loses few.
+    Rows are submitted in order, with at most twice as many in flight as the servers run at once: an interruption loses
+    few.
 
     Raises:
-        UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in flight
-            are finished and kept.
+        UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in
+            flight are finished and kept.
     """
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     waiting = list(reversed(rows))
@@ -152,8 +153,9 @@ def evaluate(
             time.sleep(POLL)
     if failed:
         raise UserError(
-            f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; see the tracebacks "
-            "above). Repeat the command to try them again, or add --failures-as-wrong to count failed samples as wrong."
+            f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; see the "
+            "tracebacks above). Repeat the command to try them again, or add --failures-as-wrong to count failed samples "
+            "as wrong."
         )
 
 

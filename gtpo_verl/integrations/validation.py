@@ -1,4 +1,4 @@
-"""Reads the responses of a validation from TransferQueue before verl clears them, for the trainer and ``gtpo-verl eval``."""
+"""Reads a validation's responses from TransferQueue before verl clears them, for the trainer and ``gtpo-verl eval``."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ Rows = list[tuple[str, Response]]
 class Validated:
     """What one validation asked for and what came back.
 
-    ``problems``: the problem of each prompt submitted, by the prompt's uid. verl gives every row of the data a uid of its
-    own, so a problem that the data repeats has several. ``rows``: the responses, each with the uid of its prompt.
+    ``problems``: the problem of each prompt submitted, by the prompt's uid. verl gives every row of the data a uid of
+    its own, so a problem that the data repeats has several. ``rows``: the responses, each with the uid of its prompt.
     """
 
     problems: dict[str, str] = field(default_factory=dict)
