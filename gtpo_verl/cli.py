@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
     "prepare-data": (
-        "gtpo_verl.data.prepare",
+        "gtpo_verl.commands.prepare_data",
         "bring a data set to verl's schema, checked for repetitions and overlap",
     ),
     "report": ("gtpo_verl.commands.report", "compare runs: an HTML page, plots and a table"),

@@ -328,7 +328,7 @@ class CreditAssignmentMixin(PPOTrainer):
             logger.info("%d groups carried over are back from %s.", groups, folder)
 
     def _validate(self) -> dict[str, float]:
-        with recorded(self.replay_buffer) as self._validated:
+        with recorded(self.replay_buffer, self.agent_loop_manager) as self._validated:
             metrics = super()._validate()
         if not self._in_training:  # later ones are recorded with their step
             self.recorder.write(self.global_steps, metrics)
