@@ -22,8 +22,8 @@ class CreditContext:
     Attributes:
         correct: (B,) bool, the verifier's verdict.
         entropy: (B, T) float, nats, of the old policy at the sampling temperature; 0 outside the mask.
-        length_settings: settings of the length penalty that the run keeps outside ``algorithm``: ``max_length`` and
-            ``cache_length`` in tokens; ``length_penalty: none`` where the overlong punishment is switched off for the whole run.
+        length_settings: settings of the soft overlong penalty, which the run keeps outside ``algorithm``: ``max_length`` and
+            ``cache_length`` in tokens, ``penalty_factor``; empty where it is off.
         metrics: filled by the estimator.
     """
 

@@ -36,11 +36,15 @@ def _estimator(name: str, shape: Callable[..., AdvantageOutput]) -> Callable[...
         The rewards are not read: a response is correct by its verdict, and penalties are applied to shaped rewards.
         """
         context = current_context(name)
-        settings, _ = algorithm_config(name, config, **context.length_settings)
+        lengths = dict(context.length_settings)
+        factor = lengths.pop("penalty_factor", 1.0)
+        settings, _ = algorithm_config(name, config, **lengths)
         group = group_ids(index).to(response_mask.device)
         penalty = None
         if settings.length_penalty != "none":
             penalty = length_penalty_for(settings, response_lengths(response_mask), context.correct, group)
+        if settings.length_penalty == "soft":
+            penalty = penalty * factor  # as DAPO's reward manager does; group-relative penalties have no such factor
         out = shape(
             *(context.entropy, context.correct, response_mask, group, settings),
             length_penalty=penalty,

@@ -27,6 +27,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import ProblemRecord, Response, problem_key
+from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
 POLL = 0.2  # seconds between looks at what is finished
@@ -161,7 +162,7 @@ def _finished(problems: Problems, flying: dict[str, int], tags: Mapping[str, Any
     ended = [uid for uid in flying if tags.get(uid, {}).get("status") in ("finished", "failure")]
     if not ended:
         return []
-    keys = [key for key in tags if key.split("_")[0] in ended and key not in flying]
+    keys = [key for key in tags if uid_of(key) in ended and key not in flying]
     batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
     responses: dict[str, list[Response]] = {uid: [] for uid in ended}
     for uid, response in read_responses(batch, problems.tokenizer):

@@ -72,16 +72,15 @@ def _joined_cluster(config: DictConfig) -> str | None:
 
 
 def check_gpus(config: DictConfig) -> None:
-    """Make sure that a Ray of our own, on this machine, would have GPUs where the run is not ``hardware=cpu``.
+    """Check that a Ray started on this machine would have accelerators where the run is not ``hardware=cpu``.
 
     Raises:
-        UserError: it would not. A cluster that is joined is Ray's to judge.
+        UserError: it would not. On a cluster that is joined, Ray itself checks.
     """
-    from verl.utils.device import get_device_name
+    from verl.plugin.platform import get_platform
 
-    ray_init = config.ray_kwargs.get("ray_init") or {}
-    wants_cpu = (ray_init.get("runtime_env") or {}).get("env_vars", {}).get("VERL_PLATFORM") == "cpu"
-    if get_device_name() == "cpu" and not wants_cpu and not _joined_cluster(config):
+    # verl falls back to its platform for NVIDIA where it finds none: its name says nothing
+    if not get_platform().is_available() and not _joined_cluster(config):
         raise UserError(
             "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first (scripts/ray_node.sh head) and "
             "submit the run there; --check validates it here."

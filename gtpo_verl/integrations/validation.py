@@ -12,6 +12,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.evaluation.records import Response, problem_key, to_sample
+from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.transfer_queue import parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
 
 Rows = list[tuple[str, Response]]
@@ -24,10 +26,11 @@ def read_responses(batch: KVBatchMeta, tokenizer: Any = None) -> Rows:
         batch: keys ``uid_session_output`` as the agent loops write them; of a session with several outputs the last counts.
         tokenizer: if given, the responses carry their texts.
     """
-    last: dict[str, tuple[int, int]] = {}
+    last: dict[tuple[str, int], tuple[int, int]] = {}
     for position, key in enumerate(batch.keys):
-        session, output = key.rsplit("_", 1)
-        last[session] = max(last.get(session, (-1, -1)), (int(output), position))
+        row = parse_key(key)
+        rollout = (row.uid, row.session)
+        last[rollout] = max(last.get(rollout, (-1, -1)), (row.output, position))
     positions = sorted(position for _, position in last.values())
     if not positions:
         return []
@@ -38,7 +41,7 @@ def read_responses(batch: KVBatchMeta, tokenizer: Any = None) -> Rows:
     texts = _texts(tokenizer, keys, batch.partition_id) if tokenizer else [None] * len(keys)
     rows = []
     for position, text, uid, prompt, reward, source, extra in zip(positions, texts, *columns, strict=True):
-        verdict = extra.get("reward_extra_info", {})
+        verdict = reward_info(extra)
         problem = problem_key(list(prompt), reward["ground_truth"])
         length = int(batch.tags[position]["response_len"])
         acc = verdict.get("acc")
@@ -70,11 +73,8 @@ def recorded(buffer: ReplayBuffer) -> Iterator[Rows]:
         rows.extend(read_responses(batch))
         return batch, metrics
 
-    vars(buffer)["sample"] = sample_and_record  # of this object alone, for as long as the validation takes
-    try:
+    with temporarily(buffer, "sample", sample_and_record):
         yield rows
-    finally:
-        del vars(buffer)["sample"]
 
 
 def validation_metrics(

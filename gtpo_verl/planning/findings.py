@@ -216,9 +216,16 @@ _IDLE = (
     _Idle(("algorithm.grpo_s.",), _not("algorithm.adv_estimator", "grpo_s"), "the advantage estimator is another one"),
     _Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
-        _not("algorithm.adv_estimator", "grpo"),
+        # preflight refuses false
+        lambda config: config.algorithm.adv_estimator != "grpo" and config.algorithm.norm_adv_by_std_in_grpo,
         "only verl's grpo estimator reads it",
     ),
+    _Idle(
+        ("algorithm.gamma", "algorithm.lam"),
+        _is("algorithm.adv_estimator", "grpo", "gtpo", "grpo_s"),
+        "the advantage estimator has neither a discount nor a trace",
+    ),
+    _Idle(("algorithm.pf_ppo.",), _is("algorithm.use_pf_ppo", False), "algorithm.use_pf_ppo=false"),
     _Idle(
         (f"{_ACTOR}.policy_loss.seq_",),
         _not(f"{_ACTOR}.policy_loss.loss_mode", "grpo_s"),
@@ -237,11 +244,19 @@ _IDLE = (
         "with dynamic sampling verl fetches prompts one by one; what is in flight is set by "
         f"{_FILTER}.max_inflight_gen_batches",
     ),
-    _Idle((f"{_OVERLONG}.",), _is(f"{_OVERLONG}.enable", False), f"{_OVERLONG}.enable=false", but=("enable",)),
     _Idle(
-        ("algorithm.gtpo.length_", "algorithm.grpo_s.length_"),
+        (f"{_OVERLONG}.", "reward.reward_kwargs.max_resp_len"),
         _is(f"{_OVERLONG}.enable", False),
-        f"its two lengths are those of the overlong punishment, and {_OVERLONG}.enable=false",
+        f"{_OVERLONG}.enable=false",
+        but=("enable",),
+    ),
+    *(
+        _Idle(
+            (f"algorithm.{name}.length_denominator",),
+            _not(f"algorithm.{name}.length_penalty", "soft"),
+            f"only algorithm.{name}.length_penalty=soft has a slope",
+        )
+        for name in ("gtpo", "grpo_s")
     ),
     _Idle(
         (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
@@ -257,6 +272,21 @@ _IDLE = (
         ("algorithm.rollout_correction.rollout_",),
         _is("algorithm.entropy.source", "rollout"),
         "with algorithm.entropy.source=rollout the ratio starts at the rollout's log-probs and the clip bounds it",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.rollout_is_",),
+        _is("algorithm.rollout_correction.rollout_is", None),
+        "algorithm.rollout_correction.rollout_is=null",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.rollout_rs_",),
+        _is("algorithm.rollout_correction.rollout_rs", None),
+        "algorithm.rollout_correction.rollout_rs=null",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.loss_type",),
+        _not(f"{_ACTOR}.policy_loss.loss_mode", "bypass_mode"),
+        "only verl's policy loss bypass_mode reads it",
     ),
     _Idle((f"{_ACTOR}.kl_loss_",), _is(f"{_ACTOR}.use_kl_loss", False), f"{_ACTOR}.use_kl_loss=false"),
     _Idle(

@@ -20,7 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, INSTEAD, VERSIONS
+from gtpo_verl.integrations.vllm.names import ENTROPIES, INSTEAD, VERSIONS
 
 
 class RolloutEntropyOutput(AgentLoopOutput):

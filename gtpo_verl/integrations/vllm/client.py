@@ -11,7 +11,7 @@ import numpy as np
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 
 _segments: ContextVar[list[TokenOutput] | None] = ContextVar("gtpo_verl_segments", default=None)
 

@@ -2,7 +2,7 @@
 
 import os
 
-ENV_FLAG = "GTPO_VERL_ROLLOUT_ENTROPY"
+from gtpo_verl.integrations.vllm.names import ENV_FLAG
 
 
 def register() -> None:

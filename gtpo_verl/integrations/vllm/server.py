@@ -21,9 +21,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import codec
+from gtpo_verl.integrations.vllm.names import ENTROPIES, ENV_FLAG, VERSIONS, WORKER_EXTENSION
 from gtpo_verl.integrations.vllm.patch import check_vllm_version
-from gtpo_verl.integrations.vllm.plugin import ENV_FLAG
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, VERSIONS, WORKER_EXTENSION, check_rollout, truncates
+from gtpo_verl.integrations.vllm.requirements import check_rollout, truncates
 
 
 class _EngineTap:

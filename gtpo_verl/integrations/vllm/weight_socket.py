@@ -12,7 +12,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.wiring import SOCKET_TOKEN
+from gtpo_verl.integrations.vllm.names import SOCKET_TOKEN
 
 
 def with_token(handle: str, token: str) -> str:
