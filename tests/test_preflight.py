@@ -305,6 +305,25 @@ def test_the_command_prints_one_line_and_starts_no_ray(inputs: dict[str, str], t
     assert not list(tmp_path.glob("ray*"))
 
 
+@pytest.mark.slow
+def test_a_machine_without_a_gpu_is_named_before_ray_starts(inputs: dict[str, str], tmp_path: Path) -> None:
+    """Through the real command, without the variables that hardware=cpu sets: verl takes such a machine for one with NVIDIA GPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "RAY_"))}
+    overrides = [f"{key}={value}" for key, value in inputs.items() if key != "directory"]
+    overrides += ["hardware=gpu", "+ray_kwargs.ray_init.address=local", f"trainer.run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "gtpo_verl.train", *overrides]
+    environment["RAY_TMPDIR"] = str(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "error: this machine has no GPU: hardware=cpu trains without one" in done.stderr
+    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.glob("ray*"))
+
+
 def test_an_unknown_vllm_is_refused_by_name(
     composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
