@@ -1,6 +1,7 @@
-"""Checks everything that would make a run fail, or make it another experiment than its configuration says, before it starts.
+"""Checks a run before it starts: what would make it fail, and what it would silently do differently.
 
-:func:`check` needs no verl and takes about a second; ``integrations.checks`` follows once verl is imported, still before Ray.
+:func:`check` needs no verl and takes about a second; ``integrations.checks`` follows once verl is imported, still
+before Ray.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def check(config: DictConfig) -> None:
 
 
 def problems(config: DictConfig) -> tuple[list[str], list[str]]:
-    """What is wrong with a configuration itself, without model, files or verl: errors, at most one per kind of check, and notes."""
+    """Check a configuration without model, files and verl; returns errors, at most one per kind of check, and notes."""
     errors: list[str] = []
     notes: list[str] = []
     for examine in (_check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
@@ -95,8 +96,9 @@ def _check_ignored(config: DictConfig, chosen: Algorithm | None) -> None:
     name = f"algorithm.adv_estimator={settings.adv_estimator}"
     if settings.use_kl_in_reward and chosen is not None and chosen.verl_estimator is None:
         raise UserError(
-            f"algorithm.use_kl_in_reward=true has no effect with {name}, whose advantages come from verdicts and entropies: set it to "
-            "false. actor_rollout_ref.actor.use_kl_loss=true puts a KL term into the loss of every algorithm."
+            f"algorithm.use_kl_in_reward=true has no effect with {name}, whose advantages come from verdicts and "
+            "entropies: set it to false. actor_rollout_ref.actor.use_kl_loss=true puts a KL term into the loss of "
+            "every algorithm."
         )
     if not settings.norm_adv_by_std_in_grpo and settings.adv_estimator not in NORM_BY_STD_ESTIMATORS:
         raise UserError(f"algorithm.norm_adv_by_std_in_grpo=false has no effect with {name}: set it to true.")
@@ -104,8 +106,8 @@ def _check_ignored(config: DictConfig, chosen: Algorithm | None) -> None:
         raise UserError(f"algorithm.use_pf_ppo=true has no effect with {name}: only gae reads it. Set it to false.")
     if config.reward.reward_model.enable and not config.reward.custom_reward_function.path:
         raise UserError(
-            "reward.reward_model.enable=true without a reward function gives scores and no verdict (`acc`): name a function that asks the "
-            "reward model with reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
+            "reward.reward_model.enable=true without a reward function gives scores and no verdict (`acc`): name a "
+            "function that asks the reward model with reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
         )
 
 
@@ -117,17 +119,19 @@ def _check_penalty(config: DictConfig, chosen: Algorithm | None) -> None:
         name = chosen.name if chosen else ""
         if config.algorithm.get(name, {}).get("length_penalty") == "soft":
             raise UserError(
-                f"algorithm.{name}.length_penalty=soft takes its lengths from {overlong}, which is off: set {overlong}.enable=true, or "
-                f"algorithm.{name}.length_penalty=none."
+                f"algorithm.{name}.length_penalty=soft takes its lengths from {overlong}, which is off: set "
+                f"{overlong}.enable=true, or algorithm.{name}.length_penalty=none."
             )
         return
     if settings.penalty_factor <= 0:
         raise UserError(
-            f"{overlong}.penalty_factor={settings.penalty_factor}: it must be above 0; {overlong}.enable=false switches the penalty off."
+            f"{overlong}.penalty_factor={settings.penalty_factor}: it must be above 0; {overlong}.enable=false "
+            "switches the penalty off."
         )
     if manager.source == "register" and manager.name != "dapo":
         raise UserError(
-            f"reward.reward_manager.name={manager.name} applies no overlong penalty: set it to dapo, or {overlong}.enable=false."
+            f"reward.reward_manager.name={manager.name} applies no overlong penalty: set it to dapo, or "
+            f"{overlong}.enable=false."
         )
 
 
@@ -152,28 +156,31 @@ def _check_dynamic_sampling(config: DictConfig) -> list[str]:
     mode, sampler = config.trainer.v1.trainer_mode, config.trainer.v1.sampler.get("custom_sampler") or {}
     if age == 0 and settings.enable and settings.max_num_gen_batches and mode != "sync":
         note = (
-            f"trainer.v1.trainer_mode={mode} has no budget for dynamic sampling: algorithm.filter_groups.max_num_gen_batches "
-            "and on_budget have no effect, and prompts without contrast are replaced without limit."
+            f"trainer.v1.trainer_mode={mode} has no budget for dynamic sampling: "
+            "algorithm.filter_groups.max_num_gen_batches and on_budget have no effect, and prompts without contrast "
+            "are replaced without limit."
         )
         return [note]
     if age == 0:
         return []
     if not settings.enable:
         raise UserError(
-            f"algorithm.filter_groups.carry_over.max_age={age} carries over what dynamic sampling leaves, and it is off: "
-            "set algorithm.filter_groups.enable=true, or max_age=0."
+            f"algorithm.filter_groups.carry_over.max_age={age} carries over what dynamic sampling leaves, and it is "
+            "off: set algorithm.filter_groups.enable=true, or max_age=0."
         )
     if mode != "sync" or sampler.get("path"):
         raise UserError(
-            f"algorithm.filter_groups.carry_over.max_age={age} needs trainer.v1.trainer_mode=sync with its own sampler: "
-            f"the asynchronous trainers keep their surplus already (trainer.v1.sampler.max_off_policy_threshold). Set max_age=0."
+            f"algorithm.filter_groups.carry_over.max_age={age} needs trainer.v1.trainer_mode=sync with its own "
+            "sampler: the asynchronous trainers keep their surplus already "
+            "(trainer.v1.sampler.max_off_policy_threshold). Set max_age=0."
         )
     corrected = config.algorithm.rollout_correction.rollout_is is not None
     if not entropy_source(config).skips_actor_pass and not corrected:
         note = (
-            "algorithm.filter_groups.carry_over: old log-probs of groups carried over are recomputed by the current actor, "
-            "so the clipped ratio does not see their age; algorithm.rollout_correction.rollout_is=token corrects for it, and "
-            "with algorithm.entropy.source=rollout the ratio is relative to the policy that generated them."
+            "algorithm.filter_groups.carry_over: old log-probs of groups carried over are recomputed by the current "
+            "actor, so the clipped ratio does not see their age; algorithm.rollout_correction.rollout_is=token "
+            "corrects for it, and with algorithm.entropy.source=rollout the ratio is relative to the policy that "
+            "generated them."
         )
         return [note]
     return []
@@ -189,11 +196,13 @@ def _check_entropy_source(config: DictConfig) -> None:
     if config.algorithm.rollout_correction.bypass_mode and not source.skips_actor_pass:
         raise UserError(
             f"algorithm.rollout_correction.bypass_mode=true skips the pass that computes the actor's entropies, and "
-            f"algorithm.entropy.source={source.name} needs them: set algorithm.entropy.source=rollout, or bypass_mode=false."
+            f"algorithm.entropy.source={source.name} needs them: set algorithm.entropy.source=rollout, or "
+            "bypass_mode=false."
         )
     if config.algorithm.entropy.check_every < 0:
         raise UserError(
-            f"algorithm.entropy.check_every={config.algorithm.entropy.check_every}: it must be a number of steps, or 0 for never."
+            f"algorithm.entropy.check_every={config.algorithm.entropy.check_every}: it must be a number of steps, or 0 "
+            "for never."
         )
     if source.from_rollout:
         check_rollout(config.actor_rollout_ref.rollout)
@@ -226,7 +235,8 @@ def _check_lengths(config: DictConfig) -> None:
     if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
         raise UserError(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is shorter than data.max_prompt_length + "
-            f"data.max_response_length = {data.max_prompt_length + data.max_response_length}: raise it, or set it to null."
+            f"data.max_response_length = {data.max_prompt_length + data.max_response_length}: raise it, or set it to "
+            "null."
         )
     if not overlong.enable:
         return
@@ -237,13 +247,14 @@ def _check_lengths(config: DictConfig) -> None:
             else "verl's DAPO reward would go beyond the full penalty, and GTPO's and GRPO-S's would not"
         )
         raise UserError(
-            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: {why}. "
-            "Remove the override; max_resp_len follows the limit."
+            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: "
+            f"{why}. Remove the override; max_resp_len follows the limit."
         )
     if not 0 < overlong.len <= limit:
         raise UserError(
-            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len} must be between 1 and data.max_response_length={limit}: it is the "
-            "number of tokens before the limit over which the penalty grows."
+            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len} must be between 1 and "
+            f"data.max_response_length={limit}: it is the number of tokens before the limit over which the penalty "
+            "grows."
         )
 
 
@@ -253,7 +264,8 @@ def _check_lengths(config: DictConfig) -> None:
 def _check_model(config: DictConfig) -> None:
     if config.actor_rollout_ref.model.path is None:
         raise UserError(
-            "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the hub."
+            "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the "
+            "hub."
         )
     path = str(config.actor_rollout_ref.model.path)
     directory = Path(path).expanduser()
@@ -284,8 +296,8 @@ def _check_hub(name: str) -> None:
         ) from error
     except Exception as error:
         raise UserError(
-            f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within {HUB_TIMEOUT:.0f} s "
-            f"({type(error).__name__}): give a local directory."
+            f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within "
+            f"{HUB_TIMEOUT:.0f} s ({type(error).__name__}): give a local directory."
         ) from error
 
 
@@ -323,7 +335,8 @@ def _check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_f
                 and len(files_of(config.data[key])) == 1
             ):
                 raise UserError(
-                    f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
+                    f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than "
+                    f"data.train_batch_size={config.data.train_batch_size}."
                 )
 
 
@@ -334,6 +347,12 @@ def _schema_problems(schema: Any, prompt_key: str) -> Iterator[str]:
     prompt, reward = schema.field(prompt_key).type, schema.field("reward_model").type
     messages = prompt.value_type if pa.types.is_list(prompt) or pa.types.is_large_list(prompt) else None
     if messages is None or not pa.types.is_struct(messages) or {"role", "content"} - {field.name for field in messages}:
-        yield f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. `gtpo-verl prepare-data` makes such files."
+        yield (
+            f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. "
+            "`gtpo-verl prepare-data` makes such files."
+        )
     if not pa.types.is_struct(reward) or "ground_truth" not in {field.name for field in reward}:
-        yield f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. `gtpo-verl prepare-data` makes such files."
+        yield (
+            f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. "
+            "`gtpo-verl prepare-data` makes such files."
+        )

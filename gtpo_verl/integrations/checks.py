@@ -37,7 +37,7 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_verifier(config: DictConfig) -> None:
-    """Ask the verifier for a verdict on one prompt of every data source of every file, with its own answer as the response."""
+    """Ask the verifier for a verdict on one prompt of every data source of every file, whose response is the answer."""
     from verl.trainer.ppo.reward import get_custom_reward_fn
     from verl.utils.reward_score import default_compute_score
 
@@ -78,13 +78,13 @@ def _check_verdict(verifier: Callable[..., Any], place: str, row: dict[str, Any]
         return
     if result.get("verifier_failure"):
         raise UserError(
-            f"the verifier gives no verdict on {place} ({result['verifier_failure']}), whose right answer is {truth!r:.80}: check its "
-            "reward_model.ground_truth."
+            f"the verifier gives no verdict on {place} ({result['verifier_failure']}), whose right answer is "
+            f"{truth!r:.80}: check its reward_model.ground_truth."
         )
     if "acc" not in result:
         raise UserError(
-            f"the verifier returns {', '.join(sorted(result))} and no verdict on {place}: add `acc` (1 for a correct answer, 0 for a wrong "
-            "one) to the dict that it returns."
+            f"the verifier returns {', '.join(sorted(result))} and no verdict on {place}: add `acc` (1 for a correct "
+            "answer, 0 for a wrong one) to the dict that it returns."
         )
 
 

@@ -1,4 +1,4 @@
-"""Where the entropies of credit assignment come from (``algorithm.entropy.source``), and what follows from it. Light to import."""
+"""Where the entropies of credit assignment come from: ``algorithm.entropy.source``. Light to import."""
 
 from dataclasses import dataclass
 

@@ -27,8 +27,9 @@ def agreement(
 ) -> dict[str, float]:
     """How well the rollout's entropies agree with the actor's.
 
-    Both are entropies of the same policy only where the token was sampled by the weights that the actor has now. In asynchronous
-    training other tokens were sampled by older weights: there the difference is how far the policy has moved, not an error.
+    Both are entropies of the same policy only where the token was sampled by the weights that the actor has now. In
+    asynchronous training other tokens were sampled by older weights: there the difference is how far the policy has
+    moved, not an error.
 
     Args:
         rollout, actor: (B, T) float, nats.
@@ -36,8 +37,8 @@ def agreement(
         current: (B, T) bool, tokens sampled by the actor's current weights.
 
     Returns:
-        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their ``correlation``
-        where they differ from each other;
+        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their
+        ``correlation`` where they differ from each other;
         ``stale_share`` of the tokens, and their ``stale_abs_diff_mean`` where there are any.
 
     Raises:
@@ -62,11 +63,10 @@ def agreement(
 
 
 class ActorPass:
-    """The actor's old-log-prob pass, which ``algorithm.entropy.source=rollout`` skips: when it runs all the same, to compare, and how
-    many seconds a step saves without it.
+    """Schedules the actor's old-log-prob pass under ``algorithm.entropy.source=rollout``, and times it.
 
-    It runs on the first two batches of a process (the first is warm-up and is not timed) and in the steps 1, 1 + ``every``,
-    1 + 2 ``every``, and so on.
+    There the pass is run to compare entropies: on the first two batches of a process (the first is warm-up and is not
+    timed) and in the steps 1, 1 + ``every``, 1 + 2 ``every``, and so on.
 
     Args:
         every: steps from one comparison to the next; 0 is never.
@@ -89,7 +89,7 @@ class ActorPass:
         return {"rollout_entropy/check_s": seconds, "rollout_entropy/time_saved_s": 0.0}
 
     def skipped(self, tokens: int) -> dict[str, float]:
-        """Metrics of a batch of so many tokens whose pass is skipped: seconds saved, at the speed of the last pass that was timed."""
+        """Metrics of a batch of so many tokens without the pass: seconds saved, at the speed of the last timed pass."""
         if self._seconds_per_token is None:
             return {}
         return {"rollout_entropy/time_saved_s": self._seconds_per_token * tokens}
@@ -102,8 +102,8 @@ def verifier_failures(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         infos: what the reward function returned for each response.
 
     Returns:
-        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``; nothing
-        for a reward function that does not say ``verifier_failure``.
+        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``;
+        nothing for a reward function that does not say ``verifier_failure``.
     """
     reasons = Counter(info["verifier_failure"] for info in infos if "verifier_failure" in info)
     total = reasons.total()

@@ -1,9 +1,9 @@
 """Dynamic sampling with a budget and without waste, on verl's V1 replay buffer (DAPO eq. 11).
 
-verl refills every group that its filter evicts for as long as it takes, so a task that the model has saturated, or cannot do
-at all, never returns; and what it generated beyond a batch is thrown away. Here a step generates at most
-``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left over may wait for a later
-step (``carry_over_max_age``).
+verl refills every group that its filter evicts without limit, so a step never ends on a task that the model has
+saturated, or cannot do at all; and what it generated beyond a batch is discarded. Here a step generates at most
+``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left over may wait for a
+later step (``carry_over_max_age``).
 
 Which groups a step trains on follows from the order of the data and from the verdicts: everything in flight is finished
 first, then the groups with signal are taken in the order in which their prompts were submitted. Who finished first, and
@@ -96,11 +96,11 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
     Args:
         max_num_gen_batches: prompts a step may generate, in units of ``train_batch_size``; 0 is no limit.
-        on_budget: ``train_smaller`` trains on the mixed groups there are, ``stop`` ends the run. With no mixed group at all
-            there is nothing to train on, and both end the run.
+        on_budget: ``train_smaller`` trains on the mixed groups there are, ``stop`` ends the run. With no mixed group at
+            all there is nothing to train on, and both end the run.
         carry_over_max_age: steps that a group with signal may wait for its turn; 0 discards what a step leaves over.
-        correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this verdict
-            that a group must be divided on, not the number.
+        correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this
+            verdict in which the responses of a group must differ, not the number.
         mini_batch_size: prompts of one update; a batch that the budget leaves short is cut to whole updates.
     """
 
@@ -163,7 +163,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         return self.filter_groups_metric is not None
 
     def first_round(self, global_steps: int, partition_id: str, batch_size: int) -> int:
-        """Prompts to submit when a step begins: what is missing beside the groups carried over, at the last step's yield."""
+        """Prompts to submit when a step begins: for the groups that are missing, at the last step's yield."""
         self._sync_metadata_from_transfer_queue()
         self._expire(global_steps, partition_id)
         missing = batch_size - len(self._terminal(partition_id))
@@ -220,7 +220,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         )
 
     def _generate(self, step: "_Step") -> set[str]:
-        """Wait for what is in flight, and submit more, until the batch is full or the budget is spent; returns the groups kept."""
+        """Generate until the batch is full, or the budget spent, and nothing is in flight; returns the groups kept."""
         last_debug = time.time()
         while True:
             self._evict(step)
@@ -243,7 +243,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
             )
 
     def _refill(self, step: "_Step", missing: int, inflight: int, left: int) -> bool:
-        """Submit the prompts that are expected to fill the batch, within window and budget; returns whether there were any."""
+        """Submit the prompts expected to fill the batch, within window and budget; returns whether there were any."""
         if missing <= 0:
             return False
         wanted = groups_to_generate(missing, self._expected_yield(step.tally)) - inflight
@@ -286,7 +286,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         return self.finished_keys[partition_id] | self.failure_keys[partition_id]
 
     def _expire(self, global_steps: int, partition_id: str) -> None:
-        """Clear the groups that have waited too long; their number goes to the next metrics and, when there is one, the log."""
+        """Clear the groups that have waited too long, with a warning; the next metrics count them."""
         steps = self.prompt_global_steps[partition_id]
         old = {uid for uid, step in steps.items() if global_steps - step > self.carry_over_max_age}
         if not old:
@@ -322,7 +322,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._clear_groups(partition_id, without_signal)
 
     def _read(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
-        """What the filter looks at: {uid: a value for each response}. With the metric ``acc`` the values are verdicts, 0 or 1."""
+        """What the filter reads: {uid: a value per response}; with the metric ``acc`` these are verdicts, 0 or 1."""
         values: dict[str, list[float]] = {uid: [] for uid in uids}
         if not uids:
             return values
@@ -337,8 +337,9 @@ class BudgetedReplayBuffer(ReplayBuffer):
         for key, info in zip(keys, reward_infos(partition_id, keys), strict=True):
             if self.filter_groups_metric not in info:
                 raise UserError(
-                    f"dynamic sampling filters on {self.filter_groups_metric!r}, and the reward function did not return it for "
-                    f"response {key}: add it to the dict that it returns, or set algorithm.filter_groups.enable=false."
+                    f"dynamic sampling filters on {self.filter_groups_metric!r}, and the reward function did not "
+                    f"return it for response {key}: add it to the dict that it returns, or set "
+                    "algorithm.filter_groups.enable=false."
                 )
             value = float(info[self.filter_groups_metric])
             if self.filter_groups_metric == VERDICT:
@@ -359,7 +360,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         return self.max_num_gen_batches * self.train_batch_size or None
 
     def _expected_yield(self, tally: _Tally) -> float:
-        """The yield of this step's groups so far and all of the last step's: the first few to end are no sample of the rest."""
+        """The yield of this step so far and of the last one: the first few groups to end are not representative."""
         with_signal, generated = self.last_step
         return (tally.mixed + with_signal) / (tally.ended + generated)
 
@@ -370,8 +371,9 @@ class BudgetedReplayBuffer(ReplayBuffer):
         )
         if self.on_budget == "stop" or kept == 0:
             raise BudgetSpentError(
-                f"{spent}. Choose prompts that the model solves sometimes, raise algorithm.filter_groups.max_num_gen_batches, "
-                "or switch dynamic sampling off with algorithm.filter_groups.enable=false."
+                f"{spent}. Choose prompts that the model solves sometimes, raise "
+                "algorithm.filter_groups.max_num_gen_batches, or switch dynamic sampling off with "
+                "algorithm.filter_groups.enable=false."
             )
         logger.warning("%s: training on %d of %d groups.", spent, size, batch_size)
         if size < kept:
@@ -405,9 +407,9 @@ class BudgetedReplayBuffer(ReplayBuffer):
 def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:
     """How many of the groups with signal a step trains on.
 
-    verl fills a batch up to whole mini-batches with padding rows. A mini-batch of one group and padding would be an optimizer step like
-    any other, and under a token mean each of its tokens would weigh many times as much. So a short batch is cut to whole mini-batches; only
-    where there is not even one of them, all groups make one update.
+    verl fills a batch up to whole mini-batches with padding rows. A mini-batch of one group and padding would be an
+    optimizer step like any other, and under a token mean each of its tokens would weigh many times as much. So a short
+    batch is cut to whole mini-batches; only where there is not even one of them, all groups make one update.
 
     Args:
         kept: groups with signal.
@@ -424,9 +426,9 @@ def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:
 def groups_to_generate(missing: int, expected_yield: float) -> int:
     """How many groups to generate so that, more than four times in five, ``missing`` of them have signal.
 
-    The number with signal among n has mean n·y and standard deviation √(n·y·(1-y)); n is the least for which the mean is one
-    standard deviation above ``missing``. A second round of generation costs a step the time of its longest response, a few
-    groups too many cost little.
+    The number with signal among n has mean n·y and standard deviation √(n·y·(1-y)); n is the least for which the mean
+    is one standard deviation above ``missing``. A second round of generation costs a step the time of its longest
+    response, a few groups too many cost little.
 
     Args:
         missing: groups with signal still to be found, 1 or more.

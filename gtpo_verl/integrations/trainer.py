@@ -1,7 +1,7 @@
-"""verl's V1 trainers with credit assignment by entropy: what verl computes and drops on the way, brought to the estimator.
+"""verl's V1 trainers with credit assignment by entropy.
 
-verl's old-log-prob pass already writes the policy's entropies to TransferQueue, and the rollout's arrive beside the tokens; the
-advantage step fetches neither. The mixin fetches both, with the verifier's verdicts, around verl's own method.
+verl's old-log-prob pass writes the policy's entropies to TransferQueue, and the rollout's arrive beside the tokens; the
+advantage step fetches neither. The mixin fetches both, with the verifier's verdicts, and passes them to the estimator.
 """
 
 import logging
@@ -129,8 +129,9 @@ class CreditAssignmentMixin(PPOTrainer):
         dead = dead_servers(servers)
         if dead:
             raise UserError(
-                f"vLLM died ({'; '.join(dead)}). See the engine's traceback above; if there is none, it was probably killed for lack of "
-                f"memory. The same command with trainer.run_dir={self.run_dir} resumes from the last checkpoint."
+                f"vLLM died ({'; '.join(dead)}). See the engine's traceback above; if there is none, it was probably "
+                f"killed for lack of memory. The same command with trainer.run_dir={self.run_dir} resumes from the "
+                "last checkpoint."
             )
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
@@ -194,7 +195,7 @@ class CreditAssignmentMixin(PPOTrainer):
         batch = super()._compute_old_log_prob(batch, metrics)
         self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, _tokens(batch)))
         actor, rollout, versions, mask = fetch(batch, "entropy", ENTROPIES, VERSIONS)
-        # Weights are sent at the end of a step, with its number; old log-probs are of those weights in every trainer mode.
+        # Weights are sent at the end of a step, with its number; old log-probs are always of those weights.
         metrics.update(agreement(rollout, actor, mask, current=versions == self.global_steps - 1))
         return batch
 
@@ -216,10 +217,10 @@ class CreditAssignmentMixin(PPOTrainer):
         return batch
 
     def _zero_lone_responses(self, batch: KVBatchMeta) -> int:
-        """Give responses without another one of their group advantage 0, as GTPO and GRPO-S do; returns how many there are.
+        """Set the advantage of the only response of a group to 0, as GTPO and GRPO-S do; returns how many there are.
 
-        Failed rollouts leave such groups. verl's estimators compare a lone response with 0 instead of a mean, so its advantage would be its
-        whole reward.
+        Failed rollouts leave such groups. verl's estimators compare a lone response with 0 instead of a mean, so its
+        advantage would be its whole reward.
         """
         lone = lone_responses(batch)
         if lone and self.config.algorithm.adv_estimator in GROUP_MEAN_ESTIMATORS:
@@ -231,7 +232,7 @@ class CreditAssignmentMixin(PPOTrainer):
     def _dump_credit(
         self, batch: KVBatchMeta, context: CreditContext, advantages: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """Write a batch to ``credit/<step>.pt`` every ``trainer.credit_dump_freq`` steps: all that its update depends on.
+        """Write all that a batch's update depends on to ``credit/<step>.pt``, every ``trainer.credit_dump_freq`` steps.
 
         A step of several updates (``parameter_sync_step``) writes ``<step>-0.pt``, ``<step>-1.pt``, ...
         """
@@ -265,8 +266,8 @@ class CreditAssignmentMixin(PPOTrainer):
         for key, info in zip(batch.keys, infos, strict=True):
             if "acc" not in info:
                 raise UserError(
-                    f"response {key} has no verdict: the reward function must return a dict with `acc` (1 for a correct answer) beside "
-                    "`score`; reward.custom_reward_function names the function."
+                    f"response {key} has no verdict: the reward function must return a dict with `acc` (1 for a "
+                    "correct answer) beside `score`; reward.custom_reward_function names the function."
                 )
             verdicts.append(is_correct(float(info["acc"]), threshold))
         return torch.tensor(verdicts)

@@ -28,9 +28,10 @@ class _SegmentRecorder(LLMServerClient):
 
 
 class EntropyFullyAsyncClient(FullyAsyncLLMServerClient, _SegmentRecorder):
-    """``FullyAsyncLLMServerClient`` whose answers hold the ``rollout_entropies`` and ``rollout_versions`` of all segments.
+    """``FullyAsyncLLMServerClient`` whose answers have the entropies and weight versions of all segments.
 
-    Every token keeps the entropy and the version of the weights that sampled it, however often the response was interrupted.
+    Every token keeps the entropy and the version of the weights that sampled it, however often the response was
+    interrupted.
     """
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:

@@ -22,7 +22,8 @@ def check_rollout(rollout: Any) -> None:
         raise UserError(f"rollout.name={rollout.name} returns no entropies: use rollout.name=vllm, {INSTEAD}.")
     if rollout.disaggregation.enabled:
         raise UserError(
-            f"rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, {INSTEAD}."
+            "rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, "
+            f"{INSTEAD}."
         )
     if not rollout.calculate_log_probs:
         raise UserError(
@@ -30,14 +31,15 @@ def check_rollout(rollout: Any) -> None:
         )
     if mode != "processed_logprobs":
         raise UserError(
-            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, {INSTEAD}."
+            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, "
+            f"{INSTEAD}."
         )
     if rollout.temperature <= 0:
         raise UserError(f"rollout.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
     if truncates(rollout):
         raise UserError(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those of what "
-            f"is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
+            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those "
+            f"of what is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
         )
     if extension != WORKER_EXTENSION:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Turns rollout entropies on for a run: refuses what cannot give exact ones, and names our classes to verl. Light to import."""
+"""Turns rollout entropies on for a run: checks its settings, and registers our classes with verl. Light to import."""
 
 import secrets
 from pathlib import Path
@@ -20,10 +20,12 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     of reward models and teachers come from the same registry and stay verl's own, see ``EntropyVLLMReplica``.
 
     Args:
-        config: the composed run; in ``actor_rollout_ref.rollout``, ``agent.agent_loop_config_path`` and ``custom`` are set in place.
+        config: the composed run; in ``actor_rollout_ref.rollout``, ``agent.agent_loop_config_path`` and ``custom`` are
+            set in place.
 
     Raises:
-        UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would drop them.
+        UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would
+            drop them.
     """
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -59,8 +61,8 @@ def check_agent_loop(agent: Any) -> None:
     name = agent.default_agent_loop
     if name not in listed or not issubclass(get_class(listed[name]), RolloutEntropyMixin):
         raise UserError(
-            f"the agent loop {name} drops rollout entropies: derive it from {RolloutEntropyMixin.__module__}.RolloutEntropyMixin "
-            f"and list it in agent_loop_config_path, {INSTEAD}."
+            f"the agent loop {name} drops rollout entropies: derive it from "
+            f"{RolloutEntropyMixin.__module__}.RolloutEntropyMixin and list it in agent_loop_config_path, {INSTEAD}."
         )
 
 
