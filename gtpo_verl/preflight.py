@@ -70,13 +70,12 @@ def check_evaluation(config: DictConfig) -> None:
 
 def _check_algorithm(config: DictConfig) -> list[str]:
     """Returns notes on unusual settings of the algorithm that is chosen."""
-    from gtpo_verl.algorithms import algorithm_of  # imports torch
-    from gtpo_verl.integrations.settings import CONFIG_CLASSES, algorithm_config
+    from gtpo_verl.algorithms import algorithm_of, algorithms  # imports torch
 
     notes: list[str] = []
-    for name in CONFIG_CLASSES:
-        _, unusual = algorithm_config(name, config.algorithm)
-        if config.algorithm.adv_estimator == name:
+    for name, entry in algorithms().items():
+        _, unusual = entry.configure(config.algorithm.get(name) or {})
+        if config.algorithm.adv_estimator == entry.estimator:
             notes.extend(f"algorithm.{name}: {note}" for note in unusual)
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode == "grpo_s" and actor.loss_agg_mode != "seq-mean-token-mean":

@@ -9,19 +9,6 @@ import torch
 from gtpo_verl.verifiers import FAILURES
 
 
-def spread_inside_responses(advantages: torch.Tensor, mask: torch.Tensor) -> float:
-    """Standard deviation of the advantages inside a response, averaged over responses: 0 where credit is per response.
-
-    Args:
-        advantages: (B, T) float.
-        mask: (B, T) bool.
-    """
-    spreads = [
-        row[valid].double().std(correction=0) for row, valid in zip(advantages, mask, strict=True) if valid.any()
-    ]
-    return torch.stack(spreads).mean().item()
-
-
 def agreement(
     rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, current: torch.Tensor
 ) -> dict[str, float]:

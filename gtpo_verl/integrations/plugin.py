@@ -11,8 +11,6 @@ import sys
 from gtpo_verl.errors import UserError
 from gtpo_verl.versions import check_verl
 
-NAMES = ("gtpo", "grpo_s")  # of an estimator and of a policy loss each
-
 
 def register() -> None:
     """Register platform, estimators, policy losses and the weight sync in this process.
@@ -38,8 +36,11 @@ def check_registered() -> list[str]:
     """
     from verl.trainer.ppo import core_algos
 
-    ours = {f"estimator {name}": name in core_algos.ADV_ESTIMATOR_REGISTRY for name in NAMES}
-    ours |= {f"policy loss {name}": name in core_algos.POLICY_LOSS_REGISTRY for name in NAMES}
+    from gtpo_verl.algorithms import algorithms
+
+    entries = algorithms().values()
+    ours = {f"estimator {entry.estimator}": entry.estimator in core_algos.ADV_ESTIMATOR_REGISTRY for entry in entries}
+    ours |= {f"policy loss {entry.loss}": entry.loss in core_algos.POLICY_LOSS_REGISTRY for entry in entries}
     missing = [what for what, known in ours.items() if not known]
     if missing:
         raise UserError(

@@ -19,15 +19,15 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from gtpo_verl.algorithms import grpo_advantages
+from gtpo_verl.algorithms import credit_metrics
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_atomically
 from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
-from gtpo_verl.integrations.context import CreditContext, credit_context
+from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.metrics import ActorPass, agreement, spread_inside_responses, verifier_failures
+from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import (
@@ -202,14 +202,12 @@ class CreditAssignmentMixin(PPOTrainer):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         entropy, _ = fetch(batch, self.entropy_source.column)
         infos = reward_infos(batch.partition_id, batch.keys)
-        context = CreditContext(
-            correct=self._verdicts(batch, infos), entropy=entropy, length_settings=length_settings(self.config)
-        )
+        context = CreditContext(self._verdicts(batch, infos), entropy, overlong(self.config), _scores(infos))
         with credit_context(context):
             batch = super()._compute_advantage(batch, metrics)
         metrics["training/lone_responses"] = self._zero_lone_responses(batch)
-        advantages, rewards, mask = fetch(batch, "advantages", "rm_scores")
-        metrics.update(_credit_metrics(batch, context, advantages, rewards, mask))
+        advantages, mask = fetch(batch, "advantages")
+        metrics.update(_credit_metrics(batch, context, advantages, mask))
         real = mask.any(-1).tolist()
         metrics.update(verifier_failures([info for info, valid in zip(infos, real, strict=True) if valid]))
         metrics["training/accuracy"] = context.correct[mask.any(-1)].float().mean().item()
@@ -365,11 +363,7 @@ def _tokens(batch: KVBatchMeta) -> int:
 
 
 def _credit_metrics(
-    batch: KVBatchMeta,
-    context: CreditContext,
-    advantages: torch.Tensor,
-    rewards: torch.Tensor,
-    mask: torch.Tensor,
+    batch: KVBatchMeta, context: CreditContext, advantages: torch.Tensor, mask: torch.Tensor
 ) -> dict[str, float]:
     """The metrics ``credit/*`` of a batch.
 
@@ -377,31 +371,28 @@ def _credit_metrics(
         batch: B rows.
         context: of the estimator; its metrics are empty for an estimator of verl's.
         advantages: (B, T), those that the run trains on.
-        rewards: (B, T), token level.
         mask: (B, T) bool.
     """
-    found = dict(context.metrics)
-    if not found:
-        group = group_ids(group_names(batch.keys))
-        found = grpo_advantages(rewards.sum(-1), mask, group, context.correct, context.entropy).metrics
-    found["advantage_spread"] = spread_inside_responses(advantages, mask)
+    group = group_ids(group_names(batch.keys))
+    found = credit_metrics(advantages, mask, group, context.correct, context.entropy)
+    found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
     found["entropy_all"] = context.entropy[mask].mean().item()
     return {f"credit/{name}": value for name, value in found.items()}
 
 
-def length_settings(config: DictConfig) -> dict[str, Any]:
-    """Settings of the soft overlong penalty, which all arms take from DAPO's reward manager; empty where it is off.
+def overlong(config: DictConfig) -> Overlong | None:
+    """The run's soft overlong penalty, kept in one place, the reward manager's; None where it is switched off."""
+    settings = config.reward.reward_kwargs.overlong_buffer_cfg
+    if not settings.enable:
+        return None
+    return Overlong(config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor)
 
-    ``max_length`` and ``cache_length`` in tokens; ``penalty_factor``, the size of the full penalty.
-    """
-    overlong = config.reward.reward_kwargs.overlong_buffer_cfg
-    if not overlong.enable:
-        return {}
-    return {
-        "max_length": config.reward.reward_kwargs.max_resp_len,
-        "cache_length": overlong.len,
-        "penalty_factor": overlong.penalty_factor,
-    }
+
+def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:
+    """(B,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it has none."""
+    if any("score" not in info for info in infos):
+        return None
+    return torch.tensor([float(info["score"]) for info in infos])
 
 
 def trainer_class(trainer_mode: str) -> type[PPOTrainer]:

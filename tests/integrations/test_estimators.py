@@ -1,6 +1,7 @@
 """The estimators as verl calls them: through its registry, with its own data structures."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,14 +12,13 @@ from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
-from gtpo_verl.algorithms import soft_overlong_penalty
+from gtpo_verl import algorithms
+from gtpo_verl.algorithms import algorithm, soft_overlong_penalty
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.context import CreditContext, credit_context
-from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.trainer import length_settings
-
-OFF: dict[str, float] = {}  # no overlong buffer
+from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
+from gtpo_verl.integrations.estimators import estimator, group_ids
+from gtpo_verl.integrations.trainer import overlong
 
 
 @pytest.fixture
@@ -51,10 +51,16 @@ def grpo(data: DataProto) -> torch.Tensor:
 Batch = tuple[DataProto, torch.Tensor, torch.Tensor]
 
 
+def algorithms_batch(
+    mask: torch.Tensor, group: torch.Tensor, correct: torch.Tensor, entropy: torch.Tensor, penalty: torch.Tensor
+) -> algorithms.Batch:
+    return algorithms.Batch(mask, group, correct, entropy=entropy, length_penalty=penalty)
+
+
 def test_grpo_s_without_entropy_is_verls_grpo(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config(["algo=grpo_s", "algorithm.grpo_s.beta2=0"]).algorithm
-    ours = advantages("grpo_s", data, config, CreditContext(correct, entropy, OFF))
+    ours = advantages("grpo_s", data, config, CreditContext(correct, entropy))
     torch.testing.assert_close(ours, grpo(data), atol=2e-6, rtol=0)
 
 
@@ -63,68 +69,67 @@ def test_entropy_moves_the_advantages(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config().algorithm
     for name in ("gtpo", "grpo_s"):
-        ours = advantages(name, data, config, CreditContext(correct, entropy, OFF))
+        ours = advantages(name, data, config, CreditContext(correct, entropy))
         assert (ours - grpo(data)).abs().max() > 1e-3
-        other = advantages(name, data, config, CreditContext(correct, entropy.flip(0), OFF))
+        other = advantages(name, data, config, CreditContext(correct, entropy.flip(0)))
         assert (ours - other).abs().max() > 1e-3
 
 
 def test_the_soft_punishment_takes_its_lengths_from_the_run(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config(["algorithm.gtpo.length_penalty=soft"]).algorithm
-    plain = advantages("gtpo", data, config, CreditContext(correct, entropy, OFF))
-    punished = advantages("gtpo", data, config, CreditContext(correct, entropy, {"max_length": 12, "cache_length": 6}))
+    plain = advantages("gtpo", data, config, CreditContext(correct, entropy))
+    punished = advantages("gtpo", data, config, CreditContext(correct, entropy, Overlong(12, 6)))
     long = data.batch["response_mask"].sum(-1) > 6
     changed = (punished - plain).abs().amax(-1) > 1e-6
     assert (correct & long).any()
     assert changed[correct & long].all()
-    never_reached = {"max_length": 100, "cache_length": 10}
-    same = advantages("gtpo", data, config, CreditContext(correct, entropy, never_reached))
+    same = advantages("gtpo", data, config, CreditContext(correct, entropy, Overlong(100, 10)))
     torch.testing.assert_close(same, plain, atol=1e-6, rtol=0)
 
 
-def test_the_penalty_factor_is_that_of_dapos_reward_manager(batch: Batch) -> None:
-    """Advantages without normalisation show the penalty itself: half of it with half the factor."""
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_the_penalty_factor_of_the_run_reaches_every_arm(batch: Batch, name: str) -> None:
+    """The same as a penalty of that size handed to the algorithm, which is not the one of factor 1."""
     data, correct, entropy = batch
-    for name in ("gtpo", "grpo_s"):
-        chosen = [f"algorithm.{name}.length_penalty=soft", f"algorithm.{name}.normalization=none"]
-        config = compose_config(chosen).algorithm
-        lengths = {"max_length": 12, "cache_length": 6}
-        plain = compose_config([chosen[1], f"algorithm.{name}.length_penalty=none"]).algorithm
-        without = advantages(name, data, plain, CreditContext(correct, entropy, OFF))
-        penalties = {
-            factor: advantages(
-                name, data, config, CreditContext(correct, entropy, lengths | {"penalty_factor": factor})
-            )
-            - without
-            for factor in (1.0, 0.5)
-        }
-        assert penalties[1.0].min() < -0.5
-        torch.testing.assert_close(penalties[0.5], penalties[1.0] / 2, atol=1e-6, rtol=0)
+    config = compose_config([f"algorithm.{name}.length_penalty=soft"]).algorithm
+    mask = data.batch["response_mask"]
+    halved = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6, factor=0.5)))
+    penalty = 0.5 * soft_overlong_penalty(mask.sum(-1), 12, 6)
+    groups = group_ids(data.non_tensor_batch["uid"])
+    expected = algorithm(name).advantages(algorithms_batch(mask, groups, correct, entropy, penalty)).advantages
+    torch.testing.assert_close(halved, expected)
+    whole = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6)))
+    assert (whole - halved).abs().max() > 1e-3
 
 
-def test_the_group_relative_penalty_needs_no_buffer(batch: Batch) -> None:
-    data, _, entropy = batch
-    correct = torch.arange(24) % 6 > 0  # easy groups: their long correct responses are penalised
-    config = compose_config(["algorithm.gtpo.length_penalty=grop"]).algorithm
+def test_a_group_relative_penalty_needs_no_overlong_buffer(batch: Batch) -> None:
+    data, correct, entropy = batch
+    config = compose_config(["algorithm.gtpo.length_penalty=grop", "algorithm.gtpo.gamma=0.51"]).algorithm
+    easy = torch.ones_like(correct)
+    easy[::6] = False
     plain = compose_config(["algorithm.gtpo.length_penalty=none"]).algorithm
-    run = compose_config(["reward.reward_kwargs.overlong_buffer_cfg.enable=false"])
-    without = advantages("gtpo", data, plain, CreditContext(correct, entropy, length_settings(run)))
-    with_it = advantages("gtpo", data, config, CreditContext(correct, entropy, length_settings(run)))
-    assert (with_it - without).abs().max() > 1e-3
+    context = CreditContext(easy, entropy)
+    assert (advantages("gtpo", data, config, context) - advantages("gtpo", data, plain, context)).abs().max() > 1e-4
 
 
-def test_the_lengths_and_the_factor_come_from_the_reward_manager() -> None:
-    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
-    chosen = ["data.max_response_length=512", f"{buffer}.len=128", f"{buffer}.penalty_factor=0.5"]
-    settings = length_settings(compose_config([f"{buffer}.enable=true", *chosen]))
-    assert settings == {"max_length": 512, "cache_length": 128, "penalty_factor": 0.5}
-    assert length_settings(compose_config([f"{buffer}.enable=false", *chosen])) == {}
+def test_another_method_gets_scores_and_penalty_apart(batch: Batch) -> None:
+    """An outcome method as another package would bring it: DAPO's advantage from its own function."""
+    data, correct, entropy = batch
+    ours = estimator(replace(algorithm("dapo"), name="mine", verl_estimator=None))
+    mask = data.batch["response_mask"]
+    rewards = torch.where(correct, 1.0, -1.0)
+    with credit_context(CreditContext(correct, entropy, Overlong(12, 6), rewards)):
+        out, _ = ours(torch.full_like(entropy, 7.0), mask, compose_config().algorithm, data.non_tensor_batch["uid"])
+    scores = torch.zeros_like(entropy)
+    scores[:, 0] = rewards + soft_overlong_penalty(mask.sum(-1), 12, 6)
+    expected, _ = core_algos.compute_grpo_outcome_advantage(scores, mask, data.non_tensor_batch["uid"])
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
 
 
 def test_metrics_reach_the_context(batch: Batch) -> None:
     data, correct, entropy = batch
-    context = CreditContext(correct, entropy, OFF)
+    context = CreditContext(correct, entropy)
     advantages("gtpo", data, compose_config().algorithm, context)
     assert context.metrics["shaped_correct_mean"] == pytest.approx(1.1, abs=1e-6)
     assert context.metrics["shaped_wrong_mean"] == pytest.approx(-1.1, abs=1e-6)
@@ -133,16 +138,14 @@ def test_metrics_reach_the_context(batch: Batch) -> None:
 def test_rows_that_verl_adds_to_fill_a_batch_change_nothing(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config().algorithm
-    plain = advantages("gtpo", data, config, CreditContext(correct, entropy, OFF))
+    plain = advantages("gtpo", data, config, CreditContext(correct, entropy))
     filled = DataProto(
         batch=TensorDict(
             {key: torch.cat([value, torch.zeros_like(value[:2])]) for key, value in data.batch.items()}, batch_size=26
         ),
         non_tensor_batch={"uid": np.append(data.non_tensor_batch["uid"], ["pad1", "pad1"])},
     )
-    context = CreditContext(
-        torch.cat([correct, correct[:2]]), torch.cat([entropy, torch.full((2, 12), torch.nan)]), OFF
-    )
+    context = CreditContext(torch.cat([correct, correct[:2]]), torch.cat([entropy, torch.full((2, 12), torch.nan)]))
     with_rows = advantages("gtpo", filled, config, context)
     torch.testing.assert_close(with_rows[:24], plain, atol=0, rtol=0)
     assert (with_rows[24:] == 0).all()
@@ -160,6 +163,13 @@ def test_group_names_become_numbers() -> None:
     assert ids.tolist() == [1, 0, 1, 2]
 
 
+def test_the_lengths_and_the_factor_come_from_the_reward_manager() -> None:
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    chosen = ["data.max_response_length=512", f"{buffer}.len=128", f"{buffer}.penalty_factor=0.5"]
+    assert overlong(compose_config([f"{buffer}.enable=true", *chosen])) == Overlong(512, 128, 0.5)
+    assert overlong(compose_config([f"{buffer}.enable=false", *chosen])) is None
+
+
 def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> float:
     """What verl's DAPO reward manager adds to the reward of a response with so many tokens."""
     from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
@@ -168,9 +178,9 @@ def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> 
         def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
             return "text"
 
-    overlong = OmegaConf.create({"enable": True, "log": False, **settings})
+    buffer = OmegaConf.create({"enable": True, "log": False, **settings})
     config = OmegaConf.create({"reward": {"reward_kwargs": {"max_resp_len": max_resp_len}}})
-    config.reward.reward_kwargs.overlong_buffer_cfg = overlong
+    config.reward.reward_kwargs.overlong_buffer_cfg = buffer
     tensors = TensorDict(
         {
             "responses": torch.zeros(1, length, dtype=torch.long),
