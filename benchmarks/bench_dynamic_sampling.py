@@ -108,6 +108,7 @@ def simulate(arm: str, batch_size: int, share: float, window: int, seed: int) ->
             on_budget="train_smaller",
             carry_over_max_age=int(arm == "carry-over"),
             correct_threshold=1.0,
+            mini_batch_size=batch_size,
         )
     buffer._wait_for_next_poll = engines.wait  # type: ignore[method-assign]
     trained: set[str] = set()

@@ -14,7 +14,8 @@ from tensordict import TensorDict
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_atomically
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES
+from gtpo_verl.integrations.transfer_queue import is_prompt, uid_of
+from gtpo_verl.integrations.vllm.names import ENTROPIES
 
 SAMPLING_FILE = "sampling.pt"
 FORMAT = 1
@@ -33,8 +34,8 @@ def save_groups(directory: Path, partition_id: str, last_step: tuple[int, int]) 
         The number of groups written.
     """
     listed = (tq.kv_list(partition_id) or {}).get(partition_id, {})
-    prompts = {key: tag for key, tag in listed.items() if tag.get("is_prompt", False)}
-    rows = {key: tag for key, tag in listed.items() if key not in prompts and key.split("_")[0] in prompts}
+    prompts = {key: tag for key, tag in listed.items() if is_prompt(tag)}
+    rows = {key: tag for key, tag in listed.items() if key not in prompts and uid_of(key) in prompts}
     fields: TensorDict | None = None
     if rows:
         fields = tq.kv_batch_get(keys=list(rows), partition_id=partition_id)

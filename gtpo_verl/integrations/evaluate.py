@@ -27,6 +27,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import ProblemRecord, Response, problem_key
+from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
 POLL = 0.2  # seconds between two polls for finished prompts
@@ -165,7 +166,7 @@ def _finished(problems: Problems, flying: dict[str, int], tags: Mapping[str, Any
     if not ended:
         return []
     records = {uid: problems.record(flying.pop(uid)) for uid in ended}
-    keys = [key for key in tags if key.split("_")[0] in records and key not in records]
+    keys = [key for key in tags if uid_of(key) in records and key not in records]
     batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
     responses: dict[str, list[Response]] = {uid: [] for uid in ended}
     keys_of = {uid: record.problem for uid, record in records.items()}

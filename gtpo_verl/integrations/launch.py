@@ -79,11 +79,10 @@ def check_gpus(config: DictConfig) -> None:
     Raises:
         UserError: it has none. Where a cluster is joined, Ray checks its resources.
     """
-    from verl.utils.device import get_device_name
+    from verl.plugin.platform import get_platform
 
-    ray_init = config.ray_kwargs.get("ray_init") or {}
-    wants_cpu = (ray_init.get("runtime_env") or {}).get("env_vars", {}).get("VERL_PLATFORM") == "cpu"
-    if get_device_name() == "cpu" and not wants_cpu and not _joined_cluster(config):
+    # verl falls back to its platform for NVIDIA where it finds none: its name says nothing
+    if not get_platform().is_available() and not _joined_cluster(config):
         raise UserError(
             "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first "
             "(scripts/ray_node.sh head) and submit the run there; --check validates it here."

@@ -47,7 +47,7 @@ def measure_entropies(model_path: str) -> str:
     from vllm.inputs import TokensPrompt
 
     from gtpo_verl.integrations.vllm.codec import completion_entropies
-    from gtpo_verl.integrations.vllm.wiring import WORKER_EXTENSION
+    from gtpo_verl.integrations.vllm.names import WORKER_EXTENSION
 
     engine = LLM(
         model=model_path,

@@ -7,6 +7,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.integrations.watch import watched
 
@@ -29,7 +30,7 @@ class TaskRunner:
         plugin.check_registered()
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
-        if config.algorithm.entropy.source != "actor":
+        if entropy_source(config).from_rollout:
             enable_rollout_entropy(config)
         print(pformat(OmegaConf.to_container(config)))
 

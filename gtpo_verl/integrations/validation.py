@@ -14,6 +14,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.evaluation.records import Response, problem_key, to_sample
+from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.transfer_queue import parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
 
 Rows = list[tuple[str, Response]]
@@ -39,10 +41,11 @@ def read_responses(batch: KVBatchMeta, problems: Mapping[str, str], tokenizer: A
         problems: the problem of each prompt, by uid.
         tokenizer: if given, the responses carry their texts.
     """
-    last: dict[str, tuple[int, int]] = {}
+    last: dict[tuple[str, int], tuple[int, int]] = {}
     for position, key in enumerate(batch.keys):
-        session, output = key.rsplit("_", 1)
-        last[session] = max(last.get(session, (-1, -1)), (int(output), position))
+        row = parse_key(key)
+        rollout = (row.uid, row.session)
+        last[rollout] = max(last.get(rollout, (-1, -1)), (row.output, position))
     positions = sorted(position for _, position in last.values())
     if not positions:
         return []
@@ -53,7 +56,7 @@ def read_responses(batch: KVBatchMeta, problems: Mapping[str, str], tokenizer: A
     texts = _texts(tokenizer, keys, batch.partition_id) if tokenizer else [None] * len(keys)
     rows = []
     for position, text, uid, source, extra in zip(positions, texts, *columns, strict=True):
-        verdict = extra.get("reward_extra_info", {})
+        verdict = reward_info(extra)
         length = int(batch.tags[position]["response_len"])
         acc = verdict.get("acc")
         acc = None if acc is None else float(acc)
@@ -95,14 +98,11 @@ def recorded(buffer: ReplayBuffer, agents: Any) -> Iterator[Validated]:
         validated.problems.update(submitted_problems(prompts))
         return generate(prompts)
 
-    # on these two objects alone, and only for the duration of the validation
-    vars(buffer)["sample"] = sample_and_record
-    vars(agents)["generate_sequences"] = record_and_generate
-    try:
+    with (
+        temporarily(buffer, "sample", sample_and_record),
+        temporarily(agents, "generate_sequences", record_and_generate),
+    ):
         yield validated
-    finally:
-        del vars(buffer)["sample"]
-        del vars(agents)["generate_sequences"]
 
 
 def submitted_problems(prompts: TensorDict) -> dict[str, str]:

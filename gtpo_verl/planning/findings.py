@@ -222,9 +222,16 @@ _FILTER, _OVERLONG = "algorithm.filter_groups", "reward.reward_kwargs.overlong_b
 _IDLE = (
     _Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
-        _not("algorithm.adv_estimator", "grpo"),
+        # preflight refuses false
+        lambda config: config.algorithm.adv_estimator != "grpo" and config.algorithm.norm_adv_by_std_in_grpo,
         "only verl's grpo estimator reads it",
     ),
+    _Idle(
+        ("algorithm.gamma", "algorithm.lam"),
+        _is("algorithm.adv_estimator", "grpo", "gtpo", "grpo_s"),
+        "the advantage estimator has neither a discount nor a trace",
+    ),
+    _Idle(("algorithm.pf_ppo.",), _is("algorithm.use_pf_ppo", False), "algorithm.use_pf_ppo=false"),
     _Idle(
         (f"{_ACTOR}.policy_loss.seq_",),
         _not(f"{_ACTOR}.policy_loss.loss_mode", "grpo_s"),
@@ -248,7 +255,12 @@ _IDLE = (
         "with dynamic sampling verl fetches prompts one by one; the number in flight is set by "
         f"{_FILTER}.max_inflight_gen_batches",
     ),
-    _Idle((f"{_OVERLONG}.",), _is(f"{_OVERLONG}.enable", False), f"{_OVERLONG}.enable=false", but=("enable",)),
+    _Idle(
+        (f"{_OVERLONG}.", "reward.reward_kwargs.max_resp_len"),
+        _is(f"{_OVERLONG}.enable", False),
+        f"{_OVERLONG}.enable=false",
+        but=("enable",),
+    ),
     _Idle(
         (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
         _is(f"{_ACTOR}.use_dynamic_bsz", True),
@@ -263,6 +275,21 @@ _IDLE = (
         ("algorithm.rollout_correction.rollout_",),
         _is("algorithm.entropy.source", "rollout"),
         "with algorithm.entropy.source=rollout, the ratio is taken to the rollout's log-probs, and the clip bounds it",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.rollout_is_",),
+        _is("algorithm.rollout_correction.rollout_is", None),
+        "algorithm.rollout_correction.rollout_is=null",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.rollout_rs_",),
+        _is("algorithm.rollout_correction.rollout_rs", None),
+        "algorithm.rollout_correction.rollout_rs=null",
+    ),
+    _Idle(
+        ("algorithm.rollout_correction.loss_type",),
+        _not(f"{_ACTOR}.policy_loss.loss_mode", "bypass_mode"),
+        "only verl's policy loss bypass_mode reads it",
     ),
     _Idle((f"{_ACTOR}.kl_loss_",), _is(f"{_ACTOR}.use_kl_loss", False), f"{_ACTOR}.use_kl_loss=false"),
     _Idle(
@@ -281,19 +308,20 @@ _IDLE = (
 
 
 def _method_rules(config: DictConfig) -> list[_Idle]:
-    """Settings of methods that this run does not train, and of a length penalty without its limits."""
+    """Settings of methods that this run does not train, and of a length penalty that it does not use."""
     from gtpo_verl.algorithms.registry import algorithm_of, algorithms  # it imports torch, which --help does without
 
     trained = algorithm_of(config)
     name = trained.label if trained else f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     others = tuple(f"algorithm.{method.name}." for method in algorithms().values() if method is not trained)
     rules = [_Idle(others, lambda config: True, f"this run trains {name}")]
-    if trained and "length_penalty" in {field.name for field in fields(trained.config)}:
+    if trained and "length_denominator" in {field.name for field in fields(trained.config)}:
+        penalty = f"algorithm.{trained.name}.length_penalty"
         rules.append(
             _Idle(
-                (f"algorithm.{trained.name}.length_",),
-                _is(f"{_OVERLONG}.enable", False),
-                f"its limits are those of the overlong punishment, and {_OVERLONG}.enable=false",
+                (f"algorithm.{trained.name}.length_denominator",),
+                _not(penalty, "soft"),
+                f"only {penalty}=soft has a slope",
             )
         )
     return rules

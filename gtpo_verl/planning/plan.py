@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtpo_verl.algorithms.registry import Algorithm, algorithms
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.findings import (
     LEVELS,
     Finding,
@@ -157,7 +158,7 @@ def _arms(
     lengths = assumptions["prompt_length"].value + assumptions["response_length"].value
     peak = assumptions["gpu_tflops"].value * 1e12 * parallel.gpus * assumptions["log_prob_efficiency"].value
     seconds = 0.0 if skips_old_log_prob(config) else forward_flops(shape, step.responses, lengths) / peak
-    rollout = 0 if config.algorithm.entropy.source == "actor" else ROLLOUT_COLUMNS * tokens
+    rollout = ROLLOUT_COLUMNS * tokens if entropy_source(config).from_rollout else 0
     actor = 0 if skips_old_log_prob(config) else FLOAT32 * tokens
     return [
         ArmCost(method.name, actor, rollout, seconds, tokens * method.advantage_ns * 1e-9) for method in _compared()

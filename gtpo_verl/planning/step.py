@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 
 
@@ -174,4 +175,4 @@ def token_micro_batches(rows: int, mean_length: float, limit: int) -> int:
 
 def skips_old_log_prob(config: DictConfig) -> bool:
     """Whether the old-log-prob pass is skipped (verl's bypass mode)."""
-    return config.algorithm.entropy.source == "rollout" or config.algorithm.rollout_correction.bypass_mode
+    return entropy_source(config).skips_actor_pass or config.algorithm.rollout_correction.bypass_mode

@@ -1,11 +1,12 @@
 """The estimators as verl calls them: through its registry, with its own data structures."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo import core_algos
@@ -17,6 +18,7 @@ from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.estimators import estimator, group_ids
+from gtpo_verl.integrations.trainer import overlong
 
 
 @pytest.fixture
@@ -159,3 +161,52 @@ def test_group_names_become_numbers() -> None:
     ids = group_ids(np.array(["b", "a", "b", "c"], dtype=object))
     assert ids.dtype == torch.int64
     assert ids.tolist() == [1, 0, 1, 2]
+
+
+def test_the_lengths_and_the_factor_come_from_the_reward_manager() -> None:
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    chosen = ["data.max_response_length=512", f"{buffer}.len=128", f"{buffer}.penalty_factor=0.5"]
+    assert overlong(compose_config([f"{buffer}.enable=true", *chosen])) == Overlong(512, 128, 0.5)
+    assert overlong(compose_config([f"{buffer}.enable=false", *chosen])) is None
+
+
+def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> float:
+    """What verl's DAPO reward manager adds to the reward of a response with so many tokens."""
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+
+    class Tokenizer:
+        def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+            return "text"
+
+    buffer = OmegaConf.create({"enable": True, "log": False, **settings})
+    config = OmegaConf.create({"reward": {"reward_kwargs": {"max_resp_len": max_resp_len}}})
+    config.reward.reward_kwargs.overlong_buffer_cfg = buffer
+    tensors = TensorDict(
+        {
+            "responses": torch.zeros(1, length, dtype=torch.long),
+            "attention_mask": torch.ones(1, length, dtype=torch.long),
+        },
+        batch_size=1,
+    )
+    texts = {"data_source": "sums", "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    data = DataProto(
+        batch=tensors, non_tensor_batch={key: np.array([value], dtype=object) for key, value in texts.items()}
+    )
+
+    async def score() -> float:
+        manager = DAPORewardManager(config, Tokenizer(), lambda **_: {"score": 0.0})
+        manager.loop = asyncio.get_running_loop()
+        return float((await manager.run_single(data))["reward_score"])
+
+    return asyncio.run(score())
+
+
+def test_dapos_penalty_is_ours_up_to_the_limit_and_not_beyond_it() -> None:
+    """Why preflight wants max_resp_len to be the limit: verl's penalty goes on falling beyond it, ours is whole there."""
+    settings = {"len": 4, "penalty_factor": 0.5}
+    lengths = torch.arange(1, 17)
+    ours = 0.5 * soft_overlong_penalty(lengths, max_length=16, cache_length=4)
+    theirs = [dapo_penalty(int(length), settings, max_resp_len=16) for length in lengths]
+    assert theirs == pytest.approx(ours.tolist(), abs=1e-6)
+    assert dapo_penalty(32, settings, max_resp_len=16) == pytest.approx(-2.5)
+    assert 0.5 * soft_overlong_penalty(torch.tensor([32]), 16, 4).item() == -0.5

@@ -93,8 +93,8 @@ def test_never_is_never():
 def test_time_saved_follows_the_last_pass_that_was_warm():
     actor_pass = ActorPass(every=4)
     assert actor_pass.ran(60.0, tokens=100) == {"rollout_entropy/check_s": 60.0, "rollout_entropy/time_saved_s": 0.0}
-    assert actor_pass.spared(100) == {}, "the first pass compiles"
+    assert actor_pass.skipped(100) == {}, "the first pass compiles"
     actor_pass.ran(2.0, tokens=100)
-    assert actor_pass.spared(150) == {"rollout_entropy/time_saved_s": 3.0}
+    assert actor_pass.skipped(150) == {"rollout_entropy/time_saved_s": 3.0}
     actor_pass.ran(1.0, tokens=200)
-    assert actor_pass.spared(150) == {"rollout_entropy/time_saved_s": 0.75}
+    assert actor_pass.skipped(150) == {"rollout_entropy/time_saved_s": 0.75}
