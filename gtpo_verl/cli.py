@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from gtpo_verl import __version__
 from gtpo_verl.errors import main_guard
 
-# name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is immediate
+# name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is
+# immediate
 COMMANDS = {
     "quickstart": (
         "gtpo_verl.commands.quickstart",

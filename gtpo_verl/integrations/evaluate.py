@@ -88,7 +88,7 @@ class Problems:
 
 @contextmanager
 def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
-    """Start Ray, TransferQueue, vLLM and the verifier for the block; yields the agent loops and the number of replicas."""
+    """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the agent loops and the number of replicas."""
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)
     environment = get_ppo_ray_runtime_env(config)
@@ -155,8 +155,8 @@ def evaluate(
     if failed:
         raise UserError(
             f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; see the "
-            "tracebacks above). Repeat the command to try them again, or add --failures-as-wrong to count failed samples "
-            "as wrong."
+            "tracebacks above). Repeat the command to try them again, or add --failures-as-wrong to count failed "
+            "samples as wrong."
         )
 
 

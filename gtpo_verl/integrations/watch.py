@@ -17,7 +17,7 @@ INTERVAL = 10.0  # seconds
 
 @contextmanager
 def watched(check: Callable[[], None], interval: float = INTERVAL) -> Iterator[None]:
-    """Call ``check`` in a thread every ``interval`` seconds; an exception in it ends the ``with`` block, even a hung one.
+    """Call ``check`` in a thread every ``interval`` seconds; an exception in it ends the ``with`` block, even if hung.
 
     To be used in the main thread, the only one that can be interrupted in ``ray.get`` or a system call.
 
