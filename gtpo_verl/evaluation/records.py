@@ -18,8 +18,25 @@ SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What a prompt asks: a digest that equal problems share, and the cluster of related problems it belongs to.
+
+    The cluster is ``extra_info["cluster"]`` of the row of the data, None where the row has none.
+    """
+
+    key: str
+    cluster: str | None = None
+
+    @classmethod
+    def of(cls, prompt: Any, ground_truth: Any, extra_info: Any) -> "Problem":
+        """The problem of a row of the data."""
+        cluster = (extra_info or {}).get("cluster")
+        return cls(problem_key(list(prompt), ground_truth), None if cluster is None else str(cluster))
+
+
+@dataclass(frozen=True)
 class Response:
-    """One response with its verdict; ``length`` in tokens.
+    """One response with its verdict; ``length`` in tokens, ``problem`` and ``cluster`` as in `Problem`.
 
     ``acc`` is None where the verifier returned none, ``answer`` where it extracted none. ``verifier_failure`` says why
     the verifier failed on it (the project's own verifiers do), and is empty where it did not.
@@ -32,6 +49,7 @@ class Response:
     length: int
     text: str | None = None
     verifier_failure: str = ""
+    cluster: str | None = None
 
 
 def problem_key(prompt: Any, ground_truth: Any) -> str:
@@ -50,6 +68,7 @@ def to_sample(response: Response, *, limit: int, threshold: float) -> Sample:
         length=response.length,
         truncated=response.length >= limit,
         unjudged=bool(response.verifier_failure),
+        cluster=response.cluster,
     )
 
 
@@ -64,10 +83,11 @@ class ProblemRecord:
     ground_truth: Any
     failed: int
     responses: tuple[Response, ...]
+    cluster: str | None = None
 
     def samples(self, *, limit: int, threshold: float) -> list[Sample]:
         """The samples of this row, failed ones included."""
-        failed = Sample(self.problem, self.data_source, correct=False, failed=True)
+        failed = Sample(self.problem, self.data_source, correct=False, failed=True, cluster=self.cluster)
         samples = [to_sample(response, limit=limit, threshold=threshold) for response in self.responses]
         return samples + [failed] * self.failed
 
@@ -117,6 +137,7 @@ def _record(values: Mapping[str, Any]) -> ProblemRecord:
             length=response["length"],
             text=response["response"],
             verifier_failure=response.get("verifier_failure", ""),
+            cluster=values.get("cluster"),
         )
         for response in values["responses"]
     )

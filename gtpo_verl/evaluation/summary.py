@@ -30,6 +30,7 @@ class Sample:
     truncated: bool = False
     failed: bool = False
     unjudged: bool = False
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ class SourceSummary:
 def summarize(samples: Iterable[Sample]) -> list[SourceSummary]:
     """Summarise samples by data source, in alphabetical order.
 
-    The bootstrap resamples problems, each with all its samples, because samples of one problem are correlated. Problems
-    have equal weight, however many samples they have. Rows that repeat a problem are one problem with more samples.
+    The bootstrap resamples problems, each with all its samples, because samples of one problem are correlated, or whole
+    clusters of problems where the samples name them. Problems have equal weight, however many samples they have. Rows
+    that repeat a problem are one problem with more samples.
 
     Args:
         samples: in any order.
@@ -97,7 +99,8 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
     votes = any(sample.answer for row in rows for sample in row)
     if votes:
         columns += zip(*(_majority(row, ks) for row in rows), strict=True)
-    figures = [Figure.of(estimate) for estimate in estimates(np.stack([np.asarray(column) for column in columns], 1))]
+    means = np.stack([np.asarray(column) for column in columns], 1)
+    figures = [Figure.of(estimate) for estimate in estimates(means, clusters=_clusters(rows))]
     length, truncated = _lengths(rows)
     return SourceSummary(
         data_source=name,
@@ -113,22 +116,24 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
     )
 
 
+def _clusters(rows: Sequence[Sequence[Sample]]) -> list[str]:
+    """What the bootstrap resamples: the cluster of each problem, or the problem itself where it has none."""
+    return [row[0].cluster or row[0].problem for row in rows]
+
+
 def _majority(row: Sequence[Sample], ks: Sequence[int]) -> list[float]:
     return majority_at_k([sample.answer for sample in row], [sample.correct for sample in row], ks)
 
 
 def _lengths(rows: Sequence[Sequence[Sample]]) -> tuple[Figure | None, Figure | None]:
     came = [[sample for sample in row if not sample.failed] for row in rows]
-    means: Floats = np.array(
-        [
-            [np.mean([sample.length for sample in row]), np.mean([sample.truncated for sample in row])]
-            for row in came
-            if row
-        ]
-    )
-    if not len(means):
+    came = [row for row in came if row]
+    if not came:
         return None, None
-    length, truncated = estimates(means)
+    means: Floats = np.array(
+        [[np.mean([sample.length for sample in row]), np.mean([sample.truncated for sample in row])] for row in came]
+    )
+    length, truncated = estimates(means, clusters=_clusters(came))
     return Figure.of(length), Figure.of(truncated)
 
 
@@ -137,12 +142,14 @@ def paired_changes(before: Iterable[Sample], after: Iterable[Sample]) -> dict[st
 
     A data source without a common problem has no entry.
     """
+    after = list(after)
     first, last = _accuracies(before), _accuracies(after)
+    clusters = {(sample.data_source, sample.problem): sample.cluster or sample.problem for sample in after}
     changes = {}
     for source in sorted({source for source, _ in first.keys() & last.keys()}):
         common = sorted(key for key in first.keys() & last.keys() if key[0] == source)
         differences: Floats = np.array([last[key] - first[key] for key in common])
-        changes[source] = Figure.of(estimate(differences))
+        changes[source] = Figure.of(estimate(differences, clusters=[clusters[key] for key in common]))
     return changes
 
 

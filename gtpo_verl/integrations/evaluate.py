@@ -26,7 +26,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.records import ProblemRecord, Response, problem_key
+from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
@@ -82,8 +82,9 @@ class Problems:
         """The record of a row, without responses."""
         values = self._rows[row]
         prompt, ground_truth = list(values["raw_prompt"]), values["reward_model"]["ground_truth"]
+        problem = Problem.of(prompt, ground_truth, values.get("extra_info"))
         source = str(values.get("data_source", "unknown"))
-        return ProblemRecord(row, problem_key(prompt, ground_truth), source, prompt, ground_truth, 0, ())
+        return ProblemRecord(row, problem.key, source, prompt, ground_truth, 0, (), problem.cluster)
 
 
 @contextmanager
@@ -169,8 +170,8 @@ def _finished(problems: Problems, flying: dict[str, int], tags: Mapping[str, Any
     keys = [key for key in tags if uid_of(key) in records and key not in records]
     batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
     responses: dict[str, list[Response]] = {uid: [] for uid in ended}
-    keys_of = {uid: record.problem for uid, record in records.items()}
-    for uid, response in read_responses(batch, keys_of, problems.tokenizer):
+    asked = {uid: Problem(record.problem, record.cluster) for uid, record in records.items()}
+    for uid, response in read_responses(batch, asked, problems.tokenizer):
         responses[uid].append(response)
     tq.kv_clear(keys=[*ended, *keys], partition_id=PARTITION)
     return [

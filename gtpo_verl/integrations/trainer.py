@@ -41,7 +41,7 @@ from gtpo_verl.integrations.transfer_queue import (
     reward_infos,
     uid_of,
 )
-from gtpo_verl.integrations.validation import limits, recorded, validation_metrics
+from gtpo_verl.integrations.validation import dump_columns, limits, recorded, validation_metrics
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
@@ -321,6 +321,14 @@ class CreditAssignmentMixin(PPOTrainer):
         groups, sampling.last_step = restore_groups(folder, "train", with_entropies=self.entropy_source.from_rollout)
         if groups:
             logger.info("Restored %d groups carried over from %s.", groups, folder)
+
+    def _dump_generations(
+        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
+    ) -> None:
+        columns = reward_extra_infos_dict
+        if dump_path == self.config.trainer.validation_data_dir:  # training rollouts have a directory of their own
+            columns = columns | dump_columns(self._validated, columns["uid"])
+        super()._dump_generations(inputs, outputs, gts, scores, columns, dump_path)
 
     def _validate(self) -> dict[str, float]:
         with recorded(self.replay_buffer, self.agent_loop_manager) as self._validated:

@@ -1,7 +1,7 @@
 """Reads a validation's responses from TransferQueue before verl clears them, for the trainer and ``gtpo-verl eval``."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.evaluation import Sample, logged, summarize
-from gtpo_verl.evaluation.records import Response, problem_key, to_sample
+from gtpo_verl.evaluation.records import Problem, Response, to_sample
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
@@ -29,11 +29,11 @@ class Validated:
     its own, so a problem that the data repeats has several. ``rows``: the responses, each with the uid of its prompt.
     """
 
-    problems: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, Problem] = field(default_factory=dict)
     rows: Rows = field(default_factory=list)
 
 
-def read_responses(batch: KVBatchMeta, problems: Mapping[str, str], tokenizer: Any = None) -> Rows:
+def read_responses(batch: KVBatchMeta, problems: Mapping[str, Problem], tokenizer: Any = None) -> Rows:
     """Read the responses in a validation batch, each with the uid of its prompt.
 
     Args:
@@ -61,7 +61,10 @@ def read_responses(batch: KVBatchMeta, problems: Mapping[str, str], tokenizer: A
         acc = verdict.get("acc")
         acc = None if acc is None else float(acc)
         failure = str(verdict.get("verifier_failure") or "")
-        response = Response(problems[str(uid)], str(source), acc, _answer(verdict), length, text, failure)
+        problem = problems[str(uid)]
+        response = Response(
+            problem.key, str(source), acc, _answer(verdict), length, text, failure, cluster=problem.cluster
+        )
         rows.append((str(uid), response))
     return rows
 
@@ -105,12 +108,27 @@ def recorded(buffer: ReplayBuffer, agents: Any) -> Iterator[Validated]:
         yield validated
 
 
-def submitted_problems(prompts: TensorDict) -> dict[str, str]:
+def submitted_problems(prompts: TensorDict) -> dict[str, Problem]:
     """The problem of each prompt in a batch for verl's agent loops, by uid."""
-    columns = (list(prompts[name]) for name in ("uid", "raw_prompt", "reward_model"))
+    columns = (list(prompts[name]) for name in ("uid", "raw_prompt", "reward_model", "extra_info"))
     return {
-        str(uid): problem_key(list(prompt), reward["ground_truth"])
-        for uid, prompt, reward in zip(*columns, strict=True)
+        str(uid): Problem.of(prompt, reward["ground_truth"], extra)
+        for uid, prompt, reward, extra in zip(*columns, strict=True)
+    }
+
+
+def dump_columns(validated: Validated, keys: Sequence[str]) -> dict[str, list[str | None]]:
+    """What verl's dump of a validation lacks, one value per line of it: the data source and the cluster.
+
+    Args:
+        validated: what :func:`recorded` collected.
+        keys: the row keys of the lines, in their order.
+    """
+    by_uid = dict(validated.rows)
+    responses = [by_uid[parse_key(key).uid] for key in keys]
+    return {
+        "data_source": [response.data_source for response in responses],
+        "cluster": [response.cluster for response in responses],
     }
 
 
@@ -136,8 +154,9 @@ def failed_samples(validated: Validated, expected: Mapping[tuple[str, str], int]
     """One failed sample, of its prompt's problem, for each that was requested and never came."""
     came = Counter(uid for uid, _ in validated.rows)
     return [
-        Sample(validated.problems[uid], source, correct=False, failed=True)
+        Sample(problem.key, source, correct=False, failed=True, cluster=problem.cluster)
         for (source, uid), count in expected.items()
+        for problem in [validated.problems[uid]]
         for _ in range(count - came[uid])
     ]
 
