@@ -16,7 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]
 
 # Fixtures that several folders share, in tests/support/.
-pytest_plugins = ["composed_runs", "evaluation_records", "run_writer", "verifier_pools"]
+pytest_plugins = ["composed_runs", "evaluation_records", "no_skips", "run_writer", "verifier_pools"]
 
 TRAININGS = "trainings"
 

@@ -50,6 +50,13 @@ class Training:
             assert time.monotonic() < deadline, self.output()[-5000:]
             time.sleep(0.2)
 
+    def wait_for_output(self, text: str, seconds: float = 600) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.output():
+            assert self.process.poll() is None, self.output()[-5000:]
+            assert time.monotonic() < deadline, self.output()[-5000:]
+            time.sleep(0.2)
+
     def wait_for_end(self, code: int = 0, seconds: float = 600) -> Path:
         assert self.process.wait(timeout=seconds) == code, self.output()[-5000:]
         return self.run_dir
