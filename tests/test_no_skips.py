@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 SUPPORT = Path(__file__).with_name("support")
-SKIPPED_TEST = "import pytest\ndef test_it(): pytest.importorskip('a_component_that_is_not_here')\ndef test_other(): pass\n"
+SKIPPED_TEST = (
+    "import pytest\ndef test_it(): pytest.importorskip('a_component_that_is_not_here')\ndef test_other(): pass\n"
+)
 SKIPPED_FILE = "import pytest\npytest.importorskip('a_component_that_is_not_here')\ndef test_it(): pass\n"
 
 

@@ -92,24 +92,29 @@ def test_credit_differs_inside_a_response_for_gtpo_alone(quickstart: Quickstart,
     assert max(spread.values()) == pytest.approx(0, abs=1e-6)
 
 
+# name, weight of the entropy term, whether long responses are punished
 REFERENCE = {
-    GTPO: ("gtpo", {}, True),
-    GRPO_S: ("grpo_s", {}, True),
-    GTPO_WITHOUT_ENTROPY: ("gtpo", {"scale2": 0.0}, False),
-    GRPO_S_WITHOUT_ENTROPY: ("grpo_s", {"scale2": 0.0}, False),
+    GTPO: ("gtpo", 0.1, True),
+    GRPO_S: ("grpo_s", 0.1, True),
+    GTPO_WITHOUT_ENTROPY: ("gtpo", 0.0, False),
+    GRPO_S_WITHOUT_ENTROPY: ("grpo_s", 0.0, False),
 }
 
 
 @pytest.mark.parametrize("step", REFERENCE)
 def test_a_step_was_trained_on_the_advantages_of_the_papers_equations(quickstart: Quickstart, step: int) -> None:
     """By the loops of tests/algorithms/reference_loops.py, from the entropies and verdicts that the step recorded."""
-    name, options, punished = REFERENCE[step]
+    from gtpo_verl.config import compose_config
+
+    name, weight, punished = REFERENCE[step]
     batch, loops = credit(quickstart, step), reference_loops()
+    floor = compose_config([f"algo={name}", "setting=quickstart"]).algorithm[name].entropy_floor
+    options = loops.Options(scale2=weight, entropy_floor=floor)
     _, group = np.unique(groups(batch), return_inverse=True)
     penalty = loops.soft_overlong_penalty(batch["response_mask"].sum(-1).tolist(), 32, 4) if punished else None
     expected = getattr(loops, f"{name}_advantages")(
         *(batch["entropy"].double(), batch["correct"], batch["response_mask"], torch.from_numpy(group)),
-        *(loops.Options(**options), penalty, loops.FLOAT32_EPS),
+        *(options, penalty, loops.FLOAT32_EPS),
     )
     wanted = torch.tensor(expected.advantages, dtype=torch.float64)
     if name == "grpo_s":

@@ -11,12 +11,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-# all in which two algorithms differ; tests/test_config.py holds them to it
-KEYS = (
-    *("algorithm.adv_estimator", "algorithm.gtpo", "algorithm.grpo_s"),
-    *("actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.actor.loss_agg_mode"),
-)
-
 
 def swap_algorithms(module: ModuleType) -> None:
     """Replace ``trainer_class`` of gtpo_verl.integrations.trainer by one whose trainers follow the schedule."""
@@ -40,10 +34,15 @@ def use(trainer: Any, overrides: Sequence[str]) -> None:
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.utils.losses import ppo_loss
 
+    from gtpo_verl.algorithms.registry import algorithms
     from gtpo_verl.config import compose_config
 
     composed = compose_config(["setting=quickstart", "hardware=cpu", *overrides])
-    for key in KEYS:
-        OmegaConf.update(trainer.config, key, OmegaConf.select(composed, key), merge=False, force_add=True)
+    # all in which two algorithms may differ; tests/test_config.py holds them to it
+    keys = {key.rstrip(".") for entry in algorithms().values() for key in entry.keys}
+    for key in keys:
+        value = OmegaConf.select(composed, key)
+        if value is not None:
+            OmegaConf.update(trainer.config, key, value, merge=False, force_add=True)
     actor = omega_conf_to_dataclass(trainer.config.actor_rollout_ref.actor)
     trainer.actor_rollout_wg.set_loss_fn(partial(ppo_loss, config=actor))
