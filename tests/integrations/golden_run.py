@@ -60,7 +60,7 @@ def config_of(algorithm: str, model: Path) -> DictConfig:
         *(f"trainer.run_dir={model}", f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={RESPONSES}"),
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={RESPONSES}",
         # large enough that the second and third update are clipped
-        *("actor_rollout_ref.actor.optim.lr=0.001", "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low=0.05"),
+        *("actor_rollout_ref.actor.optim.lr=0.0005", "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low=0.05"),
         "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high=0.05",
     ]
     config = compose_config(overrides)
@@ -75,7 +75,7 @@ def main(out: Path) -> None:
         tokenizer = tiny.build_tokenizer()
         policy = tiny.build_model(len(tokenizer), seed=0)
         with torch.no_grad():
-            policy.lm_head.weight.mul_(5)  # entropies that differ from token to token
+            policy.lm_head.weight.mul_(3)  # entropies that differ from token to token
         tiny.save(policy, tokenizer, model)
         batch = recorded_batch(len(tokenizer))
         configs = {algorithm: config_of(algorithm, model) for algorithm in ALGORITHMS}
