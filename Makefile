@@ -1,9 +1,9 @@
-# Everything a person types here. `make` alone lists it.
+# All commands of this repository; `make` without a target lists them.
 
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM ?= 0.32.0
-# Set-up is done again when something it depends on is newer than this file.
+# Set-up runs again when something it depends on is newer than this file.
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
@@ -12,27 +12,27 @@ READY := $(VENV)/.ready
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(READY) ## create .venv and install the CPU stack, the project (editable) and the tools of tests and checks
+setup: $(READY) ## create .venv with the CPU stack, the project (editable) and the tools for tests and checks
 
 quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
 
-test: $(READY) ## the tests, real trainings among them
+test: $(READY) ## all tests but the exhaustive ones, including end-to-end runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: $(READY) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not e2e and not exhaustive" --numprocesses 2 --dist loadscope
 
-test-exhaustive: test-faults ## every test there is: whole grids, all compositions, a training for each thing that is tested
+test-exhaustive: test-faults ## every test, including whole option grids, more trainings and seeded faults
 	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
-test-faults: $(READY) ## check that the tests find faults: seeds one at a time, in a copy, and runs the tests named for it
+test-faults: $(READY) ## seed known faults one by one in a copy and check that the tests catch them
 	$(BIN)/python tests/seeded_faults.py
 
-test-vllm: $(READY) ## rollout entropies with another vLLM, in an environment of its own: VLLM=0.24.0 or VLLM=0.32.0
+test-vllm: $(READY) ## rollout entropies with another vLLM, in its own environment: VLLM=0.24.0 or VLLM=0.32.0
 	$(BIN)/python tests/integrations/vllm/other_version.py $(VLLM)
 
-check: $(READY) ## formatting, lint, types and layers
+check: $(READY) ## check format, lint, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -44,11 +44,11 @@ bench: $(READY) ## run every benchmark
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
-clean: ## remove .venv, builds and caches; outputs/ stays
+clean: ## remove .venv, builds and caches; keep outputs/
 	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# PYTHON=/path/to/python chooses the interpreter; otherwise the first of these that is 3.11 or 3.12.
+# PYTHON=/path/to/python chooses the interpreter; the default is the first of these that is 3.11 or 3.12.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $(name))))
 

@@ -1,7 +1,8 @@
-"""Time and memory of the advantages against verl's own `grpo` estimator and a dense implementation, on one batch of paper size.
+"""Time and memory of the advantages against verl's `grpo` estimator and a dense implementation, at the paper's size.
 
-8,192 responses in 512 shuffled groups of 16, up to 20,480 tokens, about 50 million of them valid; float32 entropies with NaN in the
-padding, bool mask, checks and metrics on. Runs alternate, so that whatever else the machine does hits all sides.
+8,192 responses in 512 shuffled groups of 16, up to 20,480 tokens, about 50 million of them valid; float32 entropies
+with NaN in the padding, bool mask, checks and metrics on. Runs alternate, so that other load on the machine affects all
+sides.
 
     python benchmarks/bench_advantages.py                 # everything, on the CPU with two threads
     python benchmarks/bench_advantages.py --device cuda   # the same on a GPU
@@ -79,7 +80,7 @@ Step = Callable[[], Any]
 
 @dataclass
 class Batch:
-    """Inputs of all estimators. `rewards` is (B, T) with the verdict at the last token and `index` names the groups, as verl has it."""
+    """Inputs of all estimators. As in verl, `rewards` (B, T) has the verdict at the last token; `index` names groups."""
 
     entropy: torch.Tensor
     correct: torch.Tensor
@@ -94,7 +95,7 @@ class Batch:
 
 
 def make_batch(scale: float, device: str) -> Batch:
-    """`scale` of the groups of the full batch: log-normal lengths, exponential entropies, a share of correct responses a group."""
+    """A fraction `scale` of the batch: log-normal lengths, exponential entropies, a share of correct ones per group."""
     generator = torch.Generator().manual_seed(0)
     groups = max(1, round(GROUPS * scale))
     rows = groups * GROUP_SIZE
@@ -113,7 +114,7 @@ def make_batch(scale: float, device: str) -> Batch:
 
 
 def punch_holes(batch: Batch) -> None:
-    """Take three spans out of the mask of every response, as the answers of tools in a dialogue are, up to a tenth of it each."""
+    """Remove three spans from the mask of every response, as for tool outputs, each up to a tenth of the response."""
     generator = torch.Generator().manual_seed(1)
     lengths = response_lengths(batch.mask)
     starts = torch.rand(len(lengths), 3, generator=generator)
@@ -129,7 +130,7 @@ def verl_step(batch: Batch) -> Step:
 
 
 def step(batch: Batch, config: GTPOConfig | GRPOSConfig, return_shaped: bool = False) -> Step:
-    """The package on a batch, the length penalty that the config names included."""
+    """This package on a batch, including the length penalty of the config."""
     function: Callable[..., Any] = gtpo_advantages if isinstance(config, GTPOConfig) else grpo_s_advantages
 
     def run() -> Any:
@@ -155,7 +156,7 @@ def dense_step(batch: Batch, config: GTPOConfig | GRPOSConfig) -> Step:
 
 
 def alternate(steps: dict[str, Step], runs: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each step, one run of each after the other, `runs` times, after one run to warm up."""
+    """Seconds of each step: all steps in turn, `runs` times, after one warm-up run."""
     synchronize = torch.cuda.synchronize if device == "cuda" else nullcontext
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(runs + 1):
@@ -176,14 +177,14 @@ def ratio(seconds: dict[str, list[float]], name: str) -> float:
 
 
 def varied(options: dict[str, tuple[Any, ...]]) -> Iterable[dict[str, Any]]:
-    """Every value that is not the default, alone."""
+    """Each non-default value by itself."""
     for name, (_, *others) in options.items():
         for value in others:
             yield {name: value}
 
 
 def combined(options: dict[str, tuple[Any, ...]]) -> Iterable[dict[str, Any]]:
-    """All combinations; the cheap options together at their default, or at their last value."""
+    """All combinations; the cheap options are all at their default or all at their last value."""
     names = [name for name in options if name not in CHEAP]
     for values in itertools.product(*(options[name] for name in names)):
         for position in (0, -1):
@@ -211,7 +212,7 @@ def measure_main(batch: Batch, runs: int, device: str) -> dict[str, Any]:
 
 
 def measure_options(batch: Batch, runs: int, device: str) -> dict[str, float]:
-    """Ratio of every option alone, at the size of the batch."""
+    """Ratio of each option by itself, at the size of the batch."""
     found = {}
     for kind, options in (("GTPO", GTPO_OPTIONS), ("GRPO-S", GRPO_S_OPTIONS)):
         steps = {label(kind, settings): step(batch, config_of(kind, settings)) for settings in varied(options)}
@@ -221,7 +222,7 @@ def measure_options(batch: Batch, runs: int, device: str) -> dict[str, float]:
 
 
 def measure_grid(batch: Batch, device: str) -> dict[str, float]:
-    """Ratio of every combination, fastest of three runs each: a median of so few would find the machine's hiccups, not the slowest."""
+    """Ratio of every combination, the fastest of three runs: a median of so few would pick up noise of the machine."""
     every = [
         (label(kind, settings), step(batch, config_of(kind, settings)))
         for kind, options in (("GTPO", GTPO_OPTIONS), ("GRPO-S", GRPO_S_OPTIONS))
@@ -289,7 +290,7 @@ MEMORY_CASES: dict[str, Callable[[Batch], Step]] = {
 
 
 def adapter_step(batch: Batch, name: str) -> Step:
-    """The estimator as the trainer calls it, with the mask in the type verl has it in."""
+    """The estimator as the trainer calls it, with verl's mask type."""
     from omegaconf import OmegaConf
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
@@ -312,9 +313,9 @@ def adapter_step(batch: Batch, name: str) -> Step:
 
 
 def memory_of(case: str, scale: float, device: str) -> dict[str, float]:
-    """Peak of one call beyond what the process held before it, as a multiple of the entropy tensor. Runs in a process of its own."""
+    """Peak memory of one call above that before it, in multiples of the entropy tensor; run in its own process."""
     warm = MEMORY_CASES[case](make_batch(1 / GROUPS, device))
-    warm()  # code, thread pools and the like are not the batch's
+    warm()  # loads code and thread pools, which do not count
     batch = make_batch(scale, device)
     work = MEMORY_CASES[case](batch)
     if device == "cuda":
@@ -366,7 +367,7 @@ def report(results: dict[str, Any]) -> str:
     lines = [
         f"# Advantages on {results['machine']['device']}",
         "",
-        f"{results['responses']:,} responses, {results['tokens'] / 1e6:.1f} million valid tokens; made by `make bench`.",
+        f"{results['responses']:,} responses, {results['tokens'] / 1e6:.1f} million valid tokens; from `make bench`.",
         "",
         *(f"- {name}: {value}" for name, value in results["machine"].items()),
     ]
@@ -392,7 +393,8 @@ def report(results: dict[str, Any]) -> str:
         grid = sorted(results["combinations"].values())
         high = grid[int(0.99 * (len(grid) - 1))]
         lines += heading(
-            f"{len(grid):,} combinations (goal ≤ {GOAL_OTHER}), the cheap options ({', '.join(CHEAP)}) all on or all off; the slowest again at full size",
+            f"{len(grid):,} combinations (goal ≤ {GOAL_OTHER}), the cheap options ({', '.join(CHEAP)}) all on or all "
+            "off; the slowest again at full size",
             ["combination", "times verl"],
         )
         lines += [f"| {name} | {value:.2f} |" for name, value in results["slowest combinations"].items()]
@@ -409,7 +411,8 @@ def report(results: dict[str, Any]) -> str:
             lines.append(f"| {row['tokens'] / 1e6:.1f} | " + " | ".join(times) + " |")
     if "memory" in results:
         lines += heading(
-            f"Peak extra memory (goal ≤ {GOAL_MEMORY} times the entropy tensor, ≤ {GOAL_MEMORY_SHAPED} with shaped rewards)",
+            f"Peak extra memory (goal ≤ {GOAL_MEMORY} times the entropy tensor, ≤ {GOAL_MEMORY_SHAPED} with shaped "
+            "rewards)",
             ["call", "MiB", "times the entropy tensor"],
         )
         lines += [

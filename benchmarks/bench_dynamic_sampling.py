@@ -1,8 +1,9 @@
-"""Groups generated for each group trained on: verl's replay buffer, ours, and ours with carry-over, on the same stream of prompts.
+"""Groups generated per group trained on: verl's replay buffer, ours, and ours with carry-over, on the same prompts.
 
-The buffers are the real ones. TransferQueue and the engines are stood in for by a dictionary and a clock: a prompt takes a log-normal
-time (median 1, σ 0.6, the spread of response lengths) whatever else is running, and has signal with a fixed probability. So the times say
-how often a step waits for another round of generation, in units of a median response, and nothing about a loaded engine.
+The buffers are the real ones. TransferQueue and the engines are simulated by a dictionary and a clock: a prompt takes
+a log-normal time (median 1, σ 0.6, the spread of response lengths) independent of load, and has signal with a fixed
+probability. The times show how often a step waits for another round of generation, in units of a median response; they
+say nothing about a loaded engine.
 
     python benchmarks/bench_dynamic_sampling.py
 
@@ -82,7 +83,8 @@ class Engines:
 
 
 def simulate(arm: str, batch_size: int, share: float, window: int, seed: int) -> dict[str, float]:
-    """Run ``STEPS`` steps of one arm; returns groups generated and trained on, time, and the share of groups carried over."""
+    """Run ``STEPS`` steps of one arm; returns groups generated and trained on, time, and the share of groups carried
+    over."""
     queue = Queue()
     for name in ("kv_list", "kv_batch_get", "kv_clear"):
         setattr(tq, name, getattr(queue, name))
@@ -106,6 +108,7 @@ def simulate(arm: str, batch_size: int, share: float, window: int, seed: int) ->
             on_budget="train_smaller",
             carry_over_max_age=int(arm == "carry-over"),
             correct_threshold=1.0,
+            mini_batch_size=batch_size,
         )
     buffer._wait_for_next_poll = engines.wait  # type: ignore[method-assign]
     trained: set[str] = set()
@@ -147,7 +150,10 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "dynamic-sampling.json").write_text(json.dumps({"steps": STEPS, "runs": RUNS, "rows": rows}, indent=2))
     lines = [
-        "| batch | yield | window | least possible | verl | ours | with carry-over | carried share | time of a step: verl | ours | with carry-over |",
+        (
+            "| batch | yield | window | least possible | verl | ours | with carry-over | carried share "
+            "| time of a step: verl | ours | with carry-over |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -1,14 +1,14 @@
-"""The entropy of a row of logits: the kernels of the rollout against a plain read of the logits and against log-softmax in torch.
+"""The entropy of a row of logits: kernels of the rollout against a plain read of the logits and log-softmax in torch.
 
     python benchmarks/bench_entropy_kernel.py                  # on the GPU if there is one, else blocked torch on the CPU
     python benchmarks/bench_entropy_kernel.py --device cpu --rows 16
 
-Runs alternate. `read` is the maximum of every row, the cheapest pass over the logits there is; `entropy` is the kernel alone;
-`rank in torch` and `rank and entropy` are what both runners need without and with this project (GPU); `torch` is log_softmax, exp, product and
-sum over the whole [rows, vocabulary]; `unshifted` is ln Σ exp(x) − Σ p x, the formula of verl's actor. Peak memory is what a call allocates beyond
-its input. Errors are against float64, also on rows that are nearly certain, where GTPO's weight of a token in a wrong answer, 1/H, is
-largest.
-Writes `entropy-kernel-DEVICE.json` and `.md` into benchmarks/results.
+Runs alternate. `read` is the maximum of every row, the cheapest pass over the logits; `entropy` is the kernel by
+itself; `rank in torch` and `rank and entropy` are what both runners need without and with this project (GPU); `torch`
+is log_softmax, exp, product and sum over the whole [rows, vocabulary]; `unshifted` is ln Σ exp(x) − Σ p x, the formula
+of verl's actor. Peak memory is what a call allocates beyond its input. Errors are against float64, also on nearly
+deterministic rows, where GTPO's weight of a token in a wrong answer, 1/H, is largest. Writes
+`entropy-kernel-DEVICE.json` and `.md` into benchmarks/results.
 """
 
 import argparse
@@ -33,7 +33,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def entropy_in_torch(x: torch.Tensor) -> torch.Tensor:
-    """What one would write: three temporaries of the size of the logits."""
+    """The plain implementation: three temporaries of the size of the logits."""
     log_probs = x.float().log_softmax(-1)
     return -(log_probs.exp() * log_probs).sum(-1)
 
@@ -53,12 +53,12 @@ FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def exact(x: torch.Tensor) -> torch.Tensor:
-    """The entropies in float64, a row at a time."""
+    """The entropies in float64, row by row."""
     return torch.cat([torch.special.entr(row.double().softmax(-1)).sum(-1, keepdim=True) for row in x])
 
 
 def errors_near_certainty(device: str) -> dict[str, Any]:
-    """Relative errors on 64 rows in float32 that are nearly certain: one logit of 25 to 33 above 4 · randn."""
+    """Relative errors in float32 on 64 nearly deterministic rows: one logit of 25 to 33 above 4 · randn."""
     generator = torch.Generator().manual_seed(1)
     x = 4 * torch.randn(64, VOCABULARY, generator=generator)
     x[:, 7] = torch.linspace(25, 33, 64)
@@ -93,7 +93,7 @@ def calls(x: torch.Tensor) -> dict[str, Call]:
 
 
 def alternate(steps: dict[str, Call], runs: int, cuda: bool) -> dict[str, list[float]]:
-    """Seconds of each call, in turns, after three rounds to warm up; on a GPU between two events, with the cache cold."""
+    """Seconds of each call, in turn, after three warm-up rounds; on a GPU between two events, with a cold cache."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device="cuda") if cuda else None
     for number in range(runs + 3):
@@ -116,7 +116,7 @@ def alternate(steps: dict[str, Call], runs: int, cuda: bool) -> dict[str, list[f
 
 
 def peak(call: Call, cuda: bool) -> int | None:
-    """Bytes a call allocates beyond what was there; None on the CPU, whose allocator does not tell."""
+    """Bytes that a call allocates; None on a CPU, whose allocator keeps no such count."""
     if not cuda:
         return None
     torch.cuda.synchronize()
@@ -150,7 +150,8 @@ def report(results: dict[str, Any]) -> str:
     lines = [
         f"# Entropy kernels on {machine['device']}",
         "",
-        f"Vocabulary {VOCABULARY:,}; median of {results['runs']} alternating runs; made by `make bench`. {machine['software']}.",
+        f"Vocabulary {VOCABULARY:,}; median of {results['runs']} alternating runs; made by `make bench`.",
+        f"{machine['software']}.",
         f"Goal on a GPU: `entropy` at most {GOAL} times a plain read.",
         "",
         "| rows, type | call | µs | times a read | GB/s | MiB beyond the input |",
@@ -183,7 +184,7 @@ def main() -> None:
         "--rows", type=int, nargs="+", help="rows of logits (default: 16 on a CPU; 64 512 1024 on a GPU)"
     )
     parser.add_argument("--runs", type=int, default=30, help="alternating runs (default 30)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the result goes")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the result")
     options = parser.parse_args()
     rows = options.rows or ([64, 512, 1024] if options.device == "cuda" else [16])
     name = torch.cuda.get_device_name() if options.device == "cuda" else f"CPU, {os.cpu_count()} cores"

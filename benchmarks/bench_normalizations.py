@@ -1,9 +1,10 @@
-"""How much of the verdict survives each normalisation: signs and means of GTPO's advantages on groups with few or many correct responses.
+"""Signs and means of GTPO's advantages under each normalisation, on groups with few or many correct responses.
 
     python benchmarks/bench_normalizations.py
 
-Groups of 16, lengths 50 to 400, and token entropies as language models have them: four in five tokens all but certain (mean 0.05 nats),
-one in five a choice (mean 0.8). Preset `gtpo`. Writes `normalizations.json` and `.md` into benchmarks/results.
+Groups of 16, lengths 50 to 400, and token entropies like those of language models: four in five tokens nearly certain
+(mean 0.05 nats), one in five uncertain (mean 0.8). Preset `gtpo`. Writes `normalizations.json` and `.md` into
+benchmarks/results.
 """
 
 import argparse
@@ -59,7 +60,10 @@ def report(results: dict[str, list[dict[str, float]]]) -> str:
         f"GTPO, preset `gtpo`, {GROUPS} groups of {GROUP_SIZE}; see benchmarks/bench_normalizations.py.",
         "The last column is the largest change of an advantage when α1, α2 go from 1, 0.1 to 5, 1.",
         "",
-        "| normalization | correct of 16 | mean A, correct | mean A, wrong | correct tokens with A < 0 | wrong tokens with A > 0 | change |",
+        (
+            "| normalization | correct of 16 | mean A, correct | mean A, wrong | correct tokens with A < 0 "
+            "| wrong tokens with A > 0 | change |"
+        ),
         "|---|---|---|---|---|---|---|",
     ]
     for name, rows in results.items():

@@ -1,14 +1,15 @@
-"""What exact entropies cost a vLLM rollout: tokens per second with them, with log-probs only, and with what others would ask for.
+"""Cost of exact entropies in a vLLM rollout: tokens per second with them, with log-probs only, and with alternatives.
 
-One engine serves a random model of Qwen2.5-0.5B's shape (vocabulary 151,936) and generates the same batch again and again, the
-arms taking turns inside each round, so that whatever else the machine does falls on all of them:
+One engine serves a random model of Qwen2.5-0.5B's shape (vocabulary 151,936) and generates the same batch repeatedly;
+the arms take turns within each round, so that other load on the machine affects all of them:
 
-* ``logprobs``: the sampled token's log-prob, what verl asks for today;
+* ``logprobs``: the log-prob of the sampled token, as verl requests it;
 * ``entropies``: the same request with this project's patch;
-* ``top20``: the log-probs of the 20 likeliest tokens, from which an entropy can only be bounded;
-* ``full``: the log-probs of the whole vocabulary, from which it can be computed; a few tokens, because it is slow.
+* ``top20``: the log-probs of the 20 most likely tokens, which only bound the entropy;
+* ``full``: the log-probs of the whole vocabulary, which give it exactly; only a few tokens, because it is slow.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_rollout_entropy.py --rounds 14 --output benchmarks/results/rollout-entropy-cpu.json
+    OMP_NUM_THREADS=1 python benchmarks/bench_rollout_entropy.py --rounds 14 \\
+        --output benchmarks/results/rollout-entropy-cpu.json
 """
 
 import argparse
@@ -73,7 +74,7 @@ class Switch:
 
 
 def measure(llm: Any, switch: Switch, arm: str, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
-    """Seconds for one batch: on the clock, and of this process's CPU time, which other jobs disturb less."""
+    """Seconds for one batch: wall-clock, and CPU time of this process, which other jobs affect less."""
     from vllm import SamplingParams
 
     from gtpo_verl.integrations.vllm import codec
@@ -108,7 +109,7 @@ def compare(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats to four digits behind the point, all the way down."""
+    """Round floats to four decimals, recursively."""
     if isinstance(value, dict):
         return {key: _rounded(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -119,10 +120,10 @@ def _rounded(value: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=16, help="sequences (default 16)")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens a sequence (default 16)")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens per sequence (default 16)")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of all arms (default 10)")
     parser.add_argument("--full-rounds", type=int, default=10, help="rounds that also measure `full` (default 10)")
-    parser.add_argument("--full-tokens", type=int, default=2, help="tokens a sequence in `full` (default 2)")
+    parser.add_argument("--full-tokens", type=int, default=2, help="tokens per sequence in `full` (default 2)")
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     parser.add_argument("--output", type=Path, help="write the result here as JSON")
     options = parser.parse_args()
@@ -157,7 +158,7 @@ def main() -> None:
             print(", ".join(f"{arm} {clock[arm][-1]:.2f} s ({cpu[arm][-1]:.2f})" for arm in arms), flush=True)
         return {"clock": compare(clock), "cpu": compare(cpu), "seconds": {"clock": clock, "cpu": cpu}}
 
-    for arm in ("logprobs", "entropies", "top20"):  # compiles what compiles on first use
+    for arm in ("logprobs", "entropies", "top20"):  # compile before measuring
         measure(llm, switch, arm, prompts, 4)
     result = {
         "generation": rounds(("logprobs", "entropies", "top20"), options.rounds, options.tokens),

@@ -1,14 +1,16 @@
-"""What each technique of DAPO changes in a real training: the six rows of Table 1, and groups carried over, on the quickstart's task.
+"""Effect of each DAPO technique in a real training: the six rows of Table 1, and carry-over, on the quickstart's task.
 
     python benchmarks/dapo_techniques.py --parts ladder carry-over
 
-`ladder` trains every row of DAPO's Table 1 (`algo=ladder/...`) for some steps, through `gtpo-verl train`, with responses cut off at 24 tokens so
-that some are truncated, and reports the figures by which a technique shows. One update a step, so that the loss is that of the batch itself; the two
-rows that clip-higher sets apart are trained again with four updates a step, where ratios leave 1. `carry-over` trains DAPO to the same number of
-batches with and without `algorithm.filter_groups.carry_over`, on prompts of which a third can be answered, a third never and a third always, and
-reports the groups that had to be generated. Writes `dapo-techniques.json` and `.md` into benchmarks/results. Takes about 25 minutes on two cores.
+`ladder` trains every row of DAPO's Table 1 (`algo=ladder/...`) for some steps, through `gtpo-verl train`, with a limit
+of 24 tokens so that some responses are truncated, and reports the numbers in which a technique shows. One update per
+step, so that the loss is that of the batch itself; the two rows that clip-higher separates are trained again with four
+updates per step, where ratios differ from 1. `carry-over` trains DAPO to the same number of batches with and without
+`algorithm.filter_groups.carry_over`, on prompts of which a third can be answered, a third never and a third always, and
+reports the groups that had to be generated. Writes `dapo-techniques.json` and `.md` into benchmarks/results. Takes
+about 25 minutes on two cores.
 
-A training that is complete is not run again, so the command can be stopped with Ctrl-C and repeated.
+Complete trainings are not repeated: the command resumes after Ctrl-C.
 """
 
 import argparse
@@ -46,7 +48,7 @@ def thirds(data_source, solution_str, ground_truth, extra_info=None, **settings)
 
 
 def train(task: Task, run_dir: Path, *overrides: str) -> Path:
-    """One training to its end, in a process of its own; nothing if it is there already."""
+    """Run one training in its own process, unless it is complete already."""
     record = read_record(run_dir)
     if record and record["status"] == "complete":
         return run_dir
@@ -77,7 +79,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def row_figures(run_dir: Path) -> dict[str, float]:
-    """The figures by which the techniques show, of one row."""
+    """The numbers of one row in which the techniques differ."""
     steps = steps_of(run_dir)
     batches = [torch.load(run_dir / "credit" / f"{number}.pt") for number in range(1, len(steps) + 1)]
     seq_mean, token_mean = [], []
@@ -176,7 +178,7 @@ def main() -> int:
         if "carry-over" in options.parts:
             result["carry-over"] = carry_over(task, runs)
     except KeyboardInterrupt:
-        print("Stopped; the same command goes on.", file=sys.stderr)
+        print("Stopped; the same command resumes.", file=sys.stderr)
         return 130
     result |= {"hardware": hardware(), "versions": run_versions()}
     file.write_text(json.dumps(result, indent=1) + "\n")

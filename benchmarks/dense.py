@@ -1,7 +1,7 @@
-"""GTPO and GRPO-S written straight down on the padded batch, for comparison: every formula is one line over all of [B, T].
+"""GTPO and GRPO-S on the padded batch, for comparison: every formula is one line over all of [B, T].
 
-This is what the specification looks like without thought for memory. It is correct, so tests compare the package with it, and it is
-what the benchmark measures the gain against. Entropies are not checked.
+A direct implementation of the specification that ignores memory. Tests compare the package with it, and benchmarks
+measure the gain against it. Entropies are not checked.
 """
 
 import torch
@@ -18,7 +18,7 @@ def dense_gtpo(
     length_penalty: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages, shaped rewards), both (B, T). eps: of the round-off rule, by default that of the entropies' type."""
+    """(advantages, shaped rewards), both (B, T). eps: of the round-off rule, by default the entropies' dtype."""
     mask = response_mask & _taking_part(correct, response_mask, group, config.degenerate)[:, None]
     values = torch.where(mask, entropy, 1.0)
     if config.entropy_clip is not None:
@@ -50,7 +50,7 @@ def dense_grpo_s(
     length_penalty: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(advantages (B, T), shaped rewards (B,)): GTPO on a batch whose only token is the mean entropy of the response."""
+    """(advantages (B, T), shaped rewards (B,)): GTPO with the mean entropy of a response as its only token."""
     values = torch.where(response_mask, entropy, 1.0)
     if config.entropy_clip is not None:
         values = values.clamp(*config.entropy_clip)
@@ -92,7 +92,7 @@ def _taking_part(
 
 
 def _weights(values: torch.Tensor, member: torch.Tensor, group: torch.Tensor, config: GTPOConfig) -> torch.Tensor:
-    """Each value over the mean of those it is compared with; anything outside `member`."""
+    """Each value divided by the mean of its set; arbitrary outside `member`."""
     weights = torch.zeros_like(values)
     for rows in _sets(group, config.scope):
         part, inside = values[rows], member[rows]

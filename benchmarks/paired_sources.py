@@ -1,15 +1,15 @@
-"""Does training on vLLM's entropies do as well as on the actor's, and what does it save? Pairs of short trainings that differ in nothing else.
+"""Training on vLLM's entropies against the actor's: accuracy and time, on pairs of short trainings equal in all else.
 
     python benchmarks/paired_sources.py --pairs 10
 
-Each pair trains GTPO twice with one seed on the quickstart's task, through `gtpo-verl train`, with algorithm.entropy.source=rollout and
-=actor, the order changing from pair to pair. Both draw their responses with the same random numbers (`seeded_loops.py`), so a pair samples
-the same tokens until rounding turns one. Reported are paired differences, rollout minus actor, with Student's 95 % interval over the pairs:
-validation accuracy after the last step, accuracy and credit on the training responses of the last half, seconds of a step; and the
-spread between seeds beside it, which is what a difference has to be read against.
-Writes `paired-sources.json` and `paired-sources.png` into benchmarks/results.
+Each pair trains GTPO twice with one seed on the quickstart's task, through `gtpo-verl train`, with
+algorithm.entropy.source=rollout and =actor, in alternating order. Both draw their responses with the same random
+numbers (`seeded_loops.py`), so a pair samples the same tokens until rounding changes one. Reported are paired
+differences, rollout minus actor, with Student's 95 % interval over the pairs: validation accuracy after the last step,
+accuracy and credit on the training responses of the last half, seconds of a step; and the spread between seeds, to
+which a difference has to be compared. Writes `paired-sources.json` and `paired-sources.png` into benchmarks/results.
 
-A training that is complete is not run again, so the command can be stopped with Ctrl-C and repeated; more pairs can be added later.
+Complete trainings are not repeated: the command resumes after Ctrl-C, and more pairs can be added later.
 """
 
 import argparse
@@ -51,7 +51,7 @@ STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 
 
 def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None:
-    """One training to its end, in a process of its own; nothing if it is there already."""
+    """Run one training in its own process, unless it is complete already."""
     record = read_record(run_dir)
     if record and record["status"] == "complete":
         return
@@ -97,7 +97,7 @@ def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None
 
 
 def figures(run_dir: Path, steps: int) -> dict[str, float]:
-    """What is compared, of one training."""
+    """The compared quantities of one training."""
     lines, _ = read_metrics_from(run_dir, 0)
     data = {line["step"]: line["data"] for line in lines}
     validation = next(
@@ -122,7 +122,7 @@ def responses(run_dir: Path, step: int) -> Counter[tuple[tuple[int, ...], tuple[
 
 
 def in_common(first: Path, second: Path, steps: int) -> list[float]:
-    """Share of the responses that two trainings have in common, step by step."""
+    """Share of responses that two trainings have in common, per step."""
     shares = []
     for step in range(1, steps + 1):
         ours, theirs = responses(first, step), responses(second, step)
@@ -131,7 +131,7 @@ def in_common(first: Path, second: Path, steps: int) -> list[float]:
 
 
 def paired(differences: Sequence[float]) -> dict[str, float]:
-    """Mean of paired differences, and its 95 % interval where there are pairs enough for one."""
+    """Mean of paired differences, with a 95 % interval if there is more than one pair."""
     mean = statistics.mean(differences)
     result = {"difference": mean}
     if len(differences) > 1:
@@ -141,7 +141,7 @@ def paired(differences: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
-    """The result: each quantity's mean by source and its paired difference, and the pairs themselves."""
+    """The result: mean of each quantity by source, its paired difference, and the pairs."""
     compared = {}
     for name in pairs[0]["actor"]:
         values = {source: [pair[source][name] for pair in pairs] for source in SOURCES}
@@ -163,7 +163,7 @@ def summarise(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Two panels: accuracy of every pair, and where a step's seconds go."""
+    """Two panels: accuracy of every pair, and the time of a step by phase."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -245,14 +245,14 @@ def main() -> int:
                 (options.results / "paired-sources.json").write_text(json.dumps(_rounded(result), indent=1) + "\n")
                 draw(result, options.results / "paired-sources.png")
     except KeyboardInterrupt:
-        print(f"Stopped after {len(pairs)} pairs; the same command goes on.", file=sys.stderr)
+        print(f"Stopped after {len(pairs)} pairs; the same command resumes.", file=sys.stderr)
         return 130
     for name, row in result["compared"].items():
         interval = f" ({row['low']:+.4f} to {row['high']:+.4f})" if "low" in row else ""
         spread = f"; between seeds {row['spread of seeds']:.4f}" if "spread of seeds" in row else ""
         values = f"rollout {row['rollout']:.4f}, actor {row['actor']:.4f}, difference {row['difference']:+.4f}"
         print(f"{name}: {values}{interval}{spread}")
-    print("responses in common, step by step:", " ".join(f"{share:.3f}" for share in result["responses in common"]))
+    print("responses in common, per step:", " ".join(f"{share:.3f}" for share in result["responses in common"]))
     return 0
 
 

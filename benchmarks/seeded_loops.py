@@ -1,7 +1,7 @@
-"""Agent loops whose responses are drawn with seeds of their own, so that two trainings with one data seed sample the same tokens.
+"""Agent loops with a seed per response, so that two trainings with the same data seed sample the same tokens.
 
-The seed follows from data.seed, the prompt and the response's number in its group. Trainings of a pair then differ by what is compared
-and not by luck: until rounding turns a token, they are one training. A prompt that came twice would be answered with the same draws;
+The seed follows from data.seed, the prompt and the response's number in its group. Trainings of a pair then differ only
+in what is compared: until rounding changes a token, they are identical. A prompt seen twice would get the same draws;
 the short trainings of `paired_sources.py` see none twice.
 """
 
@@ -15,7 +15,7 @@ from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop
 
 
 class Seeded(AgentLoopBase):
-    """Gives every request of a loop its seed."""
+    """Sets the seed of every request of a loop."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
         drawn = (self.config.data.seed, list(kwargs["raw_prompt"]), kwargs["session_id"])

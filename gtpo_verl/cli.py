@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from gtpo_verl import __version__
 from gtpo_verl.errors import main_guard
 
-# name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is immediate
+# name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is
+# immediate
 COMMANDS = {
     "quickstart": (
         "gtpo_verl.commands.quickstart",
@@ -21,7 +22,7 @@ COMMANDS = {
     ),
     "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
     "prepare-data": (
-        "gtpo_verl.data.prepare",
+        "gtpo_verl.commands.prepare_data",
         "bring a data set to verl's schema, checked for repetitions and overlap",
     ),
     "report": ("gtpo_verl.commands.report", "compare runs: an HTML page, plots and a table"),

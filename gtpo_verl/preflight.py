@@ -1,33 +1,40 @@
-"""Looks for everything that would go wrong in a run before anything expensive starts.
+"""Checks a run before it starts: what would make it fail, and what it would silently do differently.
 
-:func:`check` needs no verl and takes about a second; ``integrations.checks`` follows once verl is imported, still before Ray.
+:func:`check` needs no verl and takes about a second; ``integrations.checks`` follows once verl is imported, still
+before Ray.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
 from gtpo_verl.config import files_of
 from gtpo_verl.errors import UserError, first_line, within
-from gtpo_verl.integrations.vllm.wiring import check_rollout
+from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.vllm.requirements import check_rollout
 from gtpo_verl.planning.step import check_batches
 from gtpo_verl.versions import check_vllm, installed_version
 
+if TYPE_CHECKING:
+    from gtpo_verl.algorithms import Algorithm
+
 HUB_TIMEOUT = 5.0  # seconds
-ENTROPY_SOURCES = ("actor", "rollout", "both")
 ON_BUDGET = ("train_smaller", "stop")
+NORM_BY_STD_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")  # verl's, which read norm_adv_by_std_in_grpo
 
 
 def check(config: DictConfig) -> None:
     """Check paths, columns, sizes and modes of a composed configuration.
 
     Raises:
-        UserError: the first thing that is wrong, and what to do about it.
+        UserError: the first problem, and what to do about it.
     """
-    for remark in _check_algorithm(config):
-        print(f"note: {remark}", flush=True)
+    for note in _check_algorithm(config):
+        print(f"note: {note}", flush=True)
     _check_backend(config)
     _check_entropy_source(config)
     _check_sizes(config)
@@ -36,22 +43,22 @@ def check(config: DictConfig) -> None:
 
 
 def problems(config: DictConfig) -> tuple[list[str], list[str]]:
-    """What a configuration gets wrong by itself, without model, files or verl: errors, at most one a kind of check, and remarks."""
+    """Check a configuration without model, files and verl; returns errors, at most one per kind of check, and notes."""
     errors: list[str] = []
-    remarks: list[str] = []
+    notes: list[str] = []
     for examine in (_check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
         try:
-            remarks.extend(examine(config) or ())
+            notes.extend(examine(config) or ())
         except UserError as error:
             errors.append(str(error))
-    return errors, remarks
+    return errors, notes
 
 
 def check_evaluation(config: DictConfig) -> None:
     """Check what an evaluation needs of a configuration: lengths, the model, the validation files.
 
     Raises:
-        UserError: the first thing that is wrong, and what to do about it.
+        UserError: the first problem, and what to do about it.
     """
     _check_lengths(config)
     _check_model(config)
@@ -62,25 +69,73 @@ def check_evaluation(config: DictConfig) -> None:
 
 
 def _check_algorithm(config: DictConfig) -> list[str]:
-    """Returns what is unusual about the algorithm that is chosen."""
-    from gtpo_verl.integrations.settings import CONFIG_CLASSES, algorithm_config
+    """Returns notes on unusual settings of the algorithm that is chosen."""
+    from gtpo_verl.algorithms import algorithm_of, algorithms  # imports torch
 
-    unusual: list[str] = []
-    for name in CONFIG_CLASSES:
-        _, remarks = algorithm_config(name, config.algorithm)
-        if config.algorithm.adv_estimator == name:
-            unusual.extend(f"algorithm.{name}: {remark}" for remark in remarks)
+    notes: list[str] = []
+    for name, entry in algorithms().items():
+        _, unusual = entry.configure(config.algorithm.get(name) or {})
+        if config.algorithm.adv_estimator == entry.estimator:
+            notes.extend(f"algorithm.{name}: {note}" for note in unusual)
     actor = config.actor_rollout_ref.actor
     if actor.policy_loss.loss_mode == "grpo_s" and actor.loss_agg_mode != "seq-mean-token-mean":
         raise UserError(
             "actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s averages over sequences: set "
             f"actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean (it is {actor.loss_agg_mode})."
         )
-    return unusual + _check_dynamic_sampling(config)
+    chosen = algorithm_of(config)
+    _check_ignored(config, chosen)
+    _check_penalty(config, chosen)
+    return notes + _check_dynamic_sampling(config)
+
+
+def _check_ignored(config: DictConfig, chosen: Algorithm | None) -> None:
+    """Refuse settings of verl that change other estimators, and that the one in use does not read."""
+    settings = config.algorithm
+    name = f"algorithm.adv_estimator={settings.adv_estimator}"
+    if settings.use_kl_in_reward and chosen is not None and chosen.verl_estimator is None:
+        raise UserError(
+            f"algorithm.use_kl_in_reward=true has no effect with {name}, whose advantages come from verdicts and "
+            "entropies: set it to false. actor_rollout_ref.actor.use_kl_loss=true puts a KL term into the loss of "
+            "every algorithm."
+        )
+    if not settings.norm_adv_by_std_in_grpo and settings.adv_estimator not in NORM_BY_STD_ESTIMATORS:
+        raise UserError(f"algorithm.norm_adv_by_std_in_grpo=false has no effect with {name}: set it to true.")
+    if settings.use_pf_ppo and settings.adv_estimator != "gae":
+        raise UserError(f"algorithm.use_pf_ppo=true has no effect with {name}: only gae reads it. Set it to false.")
+    if config.reward.reward_model.enable and not config.reward.custom_reward_function.path:
+        raise UserError(
+            "reward.reward_model.enable=true without a reward function gives scores and no verdict (`acc`): name a "
+            "function that asks the reward model with reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
+        )
+
+
+def _check_penalty(config: DictConfig, chosen: Algorithm | None) -> None:
+    """Check that all algorithms would get the same soft overlong penalty."""
+    overlong = "reward.reward_kwargs.overlong_buffer_cfg"
+    settings, manager = config.reward.reward_kwargs.overlong_buffer_cfg, config.reward.reward_manager
+    if not settings.enable:
+        name = chosen.name if chosen else ""
+        if config.algorithm.get(name, {}).get("length_penalty") == "soft":
+            raise UserError(
+                f"algorithm.{name}.length_penalty=soft takes its lengths from {overlong}, which is off: set "
+                f"{overlong}.enable=true, or algorithm.{name}.length_penalty=none."
+            )
+        return
+    if settings.penalty_factor <= 0:
+        raise UserError(
+            f"{overlong}.penalty_factor={settings.penalty_factor}: it must be above 0; {overlong}.enable=false "
+            "switches the penalty off."
+        )
+    if manager.source == "register" and manager.name != "dapo":
+        raise UserError(
+            f"reward.reward_manager.name={manager.name} applies no overlong penalty: set it to dapo, or "
+            f"{overlong}.enable=false."
+        )
 
 
 def _check_dynamic_sampling(config: DictConfig) -> list[str]:
-    """Returns what is unusual about it."""
+    """Returns notes on what it does not do in this run."""
     settings = config.algorithm.filter_groups
     age = settings.carry_over.max_age
     if settings.on_budget not in ON_BUDGET:
@@ -99,31 +154,34 @@ def _check_dynamic_sampling(config: DictConfig) -> list[str]:
         )
     mode, sampler = config.trainer.v1.trainer_mode, config.trainer.v1.sampler.get("custom_sampler") or {}
     if age == 0 and settings.enable and settings.max_num_gen_batches and mode != "sync":
-        remark = (
-            f"trainer.v1.trainer_mode={mode} has no budget for dynamic sampling: algorithm.filter_groups.max_num_gen_batches "
-            "and on_budget have no effect, and prompts without contrast are replaced for as long as it takes."
+        note = (
+            f"trainer.v1.trainer_mode={mode} has no budget for dynamic sampling: "
+            "algorithm.filter_groups.max_num_gen_batches and on_budget have no effect, and prompts without contrast "
+            "are replaced without limit."
         )
-        return [remark]
+        return [note]
     if age == 0:
         return []
     if not settings.enable:
         raise UserError(
-            f"algorithm.filter_groups.carry_over.max_age={age} carries over what dynamic sampling leaves, and it is off: "
-            "set algorithm.filter_groups.enable=true, or max_age=0."
+            f"algorithm.filter_groups.carry_over.max_age={age} carries over what dynamic sampling leaves, and it is "
+            "off: set algorithm.filter_groups.enable=true, or max_age=0."
         )
     if mode != "sync" or sampler.get("path"):
         raise UserError(
-            f"algorithm.filter_groups.carry_over.max_age={age} needs trainer.v1.trainer_mode=sync with its own sampler: "
-            f"the asynchronous trainers keep their surplus already (trainer.v1.sampler.max_off_policy_threshold). Set max_age=0."
+            f"algorithm.filter_groups.carry_over.max_age={age} needs trainer.v1.trainer_mode=sync with its own "
+            "sampler: the asynchronous trainers keep their surplus already "
+            "(trainer.v1.sampler.max_off_policy_threshold). Set max_age=0."
         )
     corrected = config.algorithm.rollout_correction.rollout_is is not None
-    if config.algorithm.entropy.source != "rollout" and not corrected:
-        remark = (
-            "algorithm.filter_groups.carry_over: old log-probs of groups carried over are recomputed by the current actor, "
-            "so the clipped ratio does not see their age; algorithm.rollout_correction.rollout_is=token weighs it, and "
-            "algorithm.entropy.source=rollout measures the ratio from the policy that generated them."
+    if not entropy_source(config).skips_actor_pass and not corrected:
+        note = (
+            "algorithm.filter_groups.carry_over: old log-probs of groups carried over are recomputed by the current "
+            "actor, so the clipped ratio does not see their age; algorithm.rollout_correction.rollout_is=token "
+            "corrects for it, and with algorithm.entropy.source=rollout the ratio is relative to the policy that "
+            "generated them."
         )
-        return [remark]
+        return [note]
     return []
 
 
@@ -133,23 +191,22 @@ def _check_backend(config: DictConfig) -> None:
 
 
 def _check_entropy_source(config: DictConfig) -> None:
-    source = config.algorithm.entropy.source
-    bypass = config.algorithm.rollout_correction.bypass_mode
-    if source not in ENTROPY_SOURCES:
-        raise UserError(f"algorithm.entropy.source={source}: choose one of {', '.join(ENTROPY_SOURCES)}.")
-    if bypass and source != "rollout":
+    source = entropy_source(config)
+    if config.algorithm.rollout_correction.bypass_mode and not source.skips_actor_pass:
         raise UserError(
             f"algorithm.rollout_correction.bypass_mode=true skips the pass that computes the actor's entropies, and "
-            f"algorithm.entropy.source={source} needs them: set algorithm.entropy.source=rollout, or bypass_mode=false."
+            f"algorithm.entropy.source={source.name} needs them: set algorithm.entropy.source=rollout, or "
+            "bypass_mode=false."
         )
     if config.algorithm.entropy.check_every < 0:
         raise UserError(
-            f"algorithm.entropy.check_every={config.algorithm.entropy.check_every}: it counts steps; 0 is never."
+            f"algorithm.entropy.check_every={config.algorithm.entropy.check_every}: it must be a number of steps, or 0 "
+            "for never."
         )
-    if source != "actor":
+    if source.from_rollout:
         check_rollout(config.actor_rollout_ref.rollout)
         installed = installed_version("vllm")
-        if installed is not None:  # it may be on the nodes of the rollout alone, where every server checks again
+        if installed is not None:  # it may be installed on the rollout's nodes only, where every server checks again
             check_vllm(installed)
 
 
@@ -173,20 +230,30 @@ def _check_lengths(config: DictConfig) -> None:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     reward = config.reward.reward_kwargs
     overlong = reward.overlong_buffer_cfg
+    limit = data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
         raise UserError(
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is shorter than data.max_prompt_length + "
-            f"data.max_response_length = {data.max_prompt_length + data.max_response_length}: raise it, or set it to null."
+            f"data.max_response_length = {data.max_prompt_length + data.max_response_length}: raise it, or set it to "
+            "null."
         )
-    if reward.max_resp_len > data.max_response_length:
-        raise UserError(
-            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} exceeds data.max_response_length={data.max_response_length}: "
-            "no response gets that long, so the overlong punishment would never be whole."
+    if not overlong.enable:
+        return
+    if reward.max_resp_len != limit:
+        why = (
+            "the full penalty would never be reached"
+            if reward.max_resp_len > limit
+            else "verl's DAPO reward would go beyond the full penalty, and GTPO's and GRPO-S's would not"
         )
-    if overlong.enable and not 0 < overlong.len <= reward.max_resp_len:
         raise UserError(
-            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len} must be between 1 and max_resp_len={reward.max_resp_len}, "
-            "the tokens before the limit over which the punishment grows."
+            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: "
+            f"{why}. Remove the override; max_resp_len follows the limit."
+        )
+    if not 0 < overlong.len <= limit:
+        raise UserError(
+            f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len} must be between 1 and "
+            f"data.max_response_length={limit}: it is the number of tokens before the limit over which the penalty "
+            "grows."
         )
 
 
@@ -196,7 +263,8 @@ def _check_lengths(config: DictConfig) -> None:
 def _check_model(config: DictConfig) -> None:
     if config.actor_rollout_ref.model.path is None:
         raise UserError(
-            "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the hub."
+            "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the "
+            "hub."
         )
     path = str(config.actor_rollout_ref.model.path)
     directory = Path(path).expanduser()
@@ -227,8 +295,8 @@ def _check_hub(name: str) -> None:
         ) from error
     except Exception as error:
         raise UserError(
-            f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within {HUB_TIMEOUT:.0f} s "
-            f"({type(error).__name__}): give a local directory."
+            f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within "
+            f"{HUB_TIMEOUT:.0f} s ({type(error).__name__}): give a local directory."
         ) from error
 
 
@@ -266,7 +334,8 @@ def _check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_f
                 and len(files_of(config.data[key])) == 1
             ):
                 raise UserError(
-                    f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
+                    f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than "
+                    f"data.train_batch_size={config.data.train_batch_size}."
                 )
 
 
@@ -277,6 +346,12 @@ def _schema_problems(schema: Any, prompt_key: str) -> Iterator[str]:
     prompt, reward = schema.field(prompt_key).type, schema.field("reward_model").type
     messages = prompt.value_type if pa.types.is_list(prompt) or pa.types.is_large_list(prompt) else None
     if messages is None or not pa.types.is_struct(messages) or {"role", "content"} - {field.name for field in messages}:
-        yield f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. `gtpo-verl prepare-data` makes such files."
+        yield (
+            f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. "
+            "`gtpo-verl prepare-data` makes such files."
+        )
     if not pa.types.is_struct(reward) or "ground_truth" not in {field.name for field in reward}:
-        yield f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. `gtpo-verl prepare-data` makes such files."
+        yield (
+            f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. "
+            "`gtpo-verl prepare-data` makes such files."
+        )

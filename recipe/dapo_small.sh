@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# DAPO, Qwen2.5-1.5B, one node of 8 GPUs: an arm of an ablation of a day. Nothing is published for it
+# DAPO, Qwen2.5-1.5B, one node of 8 GPUs: one arm of a one-day ablation. No published result
 exec "$(dirname "${BASH_SOURCE[0]}")/../scripts/launch_one_node.sh" setting=small_gpu algo=dapo verifier=answer "$@"

@@ -1,4 +1,4 @@
-# What a node must have in its environment before Ray starts there; every script here reads it. Change it for your site.
+# Environment of a node before Ray starts on it; every script here sources it. Adapt it to your site.
 # Ray's workers inherit the environment of `ray start` on their node, not that of the shell that submits a job.
 
 export PYTHONUNBUFFERED=1 # logs as they are written
@@ -6,7 +6,7 @@ export PYTHONUNBUFFERED=1 # logs as they are written
 # A model cache that all nodes share, and no network on compute nodes:
 # export HF_HOME=/shared/huggingface HF_HUB_OFFLINE=1
 
-# The interface between nodes, where NCCL and Gloo choose the wrong one (`ip -brief address` lists them):
+# The interface between nodes, if NCCL and Gloo choose the wrong one (`ip -brief address` lists them):
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
 
 # A key for trainer.logger=[console,wandb]:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Make this machine a node of a Ray cluster; run it on every node, in the same environment or container.
+# Add this machine to a Ray cluster; run it on every node, in the same environment or container.
 #   scripts/ray_node.sh head
 #   scripts/ray_node.sh worker HEAD_ADDRESS
-# A worker stays in the foreground until the cluster ends. `ray stop` on a node takes it out.
+# A worker stays in the foreground until the cluster stops. `ray stop` on a node removes it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 case "${1:-} $#" in

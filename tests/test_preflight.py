@@ -23,6 +23,8 @@ def number(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
 async def slow_but_good(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0, "acc": 1.0}
+def knows_sums(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "acc": {"sums": 1.0}[data_source]}
 def no_verdict(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0}
 def no_result(data_source, solution_str, ground_truth, extra_info=None):
@@ -113,8 +115,12 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "do not divide by the 2 of one rollout engine"),
         ("actor_rollout_ref.rollout.n=1", "at least two responses"),
         ("actor_rollout_ref.rollout.max_model_len=100", "is shorter than data.max_prompt_length"),
-        ("reward.reward_kwargs.max_resp_len=4096", "exceeds data.max_response_length"),
-        ("reward.reward_kwargs.overlong_buffer_cfg.len=4096", "must be between 1 and max_resp_len=2048"),
+        ("reward.reward_kwargs.max_resp_len=4096", "the full penalty would never be reached"),
+        ("reward.reward_kwargs.max_resp_len=1024", "verl's DAPO reward would go beyond the full penalty"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=4096", "must be between 1 and data.max_response_length=2048"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0", "penalty_factor=0: it must be above 0"),
+        ("reward.reward_manager.name=naive", "applies no overlong penalty: set it to dapo"),
+        ("reward.reward_model.enable=true", "without a reward function gives scores and no verdict"),
         ("data.max_response_length=0", "must be at least 1"),
         ("algorithm.gtpo.negatives=inverted", "negatives"),
         ("algorithm.gtpo.clip_kappa=20", "clip_kappa"),
@@ -129,7 +135,7 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("actor_rollout_ref.rollout.name=sglang", "algorithm.entropy.source=actor"),
         ("actor_rollout_ref.rollout.top_p=0.9", "top_p=1"),
         ("actor_rollout_ref.rollout.top_k=50", "top_k=-1"),
-        ("algorithm.entropy.check_every=-1", "it counts steps"),
+        ("algorithm.entropy.check_every=-1", "it must be a number of steps"),
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "processed_logprobs"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "seq-mean-token-mean"),
     ],
@@ -137,12 +143,56 @@ def test_a_sound_run_passes(composed: Composer) -> None:
 def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:
     if change.startswith("algorithm.gtpo.clip_kappa"):
         config = composed(change, "algorithm.gtpo.alpha1=0.9")
+    elif change.startswith("reward.reward_model.enable"):
+        config = composed(change, "reward.custom_reward_function.path=null")
     else:
         config = composed(change)
     with pytest.raises(UserError) as caught:
         preflight.check(config)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+IGNORED = [  # a setting that changes training with the first algorithms and nothing with the second ones
+    ("algorithm.use_kl_in_reward=true", ("dapo", "grpo"), ("gtpo", "grpo_s")),
+    ("algorithm.norm_adv_by_std_in_grpo=false", ("dapo", "grpo"), ("gtpo", "grpo_s")),
+    ("algorithm.use_pf_ppo=true", (), ("dapo", "gtpo", "grpo_s")),
+]
+
+
+@pytest.mark.parametrize(("change", "read", "ignored"), IGNORED, ids=[case[0] for case in IGNORED])
+def test_a_setting_of_verls_that_the_estimator_ignores_is_refused(
+    composed: Composer, change: str, read: tuple[str, ...], ignored: tuple[str, ...]
+) -> None:
+    for name in read:
+        preflight.check(composed(change, f"algo={name}"))
+    for name in ignored:
+        with pytest.raises(UserError) as caught:
+            preflight.check(composed(change, f"algo={name}"))
+        assert str(caught.value).startswith(f"{change} has no effect with algorithm.adv_estimator=")
+        assert "\n" not in str(caught.value)
+
+
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg.enable"
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_a_soft_penalty_without_its_lengths_is_refused_for_the_algorithm_in_use(composed: Composer, name: str) -> None:
+    soft = f"algorithm.{name}.length_penalty=soft"
+    with pytest.raises(UserError, match=rf"algorithm\.{name}\.length_penalty=soft takes its lengths from .*=none"):
+        preflight.check(composed(soft, f"{OVERLONG}=false", f"algo={name}"))
+    preflight.check(composed(soft, f"{OVERLONG}=false", "algo=dapo"))
+    preflight.check(composed(f"algorithm.{name}.length_penalty=grop", f"{OVERLONG}=false", f"algo={name}"))
+
+
+def test_a_preset_whose_penalty_would_be_dropped_is_refused(composed: Composer) -> None:
+    preflight.check(composed("algo=gtpo_v1_clip"))
+    with pytest.raises(UserError, match="length_penalty=soft takes its lengths from"):
+        preflight.check(composed("algo=gtpo_v1_clip", f"{OVERLONG}=false"))
+
+
+def test_without_the_penalty_its_lengths_do_not_matter(composed: Composer) -> None:
+    preflight.check(composed(f"{OVERLONG}=false", "reward.reward_kwargs.max_resp_len=1024", "algo=dapo"))
 
 
 @pytest.mark.parametrize(
@@ -194,11 +244,11 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
         ("reward.custom_reward_function.name=no_verdict", "add `acc`"),
         (
             "reward.custom_reward_function.name=no_result",
-            "no verdict on the first prompt (error), whose right answer is",
+            "no verdict on the first prompt of data_source='sums' in data.train_files=",
         ),
         ("reward.custom_reward_function.name=crashes", "ZeroDivisionError"),
         ("reward.custom_reward_function.name=absent", "could not be loaded"),
-        ("reward.custom_reward_function.path=null", "no verifier for data_source='sums'"),
+        ("reward.custom_reward_function.path=null", "no verifier for the first prompt of data_source='sums'"),
         ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=gttpo", "did you mean gtpo?"),
     ],
@@ -208,6 +258,25 @@ def test_what_only_verl_knows_is_said_in_one_line(composed: Composer, change: st
         checks.check_with_verl(composed(change))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
+def test_the_verifier_is_tried_on_every_data_source_of_every_file(
+    composed: Composer, inputs: dict[str, str], key: str
+) -> None:
+    """The first file and the first row are sound; one source in the middle of the second file is not."""
+    sound = pd.read_parquet(inputs["data.train_files"])
+    broken = sound.copy()
+    broken.loc[40:, "data_source"] = "products"
+    file = Path(inputs["directory"]) / "two_sources.parquet"
+    broken.to_parquet(file, row_group_size=16)
+    files = f"[{inputs['data.train_files']},{file}]"
+    name = "reward.custom_reward_function.name=knows_sums"
+    checks.check_with_verl(composed(name))
+    with pytest.raises(UserError) as caught:
+        checks.check_with_verl(composed(name, f"{key}={files}"))
+    assert f"the first prompt of data_source='products' in {key}={file}" in str(caught.value)
+    assert "KeyError" in str(caught.value)
 
 
 def test_a_verifier_that_hangs_is_not_waited_for(composed: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,6 +302,25 @@ def test_the_command_prints_one_line_and_starts_no_ray(inputs: dict[str, str], t
     assert done.stderr.startswith("error: data.train_batch_size=30 is not a multiple")
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stdout
+    assert not list(tmp_path.glob("ray*"))
+
+
+@pytest.mark.slow
+def test_a_machine_without_a_gpu_is_named_before_ray_starts(inputs: dict[str, str], tmp_path: Path) -> None:
+    """Through the real command, without the variables that hardware=cpu sets: verl takes such a machine for one with NVIDIA GPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("VERL_", "RAY_"))}
+    overrides = [f"{key}={value}" for key, value in inputs.items() if key != "directory"]
+    overrides += ["hardware=gpu", "+ray_kwargs.ray_init.address=local", f"trainer.run_dir={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "gtpo_verl.train", *overrides]
+    environment["RAY_TMPDIR"] = str(tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "error: this machine has no GPU: hardware=cpu trains without one" in done.stderr
+    assert not (tmp_path / "run").exists()
     assert not list(tmp_path.glob("ray*"))
 
 

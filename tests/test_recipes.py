@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.planning.plan import make_plan
 
@@ -50,7 +51,7 @@ def test_a_recipe_composes_and_plans_without_an_error(recipe: str, tools: Path) 
     assert [word.partition("=")[0] for word in overrides] == ["setting", "algo", "verifier"]
     config = compose_config(overrides)
     prepare(config, overrides)
-    plan = make_plan(config, overrides)
+    plan = make_plan(config, overrides, preflight=preflight_findings(config))
     assert plan.errors == []
     gpus = {"small": 8, "gpu": 1}.get(recipe.rsplit("_", 1)[-1], 128 if "paper" in recipe or recipe == LADDER else 64)
     assert plan.parallel.gpus == gpus

@@ -2,10 +2,10 @@
 
 from gtpo_verl.algorithms._packed.layout import response_lengths
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import GRPOSConfig, GTPOConfig
 from gtpo_verl.algorithms.grpo import grpo_advantages
-from gtpo_verl.algorithms.grpo_s import grpo_s_advantages
-from gtpo_verl.algorithms.gtpo import gtpo_advantages
+from gtpo_verl.algorithms.grpo_s import GRPOSConfig, grpo_s_advantages
+from gtpo_verl.algorithms.gtpo import GTPOConfig, gtpo_advantages
+from gtpo_verl.algorithms.metrics import credit_metrics
 from gtpo_verl.algorithms.penalties import (
     group_relative_overlong_penalty,
     length_penalty_for,
@@ -23,6 +23,7 @@ __all__ = [
     "algorithm",
     "algorithm_of",
     "algorithms",
+    "credit_metrics",
     "group_relative_overlong_penalty",
     "grpo_advantages",
     "grpo_s_advantages",

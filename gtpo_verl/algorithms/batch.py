@@ -29,7 +29,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class AdvantageOutput:
-    """advantages: (B, T), 0 outside the mask. shaped_rewards: (B, T) token level or (B,) sequence level, or None. metrics: by name."""
+    """advantages: (B, T), 0 outside the mask. shaped_rewards: (B, T) token level or (B,) sequence level, or None.
+    metrics: by name.
+    """
 
     advantages: torch.Tensor
     shaped_rewards: torch.Tensor | None

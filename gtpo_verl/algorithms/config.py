@@ -1,13 +1,20 @@
-"""The settings of GTPO and GRPO-S, checked when they are made: an impossible value never reaches a batch."""
+"""Settings, checked when they are made: an impossible value never reaches a batch. Those that GTPO and GRPO-S share are
+here.
+"""
 
-import difflib
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass, field, fields
+from typing import Any, Self, TypeVar
+
+from gtpo_verl.errors import did_you_mean
+
+Config = TypeVar("Config")
 
 LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float32
+# A field that a run does not list under `algorithm.<name>`, because it keeps the value elsewhere.
+GIVEN_BY_RUN = {"given_by_run": True}
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "negatives": ("zero", "inverse", "based_inverse"),
@@ -23,23 +30,48 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
+def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
+    """Build a config dataclass from a mapping such as a Hydra node; an unknown key is refused with the nearest known
+    one.
+
+    Raises ValueError for an unknown key or an impossible value.
+    """
+    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in known:
+            hint = did_you_mean(str(key), known, cutoff=0.5) or f"; known are {', '.join(known)}"
+            raise ValueError(f"{kind.__name__} has no setting {key!r}{hint}")
+    return kind(**{str(key): mapping[key] for key in mapping})
+
+
+def run_settings(kind: type) -> dict[str, Any]:
+    """The keys of a run under `algorithm.<name>`, with their defaults: the dataclass is the only place of a default."""
+    return {item.name: item.default for item in fields(kind) if not item.metadata.get("given_by_run")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShapingConfig:
     """What GTPO and GRPO-S have in common; use one of the two subclasses.
 
-    negatives: shaped reward of wrong responses: `zero` (early text, eq. 2), `inverse` (early eq. 15) or `based_inverse` (late eq. 5).
-    mean: the mean a value is divided by to become a weight, `arithmetic` or `geometric` (early eqs. 3, 19; late appendix C).
+    negatives: shaped reward of wrong responses: `zero` (early text, eq. 2), `inverse` (early eq. 15) or `based_inverse`
+    (late eq. 5).
+    mean: the mean a value is divided by to become a weight, `arithmetic` or `geometric` (early eqs. 3, 19; late
+    appendix C).
     scope: whose entropies are compared, those of the `group` or of the whole `batch`.
-    normalization: the set whose mean and standard deviation normalise a reward: `all`, `joint`, `within` or `none` (docs/equations.md).
+    normalization: the set whose mean and standard deviation normalise a reward: `all`, `joint`, `within` or `none`
+    (docs/equations.md).
     norm_scope: that set within the `group` or over the `batch`.
     entropy_clip: clamp of the entropies in nats, (lo, hi), or None.
-    entropy_floor: lower bound of the entropies in nats, applied after the clamp; above 0, because wrong responses use 1/H.
-    degenerate: `zero` leaves groups of one polarity out of everything with advantage 0, `shape` treats them like any other.
+    entropy_floor: lower bound of the entropies in nats, applied after the clamp; above 0, because wrong responses use
+    1/H.
+    degenerate: `zero` leaves groups of one polarity out of everything with advantage 0, `shape` treats them like any
+    other.
     preserve_sign: clamp an advantage whose sign contradicts the verdict to 0.
-    length_penalty: which punishment `length_penalty_for` computes; the advantage functions apply the tensor they are given.
-    length_denominator: of the soft punishment, `cache` (L1, DAPO eq. 13) or `max` (L2, as the early eq. 14 prints it).
-    max_length, cache_length: L2 and L1 of the soft punishment, in tokens.
-    gamma: γ1 of the group-relative punishment, in (0.5, 1].
+    length_penalty: which penalty `length_penalty_for` computes; the advantage functions apply the tensor they are
+    given.
+    length_denominator: of the soft penalty, `cache` (L1, DAPO eq. 13) or `max` (L2, as the early eq. 14 prints it).
+    max_length, cache_length: L2 and L1 of the soft penalty, in tokens.
+    gamma: γ1 of the group-relative penalty, in (0.5, 1].
     """
 
     negatives: str = "based_inverse"
@@ -53,86 +85,34 @@ class ShapingConfig:
     preserve_sign: bool = False
     length_penalty: str = "none"
     length_denominator: str = "cache"
-    max_length: int = 20480
-    cache_length: int = 4096
+    max_length: int = field(default=20480, metadata=GIVEN_BY_RUN)
+    cache_length: int = field(default=4096, metadata=GIVEN_BY_RUN)
     gamma: float = 0.75
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name in _CHOICES:
-                _check_choice(field.name, getattr(self, field.name))
+        for item in fields(self):
+            if item.name in _CHOICES:
+                _check_choice(item.name, getattr(self, item.name))
         if not isinstance(self.preserve_sign, bool):
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
             object.__setattr__(self, "entropy_clip", _interval("entropy_clip", self.entropy_clip))
-        if _number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
+        if number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
             raise ValueError(
-                f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got {self.entropy_floor}"
+                f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got "
+                f"{self.entropy_floor}"
             )
         check_lengths(self.max_length, self.cache_length, self.length_denominator)
         check_gamma(self.gamma)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """Build the config from a mapping such as a Hydra node; an unknown key is refused with the nearest known one.
-
-        Raises ValueError for an unknown key or an impossible value.
-        """
-        known = [field.name for field in fields(cls)]
-        for key in mapping:
-            if key not in known:
-                raise ValueError(f"{cls.__name__} has no setting {key!r}{_nearest(str(key), known)}")
-        return cls(**{str(key): mapping[key] for key in mapping})
-
-
-@dataclass(frozen=True, kw_only=True)
-class GTPOConfig(ShapingConfig):
-    """Settings of GTPO; the defaults are the preset `gtpo` (late text of arXiv 2508.04349).
-
-    alpha1, alpha2: base reward and weight of the entropy term, early eq. 2, late eqs. 3 and 5.
-    axis: the entropies one is compared with: same `position`, same `response`, or the `matrix` of both.
-    clip_kappa: κ of the early eq. 13, which clips the correct rewards to [1, alpha1 (1 + 1/κ)], or None.
-    """
-
-    alpha1: float = 1.0
-    alpha2: float = 0.1
-    axis: str = "position"
-    clip_kappa: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_shares("alpha1", self.alpha1, "alpha2", self.alpha2)
-        if self.clip_kappa is None:
-            return
-        if _number("clip_kappa", self.clip_kappa) <= 1:
-            raise ValueError(f"clip_kappa must be above 1 (early eq. 13), got {self.clip_kappa}")
-        # An upper bound of exactly 1 is legal; 0.9 * (1 + 1/9) must not fail by its last bit.
-        if self.alpha1 * (1 + 1 / self.clip_kappa) < 1 - 1e-12:
-            raise ValueError(
-                f"clip_kappa needs alpha1 * (1 + 1/kappa) >= 1, else the bounds of early eq. 13 cross: "
-                f"{self.alpha1} * (1 + 1/{self.clip_kappa}) = {self.alpha1 * (1 + 1 / self.clip_kappa):.4g}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class GRPOSConfig(ShapingConfig):
-    """Settings of GRPO-S; the defaults are the preset `grpo_s` (late text of arXiv 2508.04349).
-
-    beta1, beta2: base reward and weight of the entropy term.
-    entropy_mean: how the entropies of a response become one number, `arithmetic` or `geometric`.
-    """
-
-    beta1: float = 1.0
-    beta2: float = 0.1
-    entropy_mean: str = "arithmetic"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_shares("beta1", self.beta1, "beta2", self.beta2)
+        """See `config_from`."""
+        return config_from(cls, mapping)
 
 
 def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
-    """Refuse lengths of the soft punishment that make no ramp: 0 < cache_length <= max_length."""
+    """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
     _check_choice("length_denominator", denominator)
     for name, value in (("max_length", max_length), ("cache_length", cache_length)):
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
@@ -143,32 +123,36 @@ def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
 
 def check_gamma(gamma: float) -> None:
     """Refuse a γ1 outside (0.5, 1]: easy (share >= γ1) and hard (share <= 1 - γ1) groups would overlap."""
-    if not 0.5 < _number("gamma", gamma) <= 1:
+    if not 0.5 < number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must be in (0.5, 1], else easy and hard groups overlap, got {gamma}")
 
 
 def _check_choice(name: str, value: Any) -> None:
     if value not in _CHOICES[name]:
         raise ValueError(
-            f"{name} must be one of {', '.join(_CHOICES[name])}, got {value!r}{_nearest(str(value), _CHOICES[name])}"
+            f"{name} must be one of {', '.join(_CHOICES[name])}, got "
+            f"{value!r}{did_you_mean(str(value), _CHOICES[name], cutoff=0.5)}"
         )
 
 
-def _check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
+def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
+    """Refuse a base reward and an entropy weight that are negative or both 0; warn where they do not sum to 1."""
     for name, value in ((base_name, base), (weight_name, weight)):
-        if _number(name, value) < 0:
+        if number(name, value) < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     if base + weight == 0:
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
     if abs(base + weight - 1) > 1e-9:
         warnings.warn(
-            f"{base_name} + {weight_name} = {base + weight:.6g}, not 1: the rewards of the correct responses no longer sum "
+            f"{base_name} + {weight_name} = {base + weight:.6g}, not 1: the rewards of the correct responses no longer "
+            "sum "
             "to their number (the late experiments of arXiv 2508.04349 use 1.1)",
             stacklevel=2,  # here, not at the caller: once a process is enough
         )
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
+    """The value of a setting, which must be a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return value
@@ -179,12 +163,7 @@ def _interval(name: str, value: Any) -> tuple[float, float]:
     bounds = () if isinstance(value, str) or not hasattr(value, "__iter__") else tuple(value)
     if len(bounds) != 2:
         raise ValueError(f"{name} must be two numbers [lo, hi] in nats or null, got {value!r}")
-    low, high = (float(_number(name, bound)) for bound in bounds)
+    low, high = (float(number(name, bound)) for bound in bounds)
     if not 0 <= low <= high:
         raise ValueError(f"{name} needs 0 <= lo <= hi, got [{low}, {high}]")
     return low, high
-
-
-def _nearest(word: str, known: tuple[str, ...] | list[str]) -> str:
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {match[0]!r}?" if match else f"; known are {', '.join(known)}"

@@ -12,10 +12,11 @@ from gtpo_verl.algorithms._packed.layout import (
     one_thread,
     read_layout,
 )
-from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
+from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms._packed.recorder import Recorder
-from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies
+from gtpo_verl.algorithms._packed.tokens import Workspace, check_entropies
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.normalization import Normalizer
 from gtpo_verl.algorithms.registry import Algorithm, Style
 
 
@@ -28,11 +29,12 @@ def grpo_advantages(
 ) -> AdvantageOutput:
     """Normalise the reward of every response in its group and give it to all its tokens: A = (R - mean) / (std + 1e-6).
 
-    reward: (B,) float; DAPO's is ±1 plus the soft overlong punishment. response_mask: (B, T) bool or 0/1. group: (B,) integers.
+    reward: (B,) float; DAPO's is ±1 plus the soft overlong penalty. response_mask: (B, T) bool or 0/1. group: (B,)
+    integers.
     correct: (B,) bool, for the metrics alone; without it all count as correct where the reward is positive.
     entropy: (B, T) nats, for the metrics alone, or None.
-    Returns advantages (B, T) and `reward` as shaped rewards, float64 for float64 rewards and else float32, and metrics by the names
-    of the other arms. A group with equal rewards, or with one response, has advantage 0.
+    Returns advantages (B, T) and `reward` as shaped rewards, float64 for float64 rewards and else float32, and metrics
+    by the names of the other arms. A group with equal rewards, or with one response, has advantage 0.
     Raises ValueError for shapes or types that disagree and rewards that are not finite.
     Source: DAPO (arXiv 2503.14476), eq. 9.
     """
@@ -51,24 +53,21 @@ def grpo_advantages(
         recorder = Recorder(layout)
         if entropy is not None:
             check_entropy_shape(entropy, response_mask)
-            scratch = Scratch(layout, response_mask, torch.float32)
+            workspace = Workspace(layout, response_mask, torch.float32)
             rows = entropy.detach().unbind(0)
             for members in layout.groups:
-                recorder.entropies(members, check_entropies(scratch.load(members, rows), entropy, response_mask))
+                sums = check_entropies(workspace.load(members, rows), entropy, response_mask)
+                recorder.entropies(members, sums)
         advantages = [0.0] * len(rewards)
         for members in layout.groups:
-            right, wrong = (
-                Moments.of([rewards[row] for row in part])
-                for part in (members.rows[: members.n], members.rows[members.n :])
-            )
-            both = right.join(wrong)
-            scale = both.scale(torch.finfo(dtype).eps)
-            for place, row in enumerate(members.rows):
-                advantages[row] = (rewards[row] - both.mean) * scale
-                recorder.correct_flips += place < members.n and advantages[row] < 0
-                recorder.wrong_flips += place >= members.n and advantages[row] > 0
-            recorder.rewards(right, wrong)
-            recorder.spreads(members, [0.0] * len(members.rows), (Normalizer(both.mean, scale),) * 2)
+            plus, minus = members.rows[: members.n], members.rows[members.n :]
+            moments = Moments.of([rewards[row] for row in plus]), Moments.of([rewards[row] for row in minus])
+            recorder.rewards(*moments)
+            by = Normalizer.over(moments[0].join(moments[1]), torch.finfo(dtype).eps)
+            for row in members.rows:
+                advantages[row] = (rewards[row] - by.mean) * by.scale  # DAPO (9)
+            recorder.correct_flips += sum(advantages[row] < 0 for row in plus)
+            recorder.wrong_flips += sum(advantages[row] > 0 for row in minus)
         return AdvantageOutput(
             broadcast_rows(advantages, layout, response_mask, dtype), reward.detach().to(dtype), recorder.metrics()
         )
@@ -81,8 +80,10 @@ class GRPOConfig:
 
 def _compute(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     assert batch.rewards is not None
-    reward = batch.rewards if batch.length_penalty is None else batch.rewards + batch.length_penalty
-    return grpo_advantages(reward, batch.response_mask, batch.group, batch.correct, batch.entropy)
+    rewards = batch.rewards
+    if batch.length_penalty is not None:  # DAPO (13), on every response
+        rewards = rewards + batch.length_penalty.to(rewards.dtype)
+    return grpo_advantages(rewards, batch.response_mask, batch.group, batch.correct, batch.entropy)
 
 
 DAPO = Algorithm(

@@ -1,7 +1,14 @@
-"""GRPO-S: sequence-level reward shaping by policy entropy (arXiv 2508.04349)."""
+"""GRPO-S: sequence-level reward shaping by policy entropy (arXiv 2508.04349).
 
-import math
+One number per response, in this order: mean entropies Ĥ -> values V (Ĥ, or 1/Ĥ in wrong responses) -> weights w ->
+shaped rewards r̂ -> advantages Â. β1, β2 are `config.beta1`, `config.beta2`; P are the n correct responses to a prompt,
+N the m wrong ones. "early" is arXiv v1 to v4, "late" is v5 and v6.
+"""
+
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import fmean, geometric_mean
 
 import torch
 
@@ -15,13 +22,72 @@ from gtpo_verl.algorithms._packed.layout import (
     one_thread,
     read_layout,
 )
-from gtpo_verl.algorithms._packed.moments import Moments, normalizers
+from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms._packed.recorder import Recorder
-from gtpo_verl.algorithms._packed.tokens import Scratch, check_entropies, clamp_entropies
+from gtpo_verl.algorithms._packed.tokens import Tokens, Workspace, check_entropies, clamp_entropies
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import GRPOSConfig
+from gtpo_verl.algorithms.config import ShapingConfig, check_shares
+from gtpo_verl.algorithms.normalization import Normalizer, normalizers
 from gtpo_verl.algorithms.penalties import named_penalty
 from gtpo_verl.algorithms.registry import Algorithm, Style
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOSConfig(ShapingConfig):
+    """Settings of GRPO-S; the defaults are the preset `grpo_s` (late text of arXiv 2508.04349).
+
+    beta1, beta2: base reward and weight of the entropy term.
+    entropy_mean: how the entropies of a response become one number, `arithmetic` or `geometric`.
+    """
+
+    beta1: float = 1.0
+    beta2: float = 0.1
+    entropy_mean: str = "arithmetic"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shares("beta1", self.beta1, "beta2", self.beta2)
+
+
+# ---------------------------------------------------------------------------------------------------- the formulas
+
+
+def mean_entropies(H: Tokens, config: GRPOSConfig) -> list[float]:
+    """Ĥ of each response of a group, the correct ones first: the arithmetic or geometric mean of H over its tokens."""
+    geometric = config.entropy_mean == "geometric"
+    means = [side.total("response", logarithm=geometric).mean(logarithm=geometric) for side in (H.correct, H.wrong)]
+    return torch.cat(means).tolist()
+
+
+def weights(V: Sequence[float], config: GRPOSConfig) -> list[float]:
+    """w = V / mean of V, arithmetic or geometric: it averages 1 over the responses that are compared."""
+    if not V:
+        return []
+    mean = fmean(V) if config.mean == "arithmetic" else geometric_mean(V)
+    return [value / mean for value in V]
+
+
+def rewards_of_correct(H: Sequence[float], config: GRPOSConfig) -> list[float]:
+    """r̂ = β1 + β2 w, w = Ĥ[i] / mean_{k∈P} Ĥ[k]: early section 3.4, late section on GRPO-S."""
+    return [config.beta1 + config.beta2 * w for w in weights(H, config)]
+
+
+def rewards_of_wrong(H: Sequence[float], config: GRPOSConfig) -> list[float]:
+    """r̂ from w = (1/Ĥ[j]) / mean_{k∈N} (1/Ĥ[k]): early sections 3.4 and 4.6, late section on GRPO-S."""
+    W = weights([1 / h for h in H], config)
+    if config.negatives == "zero":  # early 3.4
+        return [0.0 for _ in W]
+    if config.negatives == "inverse":  # early 4.6
+        return [-w for w in W]
+    return [-config.beta1 - config.beta2 * w for w in W]  # late
+
+
+def advantage(R: float, by: Normalizer) -> float:
+    """Â = (r̂ - mean) / (std + 1e-6): as for tokens, early (4), (16), (17), late (6); `normalizers` has the sets."""
+    return (R - by.mean) * by.scale
+
+
+# ---------------------------------------------------------------------------------------------------- over a batch
 
 
 def grpo_s_advantages(
@@ -33,11 +99,14 @@ def grpo_s_advantages(
     length_penalty: torch.Tensor | None = None,
     return_shaped: bool = True,
 ) -> AdvantageOutput:
-    """Shape the reward of every response by its mean entropy, normalise it to an advantage and give it to all its tokens.
+    """Shape the reward of every response by its mean entropy, normalise it to an advantage and give it to all its
+    tokens.
 
     Arguments, types and errors as in `gtpo_advantages`.
-    Returns advantages (B, T), shaped rewards (B,), float64 for float64 entropies and else float32, and the metrics of `Recorder`.
-    Source: arXiv 2508.04349, early sections 3.4 and 4.6, late section on GRPO-S; normalisation as in GTPO, over responses.
+    Returns advantages (B, T), shaped rewards (B,), float64 for float64 entropies and else float32, and the metrics of
+    `Recorder`.
+    Source: arXiv 2508.04349, early sections 3.4 and 4.6, late section on GRPO-S; normalisation as in GTPO, over
+    responses.
     """
     check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
     check_entropy_shape(entropy, response_mask)
@@ -45,17 +114,17 @@ def grpo_s_advantages(
         layout = read_layout(response_mask, group, correct)
         check_penalty(length_penalty, layout)
         recorder = Recorder(layout)
-        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little: float32 would lose that.
+        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little: float32 would
+        # lose that.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
-        kind = torch.float64 if fine or entropy.dtype == torch.float64 else torch.float32
-        scratch = Scratch(layout, response_mask, kind)
-        means = _mean_entropies(entropy.detach(), response_mask, layout, config, scratch, recorder)
-        rewards = _shaped_rewards(means, layout, config, None if length_penalty is None else length_penalty.tolist())
         dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
-        advantages = _normalized(rewards, layout, config, torch.finfo(dtype).eps, recorder)
+        workspace = Workspace(layout, response_mask, torch.float64 if fine else dtype)
+        H = _mean_entropies(entropy.detach(), response_mask, layout, config, workspace, recorder)
+        R = _shaped_rewards(H, layout, config, None if length_penalty is None else length_penalty.tolist())
+        A = _advantages(R, layout, config, torch.finfo(dtype).eps, recorder)
         return AdvantageOutput(
-            broadcast_rows(advantages, layout, response_mask, dtype),
-            torch.tensor(rewards, dtype=dtype, device=entropy.device) if return_shaped else None,
+            broadcast_rows(A, layout, response_mask, dtype),
+            torch.tensor(R, dtype=dtype, device=entropy.device) if return_shaped else None,
             recorder.metrics(),
         )
 
@@ -65,91 +134,68 @@ def _mean_entropies(
     response_mask: torch.Tensor,
     layout: Layout,
     config: GRPOSConfig,
-    scratch: Scratch,
+    workspace: Workspace,
     recorder: Recorder,
 ) -> list[float]:
-    """Ĥ of each row: the arithmetic or geometric mean of its clamped entropies; 0 for an empty row."""
-    entropy_rows = entropy.unbind(0)
-    means = [0.0] * len(entropy)
+    """Ĥ of each row of the batch; 0 for an empty row."""
+    rows = entropy.unbind(0)
+    found = [0.0] * len(entropy)
     for group in layout.groups:
-        tokens = scratch.load(group, entropy_rows)
-        recorder.entropies(group, check_entropies(tokens, entropy, response_mask))
-        clamp_entropies(tokens.values, config.entropy_clip, config.entropy_floor)
-        if config.entropy_mean == "geometric":
-            tokens.values.log_()
-        sums = torch.stack([row.sum() for row in tokens.right.rows + tokens.wrong.rows]).tolist()
-        for row, total in zip(group.rows, sums, strict=True):
-            mean = total / layout.lengths[row]
-            means[row] = math.exp(mean) if config.entropy_mean == "geometric" else mean
-    return means
+        H = workspace.load(group, rows)
+        sums = check_entropies(H, entropy, response_mask)
+        recorder.entropies(group, sums, clamp_entropies(H, config.entropy_clip, config.entropy_floor))
+        for row, mean in zip(group.rows, mean_entropies(H, config), strict=True):
+            found[row] = mean
+    return found
 
 
 def _taking_part(layout: Layout, config: GRPOSConfig) -> list[Group]:
     return [group for group in layout.groups if config.degenerate == "shape" or not group.one_polarity]
 
 
-def _shaped_rewards(
-    means: list[float], layout: Layout, config: GRPOSConfig, penalty: list[float] | None
-) -> list[float]:
-    """r̂ of each row; 0 for rows that take no part."""
-    rewards = [0.0] * len(means)
+def _shaped_rewards(H: list[float], layout: Layout, config: GRPOSConfig, penalty: list[float] | None) -> list[float]:
+    """r̂ of each row of the batch, its length penalty included; 0 for rows that take no part."""
     groups = _taking_part(layout, config)
-    right = [group.rows[: group.n] for group in groups]
+    correct = [group.rows[: group.n] for group in groups]
     wrong = [group.rows[group.n :] for group in groups]
     if config.scope == "batch":
-        right, wrong = ([[row for rows in side for row in rows]] for side in (right, wrong))
-    for rows in right:
-        for row, weight in zip(rows, _weights([means[row] for row in rows], config.mean), strict=True):
-            rewards[row] = config.beta1 + config.beta2 * weight + (penalty[row] if penalty is not None else 0.0)
-    if config.negatives == "zero":
-        return rewards
+        correct, wrong = [list(chain(*correct))], [list(chain(*wrong))]
+    found = [0.0] * len(H)
+    for rows in correct:
+        for row, reward in zip(rows, rewards_of_correct([H[row] for row in rows], config), strict=True):
+            found[row] = reward if penalty is None else reward + penalty[row]  # early (14), late appendix D
     for rows in wrong:
-        for row, weight in zip(rows, _weights([1 / means[row] for row in rows], config.mean), strict=True):
-            rewards[row] = -weight if config.negatives == "inverse" else -config.beta1 - config.beta2 * weight
-    return rewards
+        for row, reward in zip(rows, rewards_of_wrong([H[row] for row in rows], config), strict=True):
+            found[row] = reward
+    return found
 
 
-def _weights(values: Sequence[float], mean: str) -> list[float]:
-    """Each value over the mean of all of them."""
-    if not values:
-        return []
-    if mean == "arithmetic":
-        typical = math.fsum(values) / len(values)
-    else:
-        typical = math.exp(math.fsum(map(math.log, values)) / len(values))
-    return [value / typical for value in values]
-
-
-def _normalized(
-    rewards: list[float], layout: Layout, config: GRPOSConfig, eps: float, recorder: Recorder
-) -> list[float]:
-    """The advantage of each row; 0 for rows that take no part."""
-    advantages = [0.0] * len(rewards)
+def _advantages(R: list[float], layout: Layout, config: GRPOSConfig, eps: float, recorder: Recorder) -> list[float]:
+    """Â of each row of the batch; 0 for rows that take no part."""
     groups = _taking_part(layout, config)
     for group in groups:
-        recorder.rewards(*(_moments(rewards, rows) for rows in (group.rows[: group.n], group.rows[group.n :])))
-    whole = normalizers(recorder.correct_rewards, recorder.wrong_rewards, config.normalization, config.negatives, eps)
+        recorder.rewards(*_moments(R, group))
+    found = [0.0] * len(R)
     for group in groups:
-        right, wrong = group.rows[: group.n], group.rows[group.n :]
-        sides = whole
+        scope = (recorder.correct_rewards, recorder.wrong_rewards)
         if config.norm_scope == "group":
-            sides = normalizers(
-                _moments(rewards, right), _moments(rewards, wrong), config.normalization, config.negatives, eps
-            )
-        for row in right:
-            value = (rewards[row] - sides[0].shift) * sides[0].scale
-            recorder.correct_flips += value < 0
-            advantages[row] = max(value, 0.0) if config.preserve_sign else value
-        for row in wrong:
-            value = (rewards[row] - sides[1].shift) * sides[1].scale
-            recorder.wrong_flips += value > 0
-            advantages[row] = min(value, 0.0) if config.preserve_sign else value
-        recorder.spreads(group, [0.0] * len(group.rows), sides)
-    return advantages
+            scope = _moments(R, group)
+        by_plus, by_minus = normalizers(*scope, config.normalization, config.negatives, eps)
+        for place, row in enumerate(group.rows):
+            right = place < group.n
+            A = advantage(R[row], by_plus if right else by_minus)
+            recorder.correct_flips += right and A < 0
+            recorder.wrong_flips += not right and A > 0
+            if config.preserve_sign:
+                A = max(A, 0.0) if right else min(A, 0.0)
+            found[row] = A
+    return found
 
 
-def _moments(rewards: list[float], rows: list[int]) -> Moments:
-    return Moments.of([rewards[row] for row in rows])
+def _moments(R: list[float], group: Group) -> tuple[Moments, Moments]:
+    """Of the rewards of a group, those of the correct and those of the wrong responses."""
+    plus, minus = group.rows[: group.n], group.rows[group.n :]
+    return Moments.of([R[row] for row in plus]), Moments.of([R[row] for row in minus])
 
 
 def _compute(batch: Batch, config: GRPOSConfig) -> AdvantageOutput:

@@ -1,11 +1,17 @@
 """GTPO: token-level reward shaping by policy entropy (arXiv 2508.04349, not the other GTPO of arXiv 2508.03772).
 
-The tokens of a group go through the same memory in this order: entropies H, values V that are compared (H of correct tokens, 1/H of
-wrong ones), weights W, shaped rewards R, centred rewards, advantages.
+The formulas work on one group at a time, the G responses to one prompt, in this order:
+
+    H  entropies of the old policy, nats        -> V  what a token is compared by: H, or 1/H in wrong responses
+    -> W  weights, V over its mean              -> R  shaped rewards          -> A  advantages, R normalised
+
+`_plus` is the set P of the n correct responses, `_minus` the set N of the m wrong ones. Each is a `Side`, one number
+for each valid token, (N,); arithmetic on it reuses its memory, so a name is not read again after the next one is made
+from it. α1, α2 are `config.alpha1`, `config.alpha2`; d[t] is the number of correct responses with a token at position
+t, h[t] of wrong ones. "early" is arXiv v1 to v4, "late" is v5 and v6.
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,13 +25,119 @@ from gtpo_verl.algorithms._packed.layout import (
     read_layout,
     zeros,
 )
-from gtpo_verl.algorithms._packed.moments import ROUND_OFF, Moments, Normalizer, normalizers
+from gtpo_verl.algorithms._packed.moments import Moments, center
 from gtpo_verl.algorithms._packed.recorder import Recorder
-from gtpo_verl.algorithms._packed.tokens import Scratch, Side, Tokens, check_entropies, clamp_entropies, write_tokens
+from gtpo_verl.algorithms._packed.tokens import (
+    Side,
+    Tokens,
+    Total,
+    Workspace,
+    check_entropies,
+    clamp_entropies,
+    write_tokens,
+)
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import GTPOConfig
+from gtpo_verl.algorithms.config import ShapingConfig, check_shares, number
+from gtpo_verl.algorithms.normalization import Normalizer, normalizers
 from gtpo_verl.algorithms.penalties import named_penalty
 from gtpo_verl.algorithms.registry import Algorithm, Style
+
+Means = tuple[torch.Tensor, torch.Tensor]  # of V_plus and of V_minus
+
+
+@dataclass(frozen=True, kw_only=True)
+class GTPOConfig(ShapingConfig):
+    """Settings of GTPO; the defaults are the preset `gtpo` (late text of arXiv 2508.04349).
+
+    alpha1, alpha2: base reward and weight of the entropy term, early eq. 2, late eqs. 3 and 5.
+    axis: the entropies one is compared with: same `position`, same `response`, or the `matrix` of both.
+    clip_kappa: κ of the early eq. 13, which clips the correct rewards to [1, alpha1 (1 + 1/κ)], or None.
+    """
+
+    alpha1: float = 1.0
+    alpha2: float = 0.1
+    axis: str = "position"
+    clip_kappa: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shares("alpha1", self.alpha1, "alpha2", self.alpha2)
+        if self.clip_kappa is None:
+            return
+        if number("clip_kappa", self.clip_kappa) <= 1:
+            raise ValueError(f"clip_kappa must be above 1 (early eq. 13), got {self.clip_kappa}")
+        # An upper bound of exactly 1 is legal; 0.9 * (1 + 1/9) must not fail by its last bit.
+        if self.alpha1 * (1 + 1 / self.clip_kappa) < 1 - 1e-12:
+            raise ValueError(
+                f"clip_kappa needs alpha1 * (1 + 1/kappa) >= 1, else the bounds of early eq. 13 cross: "
+                f"{self.alpha1} * (1 + 1/{self.clip_kappa}) = {self.alpha1 * (1 + 1 / self.clip_kappa):.4g}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------- the formulas
+
+
+def mean_values(V: Side, config: GTPOConfig) -> torch.Tensor:
+    """The mean of the values that a token is compared with.
+
+    axis `position`: over the responses alive at t, (width,); `response`: over the tokens of a response, (rows,);
+    `matrix`: over all of them, ().
+    """
+    geometric = config.mean == "geometric"
+    return V.total(config.axis, logarithm=geometric).mean(logarithm=geometric)
+
+
+def weights(V: Side, mean: torch.Tensor, config: GTPOConfig) -> Side:
+    """W = V / mean of V: it averages 1 over the tokens that are compared.
+
+    Arithmetic mean, correct: early (2), late (3): w⁺ = H[i,t] / Σ_k H[k,t] · d[t].
+    Arithmetic mean, wrong: early (15), late (5): w⁻ = (1/H[j,t]) / Σ_k (1/H[k,t]) · h[t].
+    Geometric mean: early (3), (19), late appendix C: w⁺ = H[i,t] / (Π_k H[k,t])^(1/d[t]), and so with 1/H and h[t].
+    """
+    return V.over(mean, config.axis)
+
+
+def rewards_of_correct(W_plus: Side, config: GTPOConfig, penalty: Sequence[float] | None) -> Side:
+    """r⁺ of correct responses: early (2), (13), (14), late (3); penalty: one number per response, or None."""
+    alpha1 = W_plus.values.new_tensor(config.alpha1)
+    R_plus = W_plus.affine(alpha1, config.alpha2)  # early (2), late (3): r⁺ = α1 + α2 w⁺
+    if config.clip_kappa is not None:  # early (13): r⁺ ← clip(r⁺, 1, α1 + α1/κ)
+        R_plus = R_plus.clip(1.0, config.alpha1 * (1 + 1 / config.clip_kappa))
+    if penalty is not None:  # early (14), late appendix D: r⁺ ← r⁺ + R(len)
+        R_plus = R_plus.plus(penalty)
+    return R_plus
+
+
+def rewards_of_wrong(W_minus: Side, config: GTPOConfig) -> Side:
+    """r⁻ of wrong responses: early (2), (15), late (5)."""
+    zero, alpha1 = W_minus.values.new_zeros(()), W_minus.values.new_tensor(config.alpha1)
+    if config.negatives == "zero":  # early (2): r⁻ = 0
+        return W_minus.clip(0.0, 0.0)
+    if config.negatives == "inverse":  # early (15): r⁻ = -w⁻
+        return W_minus.affine(zero, -1.0)
+    return W_minus.affine(-alpha1, -config.alpha2)  # late (5): r⁻ = -α1 - α2 w⁻
+
+
+def shaped_rewards(
+    H: Tokens, config: GTPOConfig, means: Means | None = None, penalty: Sequence[float] | None = None
+) -> tuple[Side, Side]:
+    """H -> V -> W -> R of one group; means: of the whole batch (`scope: batch`), or None for those of the group."""
+    V_plus, V_minus = H.correct, H.wrong.inverse()
+    mean_plus, mean_minus = means or (mean_values(V_plus, config), mean_values(V_minus, config))
+    W_plus, W_minus = weights(V_plus, mean_plus, config), weights(V_minus, mean_minus, config)
+    return rewards_of_correct(W_plus, config, penalty), rewards_of_wrong(W_minus, config)
+
+
+def advantages(R: Side, moments: Moments, by: Normalizer) -> Side:
+    """A = (R - mean) / (std + 1e-6): early (4), (16), (17), late (6); `normalizers` has the sets.
+
+    R comes centred, less its own mean `moments.mean`: float32 keeps small differences between rewards of about 1 that
+    way.
+    """
+    return R.affine(R.values.new_tensor((moments.mean - by.mean) * by.scale), by.scale)
+
+
+# ---------------------------------------------------------------------------------------------------- over a batch
 
 
 def gtpo_advantages(
@@ -39,48 +151,36 @@ def gtpo_advantages(
 ) -> AdvantageOutput:
     """Shape the reward of every token by the entropy of the old policy and normalise it to an advantage.
 
-    entropy: (B, T) nats of the old policy at the sampling temperature; padding may hold anything. Never receives a gradient.
-    correct: (B,) bool, the verifier's verdict. response_mask: (B, T) bool or 0/1, right-padded, holes allowed. group: (B,) integers.
+    entropy: (B, T) nats of the old policy at the sampling temperature; padding may hold anything. Never receives a
+    gradient.
+    correct: (B,) bool, the verifier's verdict. response_mask: (B, T) bool or 0/1, right-padded, holes allowed. group:
+    (B,) integers.
     length_penalty: (B,) <= 0, added to the shaped rewards of correct responses whatever `config.length_penalty` says
     (`length_penalty_for` computes the one it names), or None.
     return_shaped: also return the shaped rewards, another (B, T).
-    Returns advantages and shaped rewards (B, T), float64 for float64 entropies and else float32, and the metrics of `Recorder`.
-    Raises ValueError for shapes or types that disagree and for entropies that are not finite or negative, with row and position.
+    Returns advantages and shaped rewards (B, T), float64 for float64 entropies and else float32, and the metrics of
+    `Recorder`.
+    Raises ValueError for shapes or types that disagree and for entropies that are not finite or negative, with row and
+    position.
     Source: early eqs. 2, 3, 4, 13 to 17, 19; late eqs. 3, 5, 6 and appendix C. Normalisation: docs/equations.md.
     """
     check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
     check_entropy_shape(entropy, response_mask)
     with torch.no_grad(), one_thread(entropy.device):
-        return _Run(entropy.detach(), correct, response_mask, group, config, length_penalty).advantages(return_shaped)
+        run = _Run(entropy.detach(), correct, response_mask, group, config, length_penalty)
+        return run.advantages(return_shaped)
 
 
 @dataclass(frozen=True)
-class _Compared:
-    """What the values of one polarity are compared with: the sum of these values, or of their logarithms, and their count.
+class _Rewards:
+    """The moments of the shaped rewards of a group."""
 
-    (L,) for `axis: position`, (rows,) for `response`, () for `matrix`.
-    """
-
-    total: torch.Tensor
-    count: torch.Tensor
-
-    def typical(self, mean: str) -> torch.Tensor:
-        """The mean of the values, arithmetic or geometric; NaN where there are none."""
-        mean_summand = self.total / self.count  # a quotient: for the arithmetic mean a single survivor weighs exactly 1
-        return mean_summand if mean == "arithmetic" else mean_summand.exp_()
-
-
-@dataclass(frozen=True)
-class _Centered:
-    """What is known of the shaped rewards of a group: squared deviations inside each response, and the moments of either polarity."""
-
-    m2s: list[float]
-    right: Moments
-    wrong: Moments
+    plus: Moments
+    minus: Moments
 
 
 class _Run:
-    """One call: the batch, its layout, the working memory, and what the sweeps over the groups have found so far."""
+    """One call: the batch, its layout and the working memory."""
 
     def __init__(
         self,
@@ -99,171 +199,90 @@ class _Run:
         self.recorder = Recorder(self.layout)
         self.out_dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
         self.eps = torch.finfo(self.out_dtype).eps
-        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little and float32 would lose the
-        # difference. Everywhere else the two polarities are far apart and float32 is as good as the data.
+        # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little and float32
+        # would lose the difference. Everywhere else the two polarities are far apart and float32 is as good as the
+        # data.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
-        self.dtype = torch.float64 if fine else self.out_dtype
-        self.penalty = None if length_penalty is None else length_penalty.tolist()
-        self.base = torch.tensor(config.alpha1, dtype=self.dtype)
-        self.scratch = Scratch(self.layout, response_mask, self.dtype)
+        self.penalties = None if length_penalty is None else length_penalty.tolist()
+        self.workspace = Workspace(self.layout, response_mask, torch.float64 if fine else self.out_dtype)
         self.swept = False
 
     def advantages(self, return_shaped: bool) -> AdvantageOutput:
-        shape, device = self.response_mask.shape, self.entropy.device
-        typical = self._typical_of_batch() if self.config.scope == "batch" and self.config.axis != "response" else None
-        out = zeros(shape, self.out_dtype, device)
-        shaped = zeros(shape, self.out_dtype, device) if return_shaped else None
+        config = self.config
+        out = zeros(self.response_mask.shape, self.out_dtype, self.entropy.device)
+        shaped = zeros(self.response_mask.shape, self.out_dtype, self.entropy.device) if return_shaped else None
         out_rows, shaped_rows = out.unbind(0), () if shaped is None else shaped.unbind(0)
-        found = []
-        for group, tokens in self._sweep():
-            self._shape(group, tokens, typical)
-            if shaped is not None:
-                write_tokens(tokens, group, shaped_rows)
-            rewards = _center(tokens)
-            self.recorder.rewards(rewards.right, rewards.wrong)
-            if self.config.norm_scope == "group":
-                self._normalize(group, tokens, rewards, self._normalizers(rewards.right, rewards.wrong))
-            else:
-                found.append((group, rewards))
-            write_tokens(tokens, group, out_rows)
-        if found:
-            # The centred rewards wait in the output: float32 keeps them as exactly as it keeps an advantage.
-            sides = self._normalizers(self.recorder.correct_rewards, self.recorder.wrong_rewards)
-            for group, rewards in found:
-                tokens = self.scratch.load(group, out_rows)
-                self._normalize(group, tokens, rewards, sides)
-                write_tokens(tokens, group, out_rows)
+        means = self._means_of_batch() if config.scope == "batch" and config.axis != "response" else None
+        waiting = []
+        for group, H in self._entropies():
+            R_plus, R_minus = shaped_rewards(H, config, means, self._penalty(group))
+            if return_shaped:
+                write_tokens(R_plus, R_minus, group, shaped_rows)
+            rewards = _Rewards(center(R_plus), center(R_minus))
+            self.recorder.rewards(rewards.plus, rewards.minus)
+            if config.norm_scope == "group":
+                A_plus, A_minus = self._normalize(R_plus, R_minus, rewards, over=rewards)
+                write_tokens(A_plus, A_minus, group, out_rows)
+            else:  # R waits in the output: centred, float32 keeps a reward as well as an advantage
+                write_tokens(R_plus, R_minus, group, out_rows)
+                waiting.append((group, rewards))
+        batch = _Rewards(self.recorder.correct_rewards, self.recorder.wrong_rewards)
+        for group, rewards in waiting:
+            R = self.workspace.load(group, out_rows)
+            A_plus, A_minus = self._normalize(R.correct, R.wrong, rewards, over=batch)
+            write_tokens(A_plus, A_minus, group, out_rows)
         return AdvantageOutput(out, shaped, self.recorder.metrics())
 
-    def _normalizers(self, right: Moments, wrong: Moments) -> tuple[Normalizer, Normalizer]:
-        return normalizers(right, wrong, self.config.normalization, self.config.negatives, self.eps)
+    def _normalize(self, R_plus: Side, R_minus: Side, rewards: _Rewards, over: _Rewards) -> tuple[Side, Side]:
+        """Centred R -> A of one group; over: the rewards of the group or of the batch (`norm_scope`)."""
+        config = self.config
+        by_plus, by_minus = normalizers(over.plus, over.minus, config.normalization, config.negatives, self.eps)
+        A_plus = advantages(R_plus, rewards.plus, by_plus)
+        A_minus = advantages(R_minus, rewards.minus, by_minus)
+        if rewards.plus.low < by_plus.mean:
+            self.recorder.correct_flips += (A_plus.values < 0).sum().item()
+        if rewards.minus.high > by_minus.mean:
+            self.recorder.wrong_flips += (A_minus.values > 0).sum().item()
+        if config.preserve_sign:
+            return A_plus.clip(0.0, None), A_minus.clip(None, 0.0)
+        return A_plus, A_minus
 
-    def _takes_part(self, group: Group) -> bool:
-        return self.config.degenerate == "shape" or not group.one_polarity
-
-    def _sweep(self) -> Iterator[tuple[Group, Tokens]]:
-        """Load the groups that take part one after the other, H clamped. The first sweep also checks the entropies of all groups."""
+    def _entropies(self) -> Iterator[tuple[Group, Tokens]]:
+        """H of each group that takes part, clamped and floored. The first sweep also checks the entropies of all
+        groups.
+        """
         first, self.swept = not self.swept, True
-        entropy_rows = self.entropy.unbind(0)
+        rows = self.entropy.unbind(0)
         for group in self.layout.groups:
-            if not first and not self._takes_part(group):
+            takes_part = self.config.degenerate == "shape" or not group.one_polarity
+            if not first and not takes_part:
                 continue
-            tokens = self.scratch.load(group, entropy_rows)
-            if first:
-                self.recorder.entropies(group, check_entropies(tokens, self.entropy, self.response_mask))
-            if self._takes_part(group):
-                clamp_entropies(tokens.values, self.config.entropy_clip, self.config.entropy_floor)
-                yield group, tokens
+            H = self.workspace.load(group, rows)
+            sums = check_entropies(H, self.entropy, self.response_mask) if first else None
+            at_floor = clamp_entropies(H, self.config.entropy_clip, self.config.entropy_floor)
+            if sums is not None:
+                self.recorder.entropies(group, sums, at_floor)
+            if takes_part:
+                yield group, H
 
-    def _typical_of_batch(self) -> list[torch.Tensor]:
-        """`scope: batch`: the typical value of each polarity over all groups that take part."""
-        shape = (self.response_mask.shape[1],) if self.config.axis == "position" else ()
-        sums = torch.zeros(2, 2, *shape, dtype=torch.float64, device=self.entropy.device)
-        for group, tokens in self._sweep():
-            if self.config.mean == "geometric":
-                tokens.values.log_()
-            else:
-                tokens.wrong.values.reciprocal_()
-            for (total, count), part in zip(sums, self._compare(group, tokens), strict=True):
-                there = slice(0, group.width) if shape else ...
-                total[there].add_(part.total)
-                count[there].add_(part.count)
-        return [_Compared(total, count).typical(self.config.mean) for total, count in sums.to(self.dtype)]
+    def _means_of_batch(self) -> Means:
+        """`scope: batch`: the means of V_plus and V_minus over all groups that take part."""
+        geometric = self.config.mean == "geometric"
+        size = self.response_mask.shape[1] if self.config.axis == "position" else 1
+        sums = torch.zeros(2, 2, size, dtype=torch.float64, device=self.entropy.device)
+        dtype = torch.float64
+        for group, H in self._entropies():
+            dtype = H.values.dtype
+            width = group.width if self.config.axis == "position" else 1
+            for side, V in enumerate((H.correct, H.wrong.inverse())):
+                total = V.total(self.config.axis, logarithm=geometric)
+                sums[side, 0, :width].add_(total.sums)
+                sums[side, 1, :width].add_(total.counts)
+        plus, minus = (Total(side[0], side[1]).mean(geometric) for side in sums.to(dtype))
+        return (plus, minus) if self.config.axis == "position" else (plus[0], minus[0])
 
-    def _compare(self, group: Group, summands: Tokens) -> list[_Compared]:
-        """What each polarity of a group is compared with along `axis`. summands: V, or log H for the geometric mean."""
-        right, wrong = (self._along_axis(side, group.width) for side in summands.sides)
-        if self.config.mean == "geometric":
-            wrong.total.neg_()  # log(1/H) = -log H
-        return [right, wrong]
-
-    def _along_axis(self, side: Side, width: int) -> _Compared:
-        if self.config.axis == "position":
-            return _Compared(side.column_sums(width), side.column_counts(width))
-        if self.config.axis == "response":
-            return _Compared(side.row_sums(), side.values.new_tensor(side.lengths))
-        return _Compared(side.values.sum(), side.values.new_tensor(float(len(side.values))))
-
-    def _weigh(self, group: Group, tokens: Tokens, typical: list[torch.Tensor] | None) -> None:
-        """H -> W in place: each value over the typical one of its polarity: that of the batch, or else that of this group."""
-        config = self.config
-        logs = tokens.like(tokens.values.log()) if config.mean == "geometric" and typical is None else None
-        tokens.wrong.values.reciprocal_()
-        if typical is None:
-            compared = self._compare(group, tokens if logs is None else logs)
-            typical = [part.typical(config.mean) for part in compared]
-        for side, values in zip(tokens.sides, typical, strict=True):
-            if not side.rows:
-                continue
-            if config.axis == "position":
-                side.divide_columns(values)
-            elif config.axis == "response":
-                side.divide_rows(values)
-            else:
-                side.values.div_(values)
-
-    def _shape(self, group: Group, tokens: Tokens, typical: list[torch.Tensor] | None) -> None:
-        """H -> R in place: the shaped rewards of a group."""
-        config = self.config
-        self._weigh(group, tokens, typical)
-        right, wrong = tokens.right.values, tokens.wrong.values
-        torch.add(self.base, right, alpha=config.alpha2, out=right)  # early (2), late (3)
-        if config.clip_kappa is not None:  # early (13)
-            right.clamp_(1.0, config.alpha1 * (1 + 1 / config.clip_kappa))
-        if self.penalty is not None and group.n:  # early (14), late appendix D
-            torch._foreach_add_(tokens.right.rows, [self.penalty[row] for row in group.rows[: group.n]])
-        if config.negatives == "zero":  # early (2)
-            wrong.zero_()
-        elif config.negatives == "inverse":  # early (15)
-            wrong.neg_()
-        else:  # late (5)
-            torch.add(-self.base, wrong, alpha=-config.alpha2, out=wrong)
-
-    def _normalize(
-        self, group: Group, tokens: Tokens, rewards: _Centered, sides: tuple[Normalizer, Normalizer]
-    ) -> None:
-        """Centred R -> advantages, in place."""
-        self.recorder.spreads(group, rewards.m2s, sides)
-        plus, minus = sides
-        right, wrong = tokens.right.values, tokens.wrong.values
-        for values, moments, side in ((right, rewards.right, plus), (wrong, rewards.wrong, minus)):
-            constant = torch.tensor((moments.mean - side.shift) * side.scale, dtype=values.dtype)
-            torch.add(constant, values, alpha=side.scale, out=values)
-        if rewards.right.low < plus.shift:
-            self.recorder.correct_flips += (right < 0).sum().item()
-        if rewards.wrong.high > minus.shift:
-            self.recorder.wrong_flips += (wrong > 0).sum().item()
-        if self.config.preserve_sign:
-            right.clamp_(min=0)
-            wrong.clamp_(max=0)
-
-
-def _center(tokens: Tokens) -> _Centered:
-    """R -> R minus the mean of its polarity, in place."""
-    (right, right_m2s), (wrong, wrong_m2s) = (_center_side(side) for side in tokens.sides)
-    return _Centered(right_m2s + wrong_m2s, right, wrong)
-
-
-def _center_side(side: Side) -> tuple[Moments, list[float]]:
-    """One polarity: its moments, from centred values so that nothing cancels, and the squared deviations inside each response.
-
-    The latter, which only a metric needs, are differences; what may be their round-off alone is 0.
-    """
-    if not side.rows:
-        return Moments.constant(0.0, 0.0), []
-    sums = side.row_sums().tolist()
-    center = math.fsum(sums) / len(side.values)
-    side.values.sub_(center)
-    # Not norms or dot products: their error in float32 grows with the number of tokens, that of a sum does not.
-    parts = [part.sum() for part in side.values.square().split(side.lengths)]
-    low, high, *squares = torch.stack([*side.values.aminmax(), *parts]).tolist()
-    m2s = []
-    for square, length, total in zip(squares, side.lengths, sums, strict=True):
-        distance = abs(total / length - center)
-        off = ROUND_OFF * torch.finfo(side.values.dtype).eps * max(abs(center), distance)  # of a mean
-        m2 = square - length * distance**2
-        m2s.append(m2 if m2 > length * off * (2 * distance + off) else 0.0)
-    return Moments(len(side.values), center, math.fsum(squares), center + low, center + high), m2s
+    def _penalty(self, group: Group) -> list[float] | None:
+        return None if self.penalties is None else [self.penalties[row] for row in group.rows[: group.n]]
 
 
 def _compute(batch: Batch, config: GTPOConfig) -> AdvantageOutput:

@@ -1,7 +1,7 @@
-"""The clipped policy objectives: GTPO and DAPO a token, GRPO-S and GSPO a sequence.
+"""The clipped surrogates: per token (GTPO, DAPO) and per sequence (GRPO-S, GSPO).
 
-Both return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and metrics as tensors
-without gradient. Masked positions may hold anything, NaN included, and receive no gradient.
+Both return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and
+metrics as tensors without gradient. Masked positions may hold anything, NaN included, and receive no gradient.
 """
 
 from typing import Literal
@@ -23,13 +23,15 @@ def token_loss(
     clip_ratio_high: float = 0.28,
     clip_ratio_c: float | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Clipped objective a token: -min(w A, clip(w, 1 - ε_low, 1 + ε_high) A), with w = π_θ / π_old.
+    """Per-token clipped surrogate: -min(w A, clip(w, 1 - ε_low, 1 + ε_high) A), with w = π_θ / π_old.
 
     log_prob, old_log_prob, advantages, response_mask: (B, T); the gradient reaches `log_prob` alone.
     clip_ratio_c: dual clip, an upper bound c of w where A < 0 (loss <= -c A), above 1, or None.
-    Returns the losses (B, T), 0 outside the mask, and the metrics of `_metrics` over tokens, with `clipfrac_lower` for the dual clip.
+    Returns the losses (B, T), 0 outside the mask, and the metrics of `_metrics` over tokens, with `clipfrac_lower` for
+    the dual clip.
     Raises ValueError for impossible clip ratios.
-    Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages; dual clip arXiv 1912.09729.
+    Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages; dual clip arXiv
+    1912.09729.
     """
     _check_clip(clip_ratio_low, clip_ratio_high)
     if clip_ratio_c is not None and clip_ratio_c <= 1:
@@ -58,10 +60,11 @@ def sequence_loss(
     clip_ratio_high: float = 0.28,
     ratio: Literal["arithmetic", "geometric"] = "arithmetic",
 ) -> tuple[torch.Tensor, Metrics]:
-    """Clipped objective a sequence: -min(ŵ A, clip(ŵ, 1 - ε_low, 1 + ε_high) A).
+    """Per-sequence clipped surrogate: -min(ŵ A, clip(ŵ, 1 - ε_low, 1 + ε_high) A).
 
     log_prob, old_log_prob, response_mask: (B, T). advantages: (B,), one a response.
-    ratio: ŵ is the `arithmetic` mean of the token ratios (GRPO-S), or the `geometric` one (GSPO's); the gradient goes through it.
+    ratio: ŵ is the `arithmetic` mean of the token ratios (GRPO-S), or the `geometric` one (GSPO's); the gradient goes
+    through it.
     Returns the losses (B,), 0 for an empty response, and the metrics of `_metrics` over responses.
     Raises ValueError for impossible clip ratios or an unknown `ratio`.
     Source: arXiv 2508.04349, objective of GRPO-S; geometric: GSPO (arXiv 2507.18071) eq. 7.
@@ -93,8 +96,8 @@ def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.T
 def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Metrics:
     """Shares of entries where the clip binds, on either side, and location and spread of the ratio.
 
-    The spread is the root mean square distance from 1, where both policies agree: unlike a standard deviation it means something for a
-    micro-batch of one sequence.
+    The spread is the root mean square distance from 1, where both policies agree: unlike a standard deviation it means
+    something for a micro-batch of one sequence.
     """
     with torch.no_grad():
         below = ((ratio < 1 - low) & (A < 0)).to(ratio.dtype)

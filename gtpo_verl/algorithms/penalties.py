@@ -1,4 +1,6 @@
-"""Punishments of long correct responses: soft overlong (early eq. 14, DAPO eq. 13) and group-relative (late appendix D)."""
+"""Penalties of long correct responses: soft overlong (early eq. 14, DAPO eq. 13) and group-relative (late appendix
+D).
+"""
 
 import torch
 
@@ -10,10 +12,11 @@ from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_length
 def soft_overlong_penalty(
     lengths: torch.Tensor, max_length: int = 20480, cache_length: int = 4096, denominator: str = "cache"
 ) -> torch.Tensor:
-    """Soft overlong punishment: 0 up to L = L2 - L1 tokens, then falling, -1 beyond L2.
+    """Soft overlong penalty: 0 up to L = L2 - L1 tokens, then falling, -1 beyond L2.
 
     lengths: (B,) tokens. max_length: L2. cache_length: L1.
-    denominator: of the slope; `cache` divides by L1 and reaches -1 at L2, `max` divides by L2 as the early text prints it and jumps there.
+    denominator: of the slope; `cache` divides by L1 and reaches -1 at L2, `max` divides by L2 as the early text prints
+    it and jumps there.
     Returns (B,) in [-1, 0], float64 for integer lengths, else the dtype of `lengths`.
     Raises ValueError unless 0 < cache_length <= max_length.
     Source: DAPO (arXiv 2503.14476) eq. 13; arXiv 2508.04349, early eq. 14.
@@ -28,12 +31,14 @@ def soft_overlong_penalty(
 def group_relative_overlong_penalty(
     lengths: torch.Tensor, correct: torch.Tensor, group: torch.Tensor, gamma: float = 0.75
 ) -> torch.Tensor:
-    """Group-relative overlong punishment (GROP): correct responses far beyond the knee of their group lose up to 1/2.
+    """Group-relative overlong penalty (GROP): correct responses far beyond the knee of their group lose up to 1/2.
 
-    lengths: (B,) tokens, 0 for an empty row, which counts nowhere. correct: (B,) bool. group: (B,) integers. gamma: γ1 in (0.5, 1].
-    Easy groups (share of correct >= γ1) take the knee K = max((shortest + longest)/2, mean) from the correct lengths, hard ones
-    (share <= 1 - γ1) are not punished, those in between take K from all lengths when most are correct and are else not punished.
-    Returns (B,) in [-0.5, 0]: 0 below K, -(len - K)/(2K) up to 2K, then -1/2; 0 for wrong responses. float64 for integer lengths.
+    lengths: (B,) tokens, 0 for an empty row, which counts nowhere. correct: (B,) bool. group: (B,) integers. gamma: γ1
+    in (0.5, 1]. Easy groups (share of correct >= γ1) take the knee K = max((shortest + longest)/2, mean) from the
+    correct lengths, hard ones (share <= 1 - γ1) are not penalised, those in between take K from all lengths when most
+    are correct and are else not penalised.
+    Returns (B,) in [-0.5, 0]: 0 below K, -(len - K)/(2K) up to 2K, then -1/2; 0 for wrong responses. float64 for
+    integer lengths.
     Source: arXiv 2508.04349, late appendix D.
     """
     check_gamma(gamma)
@@ -66,7 +71,7 @@ def group_relative_overlong_penalty(
 def length_penalty_for(
     config: ShapingConfig, lengths: torch.Tensor, correct: torch.Tensor, group: torch.Tensor
 ) -> torch.Tensor | None:
-    """The punishment that `config.length_penalty` names, for the `length_penalty` argument of the advantage functions.
+    """The penalty that `config.length_penalty` names, for the `length_penalty` argument of the advantage functions.
 
     lengths (B,), correct (B,) and group (B,) as in `group_relative_overlong_penalty`. Returns (B,), or None for `none`.
     """

@@ -1,17 +1,19 @@
 """The registry of methods: one entry a method, read by training, planning, reports and plots.
 
-A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group `gtpo_verl.algorithms`
-whose value is an `Algorithm`.
+A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group
+`gtpo_verl.algorithms` whose value is an `Algorithm`.
 """
 
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.config import config_from
 from gtpo_verl.errors import UserError, did_you_mean
 
 ENTRY_POINTS = "gtpo_verl.algorithms"
@@ -48,7 +50,8 @@ class Algorithm:
     compute: the function behind `advantages`.
     verl_estimator: the estimator of verl's own that training runs in place of `compute`, or None.
     loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective.
-    changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from another.
+    changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from
+    another.
     advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_advantages.py).
     style: in plots; None takes the next free one.
     """
@@ -88,6 +91,20 @@ class Algorithm:
             "actor_rollout_ref.actor.loss_agg_mode",
             *self.changes,
         )
+
+    def configure(self, settings: Mapping[str, Any]) -> tuple[Any, list[str]]:
+        """The config from a mapping of its fields, and what is unusual about it, a sentence each.
+
+        Raises:
+            UserError: an unknown key or an impossible value, with the rule it breaks.
+        """
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                config: Any = config_from(self.config, settings)
+            except (ValueError, TypeError) as error:
+                raise UserError(f"algorithm.{self.name}: {error}") from error
+        return config, [str(warning.message) for warning in caught]
 
     def advantages(self, batch: Batch, config: Any = None) -> AdvantageOutput:
         """Advantages (B, T) of a batch; `config` is an instance of `self.config`, None the published setting.
@@ -132,7 +149,8 @@ def algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
-    """The method that a composed run trains, known by its estimator, loss and aggregation; None for one that is not registered.
+    """The method that a composed run trains, known by its estimator, loss and aggregation; None for one that is not
+    registered.
 
     Where the loss or the aggregation was overridden, the first method with the run's estimator.
     """

@@ -1,4 +1,4 @@
-"""``gtpo-verl doctor``: does a run work here? Asks the driver, a Ray worker and a vLLM worker, and says what to do about each problem."""
+"""``gtpo-verl doctor``: checks the driver, a Ray worker and a vLLM worker, and says what to do about each problem."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ from gtpo_verl.errors import UserError
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the diagnosis."""
+    """One check and its result."""
 
     what: str
     ok: bool
@@ -30,11 +30,14 @@ class Finding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
-    parser.epilog = "Starts a small Ray cluster and a vLLM engine with a tiny random model; takes about a minute. Exit code 0 only if a run would work."
+    parser.epilog = (
+        "Starts a small Ray cluster and a vLLM engine with a tiny random model, which takes about a minute. "
+        "The exit code is 0 only if a run would work."
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Diagnose; returns 0 only if a run would work."""
+    """Run all checks; returns 0 only if a run would work."""
     console = Console(highlight=False, soft_wrap=True)
     findings = check_versions()
     if all(finding.ok for finding in findings):
@@ -51,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_versions() -> list[Finding]:
-    """Versions of what a run is made of, without importing any of it."""
+    """Check the versions of Python and the packages of a run, without importing them."""
     findings = [
         Finding(
             "Python",
             sys.version_info[:2] in ((3, 11), (3, 12)),
             platform.python_version(),
-            "use Python 3.11 or 3.12: verl and vLLM have wheels for these.",
+            "use Python 3.11 or 3.12, the versions that verl and vLLM support.",
         )
     ]
     try:
@@ -88,7 +91,7 @@ def check_versions() -> list[Finding]:
 
 
 def check_processes() -> list[Finding]:
-    """What is registered in the driver, in a Ray worker and in a vLLM worker, by starting them."""
+    """Start a Ray worker and a vLLM worker, and check them and the driver."""
     from gtpo_verl.integrations.launch import export_environment
     from gtpo_verl.integrations.probes import measure_entropies, registered, save_probe_model
 
@@ -100,7 +103,7 @@ def check_processes() -> list[Finding]:
     import ray
 
     ray.init(
-        address="local",  # never a cluster that happens to run here
+        address="local",  # never join a cluster that runs here
         num_cpus=4,
         num_gpus=1 if on_cpu else None,
         include_dashboard=False,

@@ -1,23 +1,27 @@
-"""``gtpo-verl plan``: what a configuration means, before a GPU is used."""
+"""``gtpo-verl plan``: batch arithmetic, memory and time of a configuration, without a GPU."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 
+from omegaconf import DictConfig
+
+from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, choices, compose_config, prepare
 from gtpo_verl.errors import UserError
+from gtpo_verl.planning.findings import Finding
 
 EPILOG = """\
 examples:
   gtpo-verl plan setting=paper_gtpo_32b backend=megatron algo=gtpo     the paper's 32B run on 64 GPUs
-  gtpo-verl plan setting=small_gpu --yield 0.3 --response-length 900   what you know of your model and data
-  gtpo-verl plan setting=paper_gtpo_7b --measured outputs/gtpo-1       lengths, yield and speeds of a run of yours, of any size
-  gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              for a program
+  gtpo-verl plan setting=small_gpu --yield 0.3 --response-length 900   what you know about your model and data
+  gtpo-verl plan setting=paper_gtpo_7b --measured outputs/gtpo-1       lengths, yield and speeds of a run of any size
+  gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              output for programs
 
-The arguments behind `plan` are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed; the
-shapes of Qwen2.5 ship with the package, any other model is read from its directory. Numbers under "assumed" are not in the
-configuration: --assume NAME=VALUE replaces one. The exit code is 1 where the run would stop.
+The overrides are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed;
+the shapes of Qwen2.5 ship with the package, other models are read from their directory. Numbers under "Assumptions" are
+not in the configuration: --assume NAME=VALUE replaces one. The exit code is 1 if the run would fail.
 """
 
 
@@ -29,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     groups = "; ".join(f"{group}= {' | '.join(choices(group))}" for group in GROUPS)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"as for `gtpo-verl train`. Groups: {groups}")
-    parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help="data sheet of the GPU (default: h100)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, instead of the data sheet's")
+    parser.add_argument(
+        "--gpu", choices=sorted(GPUS), default="h100", help="GPU whose data sheet is used (default: h100)"
+    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory per GPU, instead of the data sheet's")
     parser.add_argument(
         "--yield",
         type=float,
@@ -52,19 +58,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a plan; returns 1 where the run would stop, else 0."""
+    """Print a plan; returns 1 if the run would fail, else 0."""
     from gtpo_verl.planning.plan import make_plan
     from gtpo_verl.planning.render import show
 
     config = compose_config(args.overrides)
     prepare(config, args.overrides)
-    plan = make_plan(config, args.overrides, gpu=args.gpu, given=_given(args), measured=args.measured)
+    found = preflight_findings(config)
+    plan = make_plan(config, args.overrides, preflight=found, gpu=args.gpu, given=_given(args), measured=args.measured)
     if args.json:
         json.dump(plan.to_dict(), sys.stdout, indent=2)
         print()
     else:
         show(plan)
     return 1 if plan.errors else 0
+
+
+def preflight_findings(config: DictConfig) -> list[Finding]:
+    """What the checks before a training say about a composed configuration, without its model and files."""
+    errors, remarks = preflight.problems(config)
+    return [Finding("error", message) for message in errors] + [Finding("note", message) for message in remarks]
 
 
 def _given(args: argparse.Namespace) -> dict[str, float]:

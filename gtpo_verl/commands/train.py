@@ -1,20 +1,16 @@
 """``gtpo-verl train`` and ``python -m gtpo_verl.train``: one training run, from Hydra overrides to a trained model."""
 
 import argparse
-import datetime as dt
 import shlex
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, choices, compose_config, prepare, with_hardware
 from gtpo_verl.planning.findings import idle_findings
-from gtpo_verl.runs.directory import STOP_FILE, locked, write_record
-from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.runs.session import training_session
 
 EPILOG = """\
 examples:
@@ -22,14 +18,15 @@ examples:
       data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8
   gtpo-verl train algo=dapo setting=quickstart hardware=cpu ...      the same job without a GPU
   gtpo-verl train algo=grpo_s algorithm.grpo_s.beta2=0.2 ...         every key can be overridden
-  gtpo-verl train algo=gtpo algorithm.entropy.source=rollout ...     credit by vLLM's entropies, without verl's old-log-prob pass
-  gtpo-verl train algo=ladder/3_clip_higher ...                      a row of DAPO's Table 1: 1_naive_grpo, 2_overlong_filtering,
-                                                                     3_clip_higher, 4_soft_overlong, 5_token_level_loss, 6_dapo
+  gtpo-verl train algo=gtpo algorithm.entropy.source=rollout ...     entropies from vLLM, no old-log-prob pass
+  gtpo-verl train algo=ladder/3_clip_higher ...                      a row of DAPO's Table 1: 1_naive_grpo,
+                                                                     2_overlong_filtering, 3_clip_higher,
+                                                                     4_soft_overlong, 5_token_level_loss, 6_dapo
   gtpo-verl train algo=gtpo --cfg                                    print the configuration and stop
-  gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    would it run? also where there is no GPU
+  gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    validate the run, also on a machine without a GPU
 
-Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To go on, give the same
-trainer.run_dir again.
+Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To resume, repeat the command
+with the same trainer.run_dir.
 """
 
 
@@ -43,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--cfg", action="store_true", help="print the composed configuration, unchecked, and stop")
-    what.add_argument("--check", action="store_true", help="check everything that can be checked without GPUs and stop")
+    what.add_argument("--check", action="store_true", help="check all that can be checked without a GPU and stop")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,20 +54,22 @@ def run(args: argparse.Namespace) -> int:
     for finding in idle_findings(config, overrides):
         print(f"{finding.level}: {finding.message}", flush=True)
     preflight.check(config)
-    if note:  # not before an error, which is to be the one line on stderr
+    if note:  # after the checks: an error must be the only line on stderr
         print(note, file=sys.stderr)
     if args.check:
         from gtpo_verl.integrations.launch import export_environment, validate
 
         export_environment(config)
         validate(config)
-        print(f"This run is valid: {gpus(config)}. `gtpo-verl plan` with the same overrides says what it takes.")
+        print(
+            f"This run is valid: {devices(config)}. `gtpo-verl plan` with the same overrides estimates memory and time."
+        )
         return 0
     return launch(config, command=shlex.join(["gtpo-verl", "train", *args.overrides]))
 
 
-def gpus(config: DictConfig) -> str:
-    """How many of what a run asks for, in words."""
+def devices(config: DictConfig) -> str:
+    """The devices that a run needs, in words."""
     nodes, each = config.trainer.nnodes, config.trainer.n_gpus_per_node
     if OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM") == "cpu":
         return f"{nodes * each} rank{'s' * (nodes * each > 1)} on CPUs"
@@ -82,8 +81,8 @@ def gpus(config: DictConfig) -> str:
 
 
 def launch(config: DictConfig, command: str) -> int:
-    """Start Ray, run the job, and leave nothing running; returns the exit code."""
-    from gtpo_verl.integrations.launch import check_gpus, check_ray, export_environment, validate
+    """Check the run, start Ray, run the job and shut Ray down; returns the exit code."""
+    from gtpo_verl.integrations.launch import check_gpus, check_ray, export_environment, run_job, validate
 
     export_environment(config)
     validate(config)
@@ -91,67 +90,7 @@ def launch(config: DictConfig, command: str) -> int:
     check_gpus(config)
 
     run_dir = Path(config.trainer.run_dir)
-    with locked(run_dir):
-        _train(config, command, run_dir)
-    return 0
-
-
-def _train(config: DictConfig, command: str, run_dir: Path) -> None:
-    from gtpo_verl.integrations.launch import run_job
-
-    (run_dir / STOP_FILE).unlink(missing_ok=True)
-    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config, resolve=True))
-    facts = {
-        "name": run_dir.name,
-        "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": command,
-        "versions": run_versions(),
-        "hardware": hardware(),
-    }
-    print(
-        f"Run: {run_dir}\nTo go on after an interruption, repeat the command with trainer.run_dir={run_dir}", flush=True
-    )
-    write_record(run_dir, facts | {"status": "running"})
-    previous = signal.signal(signal.SIGINT, _Stopper(run_dir))
-    try:
+    with training_session(run_dir, config=OmegaConf.to_yaml(config, resolve=True), command=command):
+        print(f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}", flush=True)
         run_job(config)
-    except KeyboardInterrupt:
-        write_record(run_dir, facts | {"status": "interrupted"})
-        raise
-    except Exception:
-        write_record(run_dir, facts | {"status": "failed"})
-        raise
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    stopped = (run_dir / STOP_FILE).exists()
-    write_record(run_dir, facts | {"status": "interrupted" if stopped else "complete"})
-    (run_dir / STOP_FILE).unlink(missing_ok=True)
-    link_model(run_dir)
-
-
-class _Stopper:
-    """First Ctrl-C: ask the trainer to stop after its step. Second: stop now."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.run_dir = run_dir
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        stop = self.run_dir / STOP_FILE
-        if stop.exists():
-            raise KeyboardInterrupt
-        stop.touch()
-        print("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr, flush=True)
-
-
-def link_model(run_dir: Path) -> None:
-    """Link ``model`` to the last checkpoint's weights in Hugging Face format, where the run saves them."""
-    saved = sorted(
-        run_dir.glob("checkpoints/global_step_*/actor/huggingface"),
-        key=lambda path: int(path.parts[-3].rsplit("_", 1)[-1]),
-    )
-    if not saved or not any(saved[-1].glob("*.safetensors")):
-        return
-    link = run_dir / "model"
-    link.unlink(missing_ok=True)
-    link.symlink_to(saved[-1].relative_to(run_dir))
-    print(f"Trained model: {link}", flush=True)
+    return 0

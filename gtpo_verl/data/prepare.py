@@ -1,9 +1,6 @@
-"""``gtpo-verl prepare-data``: a data set from the hub or from files to a parquet file in verl's schema, checked and recorded."""
+"""Converts a data set to a parquet file in verl's schema, checked for repetitions, conflicts and overlap."""
 
-import argparse
 import hashlib
-import json
-import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,155 +9,113 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl import __version__
-from gtpo_verl.data.prompts import STYLES, restyle, wrap
-from gtpo_verl.data.sources import DATASETS, Dataset, Row, read, row_count
-from gtpo_verl.errors import UserError
+from gtpo_verl.data.prompts import restyle, unwrap, wrap
+from gtpo_verl.data.sources import Dataset, Row, read, row_count
+from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.files import read_json, write_atomically, write_json
 
 MANIFEST_FORMAT = 1
 HUB_TIMEOUT = 10.0  # seconds
 
-EPILOG = """\
-examples:
-  gtpo-verl prepare-data aime-2024                                  from the hub to data/aime-2024.parquet
-  gtpo-verl prepare-data dapo-math-17k --against data/aime-2024.parquet
-  gtpo-verl prepare-data aime-2025 --from aime2025-I.jsonl aime2025-II.jsonl      without a network
-  gtpo-verl prepare-data parquet mine.parquet --problem-column text --answer-column label --style boxed
 
-Rows that repeat a problem with the same answer are collapsed to the first (DAPO's files hold every problem about 100 times, its
-AIME file 32 times: draw 32 samples with actor_rollout_ref.rollout.val_kwargs.n=32 instead). Problems that occur with different
-answers, and rows without an answer, are left out. FILE.manifest.json beside the output holds checksums of what went in and came
-out; a second call with nothing changed does nothing.
-"""
+@dataclass(frozen=True)
+class Request:
+    """What to prepare.
 
+    ``files``: local files; without any, those of ``dataset`` from the hub, at ``revision``. ``against``: files whose
+    problems are left out. ``style``: see :mod:`gtpo_verl.data.prompts`, None leaves prompts unchanged. ``conflicts``:
+    ``drop`` or ``first``, for a problem that occurs with different answers.
+    """
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument("name", choices=[*DATASETS, "parquet"], help="a data set, or `parquet` for files of your own")
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
-    parser.add_argument(
-        "--from", dest="source", nargs="+", type=Path, metavar="FILE", help="local files in place of the hub's"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: data/NAME.parquet")
-    parser.add_argument(
-        "--style",
-        choices=list(STYLES),
-        help="how the prompt asks for the answer, to match the verifier: a last line `Answer: ...` or a \\boxed{} one "
-        "(default: prompts that have an instruction keep it, others get `answer`)",
-    )
-    parser.add_argument(
-        "--against", nargs="+", type=Path, default=[], metavar="FILE", help="leave out problems that are in these files"
-    )
-    parser.add_argument(
-        "--conflicts",
-        choices=("drop", "first"),
-        default="drop",
-        help="problems with different answers: leave them out, or keep the first (default: %(default)s)",
-    )
-    parser.add_argument("--data-source", metavar="NAME", help="the name under which figures are logged")
-    parser.add_argument("--problem-column", metavar="NAME", help="default: problem or question")
-    parser.add_argument("--answer-column", metavar="NAME", help="default: answer")
-    parser.add_argument("--revision", default="main", metavar="COMMIT", help="of the hub's repository")
-    parser.add_argument("--force", action="store_true", help="prepare again even if nothing has changed")
+    name: str
+    dataset: Dataset | None
+    files: tuple[Path, ...]
+    output: Path
+    against: tuple[Path, ...] = ()
+    style: str | None = None
+    conflicts: str = "drop"
+    data_source: str | None = None
+    problem_column: str | None = None
+    answer_column: str | None = None
+    revision: str = "main"
+
+    @property
+    def manifest(self) -> Path:
+        return self.output.with_name(self.output.name + ".manifest.json")
+
+    def options(self) -> dict[str, Any]:
+        """What the manifest records of the request besides the files."""
+        return {
+            "format": MANIFEST_FORMAT,
+            "name": self.name,
+            "style": self.style,
+            "conflicts": self.conflicts,
+            "data_source": self.data_source,
+            "columns": [self.problem_column, self.answer_column],
+            "revision": None if self.files else self.revision,
+        }
 
 
-def run(args: argparse.Namespace) -> int:
-    """Prepare a data set; returns the exit code."""
-    dataset = DATASETS.get(args.name)
-    files = _local_files(args)
-    output = (args.output or Path("data") / f"{args.name if dataset else files[0].stem}.parquet").resolve()
-    if output in [file.resolve() for file in [*files, *args.against]]:
-        raise UserError(f"--output {output} is one of the files that are read: give another name.")
-    request = {
-        "format": MANIFEST_FORMAT,
-        "name": args.name,
-        "style": args.style,
-        "conflicts": args.conflicts,
-        "data_source": args.data_source,
-        "columns": [args.problem_column, args.answer_column],
-        "revision": None if files else args.revision,
-    }
-    inputs = [_checksum(file) for file in files]
-    against = [_checksum(file) for file in args.against]
-    manifest_file = output.with_name(output.name + ".manifest.json")
-    if not args.force and _is_current(manifest_file, output, request, inputs, against):
-        print(f"{output} is up to date (--force prepares it again).")
-        return 0
+def prepare(request: Request) -> "Summary":
+    """Write the parquet file and its manifest.
 
-    commit = None
+    Raises:
+        UserError: the hub cannot be reached, a file is not what it should be, or no problem is left.
+    """
+    dataset, files, commit = request.dataset, list(request.files), None
     if not files:
         assert dataset is not None
-        files, commit = download(dataset, args.revision)
-        inputs = [_checksum(file) for file in files]
-    rows = (
-        row
-        for file in files
-        for row in _with_progress(file, args.problem_column, args.answer_column, dataset is not None and dataset.aime)
-    )
-    seen = {loose_key(row.problem) for file in args.against for row in read(file)}
-    prepared, summary = select(rows, seen, conflicts=args.conflicts)
+        files, commit = download(dataset, request.revision)
+    rows = (row for file in files for row in _read_with_progress(file, request))
+    seen = {loose_key(row.problem) for file in request.against for row in read(file)}
+    prepared, summary = select(rows, seen, conflicts=request.conflicts)
     if not prepared:
-        raise UserError(f"{args.name}: no problem is left of {summary.rows} rows; nothing was written.")
-    name = args.data_source or (dataset.data_source if dataset else None)
-    summary.style, table = _table(prepared, name or files[0].stem, args.style, rename=name is not None)
-    _write(table, output)
+        raise UserError(f"{request.name}: no problem is left of {summary.rows} rows; nothing was written.")
+    name = request.data_source or (dataset.data_source if dataset else None)
+    summary.style, columns = _table(prepared, name or files[0].stem, request.style, rename=name is not None)
+    _write_parquet(request.output, columns)
     facts = {
-        "request": request,
+        "request": request.options(),
         "gtpo_verl": __version__,
         "hub": {"repository": dataset.repository, "commit": commit} if dataset and commit else None,
-        "inputs": inputs,
-        "against": against,
-        "output": _checksum(output),
+        "inputs": [_checksum(file) for file in files],
+        "against": [_checksum(file) for file in request.against],
+        "output": _checksum(request.output),
         "summary": asdict(summary),
     }
-    _write_text(manifest_file, json.dumps(facts, indent=2) + "\n")
-    _report(output, summary, dataset, args.conflicts)
-    return 0
+    write_json(request.manifest, facts)
+    return summary
 
 
-def _local_files(args: argparse.Namespace) -> list[Path]:
-    if args.name == "parquet":
-        if args.source:
-            raise UserError("--from is for a data set of the hub: with `parquet`, name the files behind it.")
-        if not args.files:
-            raise UserError("prepare-data parquet: name the files to prepare.")
-        files: list[Path] = args.files
-    else:
-        if args.files:
-            raise UserError(f"prepare-data {args.name}: local files are given with --from {args.files[0]}.")
-        files = args.source or []
-    for file in [*files, *args.against]:
-        if not file.is_file():
-            raise UserError(f"{file}: no such file.")
-    return files
+def is_current(request: Request) -> bool:
+    """Whether the output was prepared by the same request from the same files, and has not changed since."""
+    facts = read_json(request.manifest)
+    if facts is None or not request.output.is_file():
+        return False
+    inputs = [_checksum(file) for file in request.files]
+    # without local files the hub is not asked again: the manifest names the commit that was read
+    same_inputs = facts["inputs"] == inputs or not inputs
+    wanted = (request.options(), [_checksum(file) for file in request.against], _checksum(request.output))
+    return same_inputs and (facts["request"], facts["against"], facts["output"]) == wanted
 
 
 def download(dataset: Dataset, revision: str) -> tuple[list[Path], str]:
-    """The files of a data set from the hub's cache or the hub, and the commit they belong to.
+    """Get the files of a data set from the hub or its cache, and the commit they belong to.
 
     Raises:
-        UserError: the hub cannot be reached or refuses.
+        UserError: the hub cannot be reached, or refuses the request.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    files = []
-    for name in dataset.files:
-        try:
-            files.append(
-                Path(
-                    hf_hub_download(
-                        dataset.repository, name, repo_type="dataset", revision=revision, etag_timeout=HUB_TIMEOUT
-                    )
-                )
-            )
-        except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-            wanted = " and ".join(dataset.files)
-            raise UserError(
-                f"{dataset.repository} could not be downloaded ({str(error).strip().splitlines()[0]}): get {wanted} of "
-                f"huggingface.co/datasets/{dataset.repository} where there is a network, and pass --from FILE."
-            ) from error
+    options: dict[str, Any] = {"repo_type": "dataset", "revision": revision, "etag_timeout": HUB_TIMEOUT}
+    try:
+        files = [Path(hf_hub_download(dataset.repository, name, **options)) for name in dataset.files]
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"{dataset.repository} could not be downloaded ({first_line(error)}): get {' and '.join(dataset.files)} "
+            f"from huggingface.co/datasets/{dataset.repository} on a machine with a network, and pass --from FILE."
+        ) from error
     return files, files[0].parts[files[0].parts.index("snapshots") + 1]
 
 
@@ -168,12 +123,12 @@ def download(dataset: Dataset, revision: str) -> tuple[list[Path], str]:
 
 
 def strict_key(problem: str) -> str:
-    """Equal for texts that differ in white space or in how Unicode composes a letter."""
+    """A key in which white space and Unicode composition do not count."""
     return " ".join(unicodedata.normalize("NFC", problem).split())
 
 
 def loose_key(problem: str) -> str:
-    """Equal for texts that also differ in case, dollar signs, and LaTeX's spacing and sizing: for overlaps between data sets."""
+    """A key in which case, dollar signs, and LaTeX's spacing and sizing do not count either, to find overlaps."""
     text = unicodedata.normalize("NFKC", problem).casefold()
     text = re.sub(r"\\(?:left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;:! ]", "", text)
     return re.sub(r"[\s$]|\\[()\[\]]", "", text)
@@ -181,7 +136,7 @@ def loose_key(problem: str) -> str:
 
 @dataclass
 class Summary:
-    """What the checks found. ``repetitions``: the fewest and the most rows of a kept problem."""
+    """What the checks found. ``repetitions``: the smallest and the largest number of rows of a kept problem."""
 
     rows: int = 0
     problems: int = 0
@@ -194,12 +149,12 @@ class Summary:
 
 
 def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list[Row], Summary]:
-    """Keep the first row of every problem, leave out what the checks reject, and count.
+    """Keep the first row of every problem, except for what the checks reject, and count.
 
     Args:
-        rows: read once, never all in memory.
-        seen: loose keys of the problems that must not be in it.
-        conflicts: ``drop`` or ``first``, what to do with a problem that occurs with different answers.
+        rows: read once; only the kept ones stay in memory.
+        seen: loose keys of the problems to leave out.
+        conflicts: ``drop`` or ``first``, for a problem that occurs with different answers.
     """
     summary = Summary()
     first: dict[str, Row] = {}
@@ -232,9 +187,7 @@ def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list
 def _table(
     rows: Sequence[Row], data_source: str, style: str | None, *, rename: bool
 ) -> tuple[dict[str, int], dict[str, list[Any]]]:
-    """Columns of verl's schema, and how many prompts ask for the answer in which style."""
-    from gtpo_verl.data.prompts import unwrap
-
+    """The number of prompts by the style in which they ask for the answer, and the columns of verl's schema."""
     records, styles = [], {"answer": 0, "boxed": 0, "their own": 0}
     named = any(row.identity is not None for row in rows)
     for index, row in enumerate(rows):
@@ -253,7 +206,7 @@ def _table(
         question = next(message["content"] for message in reversed(prompt) if message["role"] == "user")
         styles[unwrap(question)[1] or "their own"] += 1
         record["reward_model"] = {"style": "rule"} | (row.rest.get("reward_model") or {}) | {"ground_truth": row.answer}
-        # verl's index is this row's number; what the source called it is kept beside it
+        # index is the row number, as in verl's own data sets; the identifier of the source is kept as id
         record["extra_info"] = extra | {"index": index} | ({"id": row.identity} if named else {})
         records.append(record)
     names = list(dict.fromkeys(name for record in records for name in record))
@@ -263,24 +216,11 @@ def _table(
     )
 
 
-def _write(columns: dict[str, list[Any]], output: Path) -> None:
-    """Write the parquet file, whole or not at all."""
+def _write_parquet(output: Path, columns: dict[str, list[Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        pq.write_table(pa.table(columns), temporary)
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _write_text(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    temporary.replace(file)
+    write_atomically(output, lambda path: pq.write_table(pa.table(columns), path))
 
 
 def _checksum(file: Path) -> dict[str, Any]:
@@ -289,48 +229,9 @@ def _checksum(file: Path) -> dict[str, Any]:
     return {"file": file.name, "bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _is_current(
-    manifest_file: Path, output: Path, request: dict[str, Any], inputs: list[Any], against: list[Any]
-) -> bool:
-    if not (manifest_file.is_file() and output.is_file()):
-        return False
-    facts = json.loads(manifest_file.read_text())
-    # without local files the hub is not asked again: the manifest names the commit it was prepared from
-    same_inputs = facts["inputs"] == inputs or not inputs
-    wanted = (request, against, _checksum(output))
-    return same_inputs and (facts["request"], facts["against"], facts["output"]) == wanted
-
-
-def _with_progress(file: Path, problem: str | None, answer: str | None, aime: bool) -> Iterator[Row]:
+def _read_with_progress(file: Path, request: Request) -> Iterator[Row]:
     from rich.progress import track
 
-    rows = read(file, problem, answer, aime=aime)
+    aime = request.dataset is not None and request.dataset.aime
+    rows = read(file, request.problem_column, request.answer_column, aime=aime)
     return iter(track(rows, f"Reading {file.name}", total=row_count(file), transient=True))
-
-
-def _report(output: Path, summary: Summary, dataset: Dataset | None, conflicts: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    low, high = summary.repetitions
-    repeated = "once each" if high == 1 else f"{low} times each" if low == high else f"{low} to {high} times each"
-    table = Table("", "", title=str(output), show_header=False, title_justify="left")
-    table.add_row("rows read", f"{summary.rows:,}")
-    table.add_row("problems kept", f"{summary.problems:,}, {repeated} in what was read")
-    table.add_row("left out: rows without an answer", f"{summary.without_answer:,}")
-    label = "left out: problems" if conflicts == "drop" else "first row kept: problems"
-    table.add_row(f"{label} with different answers", f"{summary.conflicting:,}")
-    table.add_row("left out: problems in --against", f"{summary.overlapping:,}")
-    table.add_row("prompts ask for", ", ".join(f"{name}: {count:,}" for name, count in summary.style.items()))
-    console = Console(soft_wrap=True)
-    console.print(table)
-    if high > 1 and dataset is not None and dataset.problems is not None:
-        console.print(
-            f"Each problem is kept once. For avg@{high}, draw {high} samples: "
-            f"actor_rollout_ref.rollout.val_kwargs.n={high}",
-            markup=False,
-        )
-    for example in summary.conflict_examples:
-        console.print(f"different answers: {example}", markup=False)
-    if dataset is not None and dataset.problems not in (None, summary.problems):
-        console.print(f"warning: {dataset.repository} has {dataset.problems} problems, {summary.problems} were kept.")

@@ -1,12 +1,12 @@
-"""How a prompt asks for its answer. The verifier must read what the prompt asks for, so both are named alike.
+"""How a prompt asks for the answer. The verifier must extract what the prompt asks for, so both have the same names.
 
-* ``answer``: DAPO's instruction around the problem; the last line is to be ``Answer: ...``.
-* ``boxed``: the instruction of the Qwen2.5-Math family behind the problem; the answer is to be in ``\\boxed{}``.
+* ``answer``: DAPO's instruction around the problem, which asks for ``Answer: ...`` on the last line.
+* ``boxed``: the instruction of the Qwen2.5-Math family after the problem, which asks for the answer in ``\\boxed{}``.
 """
 
 from gtpo_verl.errors import UserError
 
-# (before the problem, behind it); the first as DAPO-Math-17k prints it, so that its prompts are recognised
+# (text before the problem, text after it); `answer` is that of DAPO-Math-17k, so its prompts are recognised
 STYLES = {
     "answer": (
         (
@@ -20,13 +20,13 @@ STYLES = {
 
 
 def wrap(problem: str, style: str) -> str:
-    """The problem with the instruction of a style around it."""
+    """The problem with the instruction of a style."""
     before, behind = STYLES[style]
     return before + problem + behind
 
 
 def unwrap(prompt: str) -> tuple[str, str | None]:
-    """The problem in a prompt, and the style of the instruction around it; None where it carries neither instruction."""
+    """The problem in a prompt, and the style of its instruction, None where it has neither instruction."""
     for style, (before, behind) in STYLES.items():
         if prompt.startswith(before) and prompt.rstrip().endswith(behind.rstrip()):
             return prompt[len(before) :].rstrip()[: -len(behind)].strip(), style
@@ -34,17 +34,17 @@ def unwrap(prompt: str) -> tuple[str, str | None]:
 
 
 def restyle(prompt: str, style: str | None) -> str:
-    """The prompt in another style; None leaves it as it is.
+    """The prompt in another style; with None, unchanged.
 
     Raises:
-        UserError: its own instruction is unknown, so it cannot be taken off.
+        UserError: the prompt has an unknown instruction, which cannot be removed.
     """
     if style is None:
         return prompt
     problem, found = unwrap(prompt)
     if found is None:
         raise UserError(
-            f"--style {style}: a prompt has an instruction of its own, or none, and the two cannot be told apart "
-            f"({problem[:60]!r}…): leave --style out to keep the prompts as they are."
+            f"--style {style}: a prompt has no known instruction to replace ({problem[:60]!r}…): leave --style out to "
+            "keep the prompts unchanged."
         )
     return wrap(problem, style)

@@ -1,6 +1,5 @@
-"""The data sets known by name, and reading of rows in the layouts that they come in."""
+"""The data sets known by name, and readers for the layouts they come in."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import read_json_lines
 
-PROBLEM_COLUMNS = ("problem", "question")  # in any case; the first that is there
+PROBLEM_COLUMNS = ("problem", "question")  # case-insensitive; the first that exists
 ANSWER_COLUMNS = ("answer",)
 ID_COLUMNS = ("unique_id", "id", "problem_idx")
 
@@ -21,8 +21,8 @@ _BATCH = 2048
 class Dataset:
     """A data set on the Hugging Face hub.
 
-    ``data_source`` is the name under which its figures are logged. ``problems``: how many different ones it has, None where
-    that is not certain. ``aime``: answers are integers from 0 to 999 and are written as such, without leading zeros or units.
+    ``data_source`` is the name under which its metrics are logged. ``problems``: how many different ones it has, None
+    where not known for certain. ``aime``: answers are integers from 0 to 999, written without leading zeros or units.
     """
 
     repository: str
@@ -32,7 +32,7 @@ class Dataset:
     aime: bool = False
 
 
-# verl's own verifiers know math_dapo and aime*; math_500 needs a reward function by name, as its answers are LaTeX.
+# verl has verifiers for math_dapo and aime*; math_500 has answers in LaTeX and needs verifier=boxed.
 DATASETS = {
     "dapo-math-17k": Dataset("BytedTsinghua-SIA/DAPO-Math-17k", ("data/dapo-math-17k.parquet",), "math_dapo"),
     "aime-2024": Dataset("BytedTsinghua-SIA/AIME-2024", ("data/aime-2024.parquet",), "aime_2024", 30, aime=True),
@@ -43,9 +43,9 @@ DATASETS = {
 
 @dataclass
 class Row:
-    """One row: the problem, its answer, and what came with it.
+    """One row: the problem, its answer, its identifier in the source.
 
-    ``prompt`` and ``rest`` (further columns) are those of a row in verl's schema; a row of another layout has neither.
+    ``prompt`` and ``rest`` (all its columns) are set for a row in verl's schema only.
     """
 
     problem: str
@@ -57,7 +57,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the problem and the answer stand; both names are None in verl's schema."""
+    """The columns of the problem, the answer and the identifier; the first two are None for verl's schema."""
 
     problem: str | None
     answer: str | None
@@ -65,10 +65,10 @@ class Layout:
 
     @classmethod
     def of(cls, file: Path, columns: Sequence[str], problem: str | None = None, answer: str | None = None) -> "Layout":
-        """Find the layout by the names of the columns; ``problem`` and ``answer`` are the user's choice of names.
+        """Find the layout from the column names; ``problem`` and ``answer`` are names given by the user.
 
         Raises:
-            UserError: no layout fits, or a named column is not there.
+            UserError: no layout matches, or a given column does not exist.
         """
         if problem is None and answer is None and {"prompt", "reward_model"} <= set(columns):
             return cls(None, None)
@@ -93,10 +93,10 @@ def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
 def read(
     file: Path, problem_column: str | None = None, answer_column: str | None = None, *, aime: bool = False
 ) -> Iterator[Row]:
-    """Read the rows of a parquet or JSONL file, one at a time, whatever the size of the file.
+    """Read the rows of a parquet or JSONL file, one at a time.
 
     Raises:
-        UserError: the file is missing, of another kind or torn; a row lacks what its layout needs.
+        UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
     """
     layout: Layout | None = None
     for number, values in enumerate(_records(file)):
@@ -120,7 +120,7 @@ def _expected(layout: Layout) -> str:
 
 
 def row_count(file: Path) -> int | None:
-    """Rows of a parquet file by its footer; None for a file whose lines would have to be counted."""
+    """The number of rows of a parquet file, from its footer; None for a JSONL file."""
     return _parquet(file).metadata.num_rows if file.suffix == ".parquet" else None
 
 
@@ -143,17 +143,12 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         return
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: expected a .parquet or a .jsonl file.")
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{file}, line {number} is not JSON: {error}.") from error
-            if not isinstance(values, dict):
-                raise UserError(f"{file}, line {number}: expected an object, a row's columns by name.")
-            yield values
+    for number, values in read_json_lines(file):
+        if values is None:
+            raise UserError(f"{file}, line {number} is not JSON.")
+        if not isinstance(values, dict):
+            raise UserError(f"{file}, line {number}: expected an object, the values of a row by column name.")
+        yield values
 
 
 def _from_verl(values: dict[str, Any]) -> Row:
@@ -178,7 +173,7 @@ def _text(answer: Any) -> str:
     if answer is None:
         return ""
     if isinstance(answer, float) and answer.is_integer():
-        answer = int(answer)  # a column of integers with a gap in it is read as floats
+        answer = int(answer)  # a column of integers with missing values is read as floats
     return str(answer).strip()
 
 

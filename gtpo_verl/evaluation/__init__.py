@@ -1,6 +1,6 @@
-"""The figures that papers print of an evaluation: mean@k, unbiased pass@k, maj@k, lengths, truncation, intervals.
+"""The metrics that papers report: mean@k, unbiased pass@k, maj@k, response length, truncation, with their intervals.
 
-Needs NumPy and nothing of verl, Ray or vLLM.
+Its functions need NumPy, and neither verl nor Ray nor vLLM.
 """
 
 from gtpo_verl.evaluation.metrics import majority_at_k, pass_at_k, powers_of_two

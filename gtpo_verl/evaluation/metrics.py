@@ -1,4 +1,4 @@
-"""What n samples of one problem say about a draw of k of them: pass@k and the majority vote, without simulation."""
+"""pass@k and the majority vote for k of a problem's n samples, computed exactly instead of by simulation."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-MAX_VOTERS = 1000  # numbers of ways stay below the largest float64: C(1000, 500) is 3e299
+MAX_VOTERS = 1000  # binomials must fit in float64: C(1000, 500) is 3e299
 
 
 @overload
@@ -17,19 +17,19 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> Any: ...
 def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> float | NDArray[np.float64]:
     """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n-c, k) / C(n, k).
 
-    That is the share of the k-element subsets of the n samples with a correct one in it, so each sample is used at most
-    once. Drawing k with replacement instead, as verl's ``best@k`` does, is biased downwards.
+    That is the share of the k-element subsets of the n samples that contain a correct one, so each sample is used at
+    most once. Drawing k samples with replacement, as verl's ``best@k`` does, is biased downwards.
 
     Args:
-        n: samples drawn of a problem, at least 1.
+        n: samples of a problem, at least 1.
         c: how many of them are correct, 0 to n.
-        k: size of the draw, 1 to n. All three are integers, or arrays of integers that broadcast.
+        k: samples drawn, 1 to n. All three are integers, or arrays of integers that broadcast.
 
     Returns:
-        A float for three scalars, else float64 of the broadcast shape. Every value is the exact fraction, correctly rounded.
+        A float for three scalars, else float64 of the broadcast shape. Each value is the exact fraction, rounded once.
 
     Raises:
-        ValueError: an argument is no integer or out of its range. A k above n has no unbiased estimate: draw more samples.
+        ValueError: an argument is not an integer, or out of range. For k above n no unbiased estimate exists.
 
     Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
@@ -45,7 +45,7 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> float | NDArray[np.fl
 def _pass_at_k(n: int, c: int, k: int) -> float:
     _check(n, c, k)
     draws = math.comb(n, k)
-    return (draws - math.comb(n - c, k)) / draws  # a quotient of Python's integers is correctly rounded, at any size
+    return (draws - math.comb(n - c, k)) / draws  # Python rounds a quotient of integers correctly, at any size
 
 
 def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
@@ -65,23 +65,23 @@ def _check(n: int, c: int, k: int) -> None:
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Sequence[int]) -> list[float]:
-    """Expected accuracy of the majority vote among k of a problem's samples, over all ways to draw them.
+    """Expected accuracy of the majority vote among k of a problem's samples, over all k-element subsets.
 
-    The k samples are drawn without replacement, as for :func:`pass_at_k`. Answers vote as strings, unchanged. Among the
-    answers with most votes one is drawn at random, each with the same chance. An answer is as correct as its samples are
-    on average (a verifier that judges by the answer alone gives all of them the same verdict). None and the empty
-    string, an answer that could not be read, have no vote; when none of the k has one, the vote is wrong.
+    The k samples are drawn without replacement, as for :func:`pass_at_k`. Answers vote as strings, unchanged; ties are
+    broken uniformly at random. The accuracy of an answer is the mean over its samples (with a verifier that depends on
+    the answer alone they agree). None and the empty string, an answer that could not be extracted, have no vote; a draw
+    without any vote is wrong.
 
     Args:
-        answers: what the verifier read in each of the n samples, at most 1000.
-        correct: its n verdicts.
-        ks: sizes of the draw, each between 1 and n.
+        answers: the answer extracted from each of the n samples, n at most 1000.
+        correct: whether each is correct.
+        ks: numbers of samples drawn, each between 1 and n.
 
     Returns:
-        An accuracy for each k. For k = 1 it is the share of correct samples with an answer.
+        One accuracy per k. For k = 1 it is the share of correct samples with an answer.
 
     Raises:
-        ValueError: lengths differ, there is no sample or more than 1000, or a k is not between 1 and n.
+        ValueError: lengths differ, there are no samples or more than 1000, or a k is not between 1 and n.
     """
     n = len(answers)
     if len(correct) != n:
@@ -100,11 +100,11 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Se
 
 
 def _winning_ways(votes: Sequence[tuple[int, float]], n: int, largest: int) -> NDArray[np.float64]:
-    """Ways to draw u of n samples, weighted by the accuracy of the vote among them; for u = 0 … ``largest``.
+    """Number of ways to draw u of n samples, weighted by the accuracy of the vote among them; for u = 0 … ``largest``.
 
-    ``votes``: (samples with this answer, accuracy of the answer), by ascending number of samples. The ways are counted by
-    the winner's number of votes t: answers with fewer than t samples are free, and so are samples without an answer;
-    the others give x < t votes, or x = t and join the tie.
+    ``votes``: (samples with this answer, accuracy of the answer), by ascending number of samples. The ways are counted
+    by the winner's number of votes t. Samples without an answer, and those of answers with fewer than t samples, are
+    drawn freely; every other answer gives x < t votes, or x = t and is in the tie.
     """
     total = np.zeros(largest + 1)
     silent = n - sum(count for count, _ in votes)
@@ -112,7 +112,7 @@ def _winning_ways(votes: Sequence[tuple[int, float]], n: int, largest: int) -> N
         free = silent + sum(count for count, _ in votes if count < t)
         rivals = [(count, accuracy) for count, accuracy in votes if count >= t]
         ties = min(len(rivals), largest // t)
-        # ways[s, u]: u samples drawn, s answers with t votes; right[s, u]: the same, each times the sum of their accuracies
+        # ways[s, u]: u samples drawn, s answers with t votes; right[s, u]: the same, weighted by the sum of accuracies
         ways, right = np.zeros((2, ties + 1, largest + 1))
         ways[0] = _binomials(free, largest)
         for count, accuracy in rivals:
@@ -132,17 +132,17 @@ def _binomials(count: int, highest: int) -> NDArray[np.float64]:
 
 
 def _times(ways: NDArray[np.float64], more: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Product of the polynomials in the rows of ``ways`` with ``more``, cut at the same degree."""
+    """Product of each polynomial in the rows of ``ways`` with ``more``, truncated to the same degree."""
     return np.stack([np.convolve(row, more)[: ways.shape[1]] for row in ways])
 
 
 def _joined(ways: NDArray[np.float64], votes: int) -> NDArray[np.float64]:
-    """One more answer in the tie, with that many votes."""
+    """The ways with one more answer in the tie, which adds that many votes."""
     moved = np.zeros_like(ways)
     moved[1:, votes:] = ways[:-1, : ways.shape[1] - votes]
     return moved
 
 
 def powers_of_two(n: int) -> list[int]:
-    """1, 2, 4, … up to n, and n itself: the k for which an evaluation with n samples is reported."""
+    """1, 2, 4, … up to n, and n itself: the values of k that are reported for n samples."""
     return sorted({*(1 << i for i in range(n.bit_length())), n})

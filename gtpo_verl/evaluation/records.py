@@ -1,14 +1,16 @@
-"""The files of an evaluation: what was asked for, and a line for each problem as it is finished."""
+"""The files of an evaluation: its settings, one line per finished problem, and its summary."""
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.summary import Sample
+from gtpo_verl.evaluation.summary import Figure, Sample, paired_changes
+from gtpo_verl.files import append_json_line, read_json, read_json_lines, write_json, write_text
+from gtpo_verl.runs.correctness import is_correct
 
 PROBLEMS_FILE = "problems.jsonl"
 RECORD_FILE = "evaluation.json"
@@ -17,9 +19,10 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True)
 class Response:
-    """One response with its verdict: ``acc`` None where the verifier gave none, ``answer`` None where it read none.
+    """One response with its verdict; ``length`` in tokens.
 
-    ``verifier_failure`` says why the verifier could not judge it (the project's own do), and is empty where it could.
+    ``acc`` is None where the verifier returned none, ``answer`` where it extracted none. ``verifier_failure`` says why
+    the verifier failed on it (the project's own verifiers do), and is empty where it did not.
     """
 
     problem: str
@@ -32,17 +35,17 @@ class Response:
 
 
 def problem_key(prompt: Any, ground_truth: Any) -> str:
-    """The same prompt with the same ground truth is the same problem, in whatever row of whatever file."""
+    """A digest of prompt and ground truth: rows that agree in both are the same problem, in any file."""
     identity = json.dumps([prompt, ground_truth], sort_keys=True, default=str)
     return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def to_sample(response: Response, *, limit: int, threshold: float) -> Sample:
-    """The verdict on a response: correct from ``threshold`` on, truncated from ``limit`` tokens on."""
+    """Score a response: correct from ``acc`` >= ``threshold``, truncated from ``limit`` tokens."""
     return Sample(
         problem=response.problem,
         data_source=response.data_source,
-        correct=response.acc is not None and response.acc >= threshold,
+        correct=is_correct(response.acc, threshold),
         answer=response.answer,
         length=response.length,
         truncated=response.length >= limit,
@@ -63,91 +66,91 @@ class ProblemRecord:
     responses: tuple[Response, ...]
 
     def samples(self, *, limit: int, threshold: float) -> list[Sample]:
-        """Samples for the summary, the failed ones among them."""
+        """The samples of this row, failed ones included."""
         failed = Sample(self.problem, self.data_source, correct=False, failed=True)
-        return [to_sample(response, limit=limit, threshold=threshold) for response in self.responses] + [
-            failed
-        ] * self.failed
+        samples = [to_sample(response, limit=limit, threshold=threshold) for response in self.responses]
+        return samples + [failed] * self.failed
 
 
 class ProblemFile:
-    """``problems.jsonl``, appended to as problems are finished. A line that a crash tore is dropped when it is opened."""
+    """``problems.jsonl``, to which finished problems are appended; opening it drops a line that a crash has torn."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self.records = dict(_read(file))
-        if file.is_file() and len(file.read_bytes().splitlines()) != len(self.records):
-            _write_whole(file, "".join(_line(record) for record in self.records.values()))
+        if not file.is_file():
+            self.records: dict[int, ProblemRecord] = {}
+            return
+        lines = [value for _, value in read_json_lines(file)]
+        self.records = {value["row"]: _record(value) for value in lines if value is not None}
+        if len(lines) != len(self.records):
+            write_text(file, "".join(json.dumps(_values(record)) + "\n" for record in self.records.values()))
 
     def add(self, record: ProblemRecord) -> None:
         """Keep a finished problem, on disk when this returns."""
-        with self.file.open("a") as file:
-            file.write(_line(record))
+        append_json_line(self.file, _values(record))
         self.records[record.row] = record
 
+    def samples(self, *, limit: int, threshold: float) -> list[Sample]:
+        """The samples of all rows."""
+        records = self.records.values()
+        return [sample for record in records for sample in record.samples(limit=limit, threshold=threshold)]
 
-def _line(record: ProblemRecord) -> str:
-    responses = [_response(response) for response in record.responses]
-    return json.dumps(asdict(record) | {"responses": responses}, default=str) + "\n"
+
+def _values(record: ProblemRecord) -> Any:
+    """A record as plain JSON; what a data set holds besides (dates, decimals) is written as text."""
+    responses = [_response_values(response) for response in record.responses]
+    return json.loads(json.dumps(asdict(record) | {"responses": responses}, default=str))
 
 
-def _response(response: Response) -> dict[str, Any]:
+def _response_values(response: Response) -> dict[str, Any]:
     values = {"acc": response.acc, "answer": response.answer, "length": response.length, "response": response.text}
     return values | ({"verifier_failure": response.verifier_failure} if response.verifier_failure else {})
 
 
-def _read(file: Path) -> Iterator[tuple[int, ProblemRecord]]:
-    if not file.is_file():
-        return
-    with file.open("rb") as lines:
-        for line in lines:
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            responses = tuple(
-                Response(
-                    problem=values["problem"],
-                    data_source=values["data_source"],
-                    acc=r["acc"],
-                    answer=r["answer"],
-                    length=r["length"],
-                    text=r["response"],
-                    verifier_failure=r.get("verifier_failure", ""),
-                )
-                for r in values["responses"]
-            )
-            yield values["row"], ProblemRecord(**(values | {"responses": responses}))
+def _record(values: Mapping[str, Any]) -> ProblemRecord:
+    responses = tuple(
+        Response(
+            problem=values["problem"],
+            data_source=values["data_source"],
+            acc=response["acc"],
+            answer=response["answer"],
+            length=response["length"],
+            text=response["response"],
+            verifier_failure=response.get("verifier_failure", ""),
+        )
+        for response in values["responses"]
+    )
+    return ProblemRecord(**(dict(values) | {"responses": responses}))
 
 
 def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> ProblemFile:
-    """Begin an evaluation in a directory, or go on with the one that is there.
+    """Start an evaluation in a directory, or resume the one that is there.
 
     Args:
-        directory: made if it is not there.
-        facts: written to ``evaluation.json``; under ``settings`` a flat dict of all that the answers depend on.
-        fresh: discard what is there.
+        directory: made if it does not exist.
+        facts: written to ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on.
+        fresh: discard an earlier evaluation.
 
     Raises:
-        UserError: what is there was made with other settings; they are named.
+        UserError: the earlier evaluation has other settings; it names them.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record, problems = directory / RECORD_FILE, directory / PROBLEMS_FILE
     if fresh:
         problems.unlink(missing_ok=True)
     elif record.is_file() and problems.is_file():
-        changed = differences(json.loads(record.read_text())["settings"], json.loads(json.dumps(facts["settings"])))
+        changed = differences(read_json(record)["settings"], json.loads(json.dumps(facts["settings"])))
         if changed:
             raise UserError(
-                f"{directory} holds an evaluation with other settings ({'; '.join(changed)}): name another --output, or "
-                "discard it with --fresh."
+                f"{directory} holds an evaluation with other settings ({'; '.join(changed)}): name another --output, "
+                "or discard it with --fresh."
             )
-    _write_whole(record, json.dumps(facts, indent=2) + "\n")
+    write_json(record, facts)
     return ProblemFile(problems)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``key was old, is new`` for each setting that differs."""
+    """``KEY was OLD, is NEW`` for each setting that differs."""
     nothing = "not set"
     return [
         f"{key} was {before.get(key, nothing)}, is {now.get(key, nothing)}"
@@ -156,14 +159,24 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _write_whole(file: Path, text: str) -> None:
-    temporary = file.with_name(f".{file.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(file)
+def changes_since(
+    directory: Path, settings: Mapping[str, Any], samples: Sequence[Sample], *, limit: int, threshold: float
+) -> dict[str, Figure]:
+    """The change in accuracy, by data source, from the evaluation in ``directory`` to ``samples``.
+
+    Empty where there is no evaluation, or where it has other settings (another model aside).
+    """
+    if not (directory / PROBLEMS_FILE).is_file():
+        return {}
+    before = read_json(directory / RECORD_FILE)["settings"]
+    now = json.loads(json.dumps(settings))
+    if differences(before | {"model": None}, now | {"model": None}):
+        return {}
+    return paired_changes(ProblemFile(directory / PROBLEMS_FILE).samples(limit=limit, threshold=threshold), samples)
 
 
 def write_summary(directory: Path, facts: Mapping[str, Any]) -> Path:
-    """Write ``summary.json``, whole or not at all."""
+    """Write ``summary.json``, atomically."""
     file = directory / SUMMARY_FILE
-    _write_whole(file, json.dumps(facts, indent=2) + "\n")
+    write_json(file, facts)
     return file

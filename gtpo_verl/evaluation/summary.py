@@ -1,6 +1,6 @@
-"""From the samples of an evaluation to its figures, each a mean over problems with its bootstrap interval.
+"""Metrics of an evaluation from its samples, each a mean over problems with a bootstrap interval.
 
-The same function serves ``gtpo-verl eval`` and every validation during training, so their figures agree.
+``gtpo-verl eval`` and every validation during training use the same function, so their results agree.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +16,10 @@ from gtpo_verl.runs.statistics import Estimate, Floats, estimate, estimates
 class Sample:
     """One response to one problem.
 
-    ``problem`` is a key that equal problems share; ``answer`` what the verifier read, None where it read nothing or does not
-    say; ``length`` in tokens; ``truncated``: the length reached the limit. A ``failed`` sample was asked for and never came
-    (an error in its generation or its verifier): it counts as wrong, as in verl's own figures, and has no length. An
-    ``unjudged`` one came, but its verifier ran out of time or memory on it or crashed: wrong as well.
+    ``problem`` is a key that equal problems share; ``answer`` what the verifier extracted, None where it found none or
+    does not say; ``length`` in tokens; ``truncated``: the length reached the limit. A ``failed`` sample was requested
+    and never came (an error in its generation or its verifier): it is wrong, as in verl's own metrics, and has no
+    length. For an ``unjudged`` one the verifier ran out of time or memory, or crashed: it is wrong as well.
     """
 
     problem: str
@@ -34,7 +34,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean over problems; the interval at 95 % is None where there is no spread to draw one from."""
+    """A mean over problems with its 95 % interval, None where all problems have the same value."""
 
     value: float
     low: float | None
@@ -48,11 +48,11 @@ class Figure:
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """The figures of one data source.
+    """The metrics of one data source.
 
-    ``samples``: n, those of the problem with fewest; k goes up to it. ``mean`` is mean@n, written avg@n in some papers.
-    ``majority_at`` is empty where the verifier reports no answers. ``response_length`` in tokens, ``truncated_share`` in
-    [0, 1]; both leave failed samples out, and are None where every sample failed.
+    ``samples``: n, the smallest number of samples of a problem, and the largest k. ``mean`` is mean@n, avg@n in some
+    papers. ``majority_at`` is empty where the verifier reports no answers. ``response_length`` in tokens,
+    ``truncated_share`` in [0, 1]; both exclude failed samples, and are None where every sample failed.
     """
 
     data_source: str
@@ -68,22 +68,22 @@ class SourceSummary:
 
 
 def summarize(samples: Iterable[Sample]) -> list[SourceSummary]:
-    """Summarise samples by data source, in order of their names.
+    """Summarise samples by data source, in alphabetical order.
 
-    The problem, with all its samples, is what a bootstrap draw repeats: samples of one problem resemble each other.
-    Problems weigh the same, however many samples they have. Rows that repeat a problem are one problem with more samples.
+    The bootstrap resamples problems, each with all its samples, because samples of one problem are correlated. Problems
+    have equal weight, however many samples they have. Rows that repeat a problem are one problem with more samples.
 
     Args:
-        samples: in any order, the order does not matter.
+        samples: in any order.
 
     Raises:
-        ValueError: there is no sample.
+        ValueError: there are no samples.
     """
     sources: dict[str, dict[str, list[Sample]]] = {}
     for sample in samples:
         sources.setdefault(sample.data_source, {}).setdefault(sample.problem, []).append(sample)
     if not sources:
-        raise ValueError("no sample to summarise")
+        raise ValueError("no samples to summarise")
     return [_summarize_source(name, problems) for name, problems in sorted(sources.items())]
 
 
@@ -133,7 +133,7 @@ def _lengths(rows: Sequence[Sequence[Sample]]) -> tuple[Figure | None, Figure | 
 
 
 def paired_changes(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, Figure]:
-    """Mean accuracy after minus before, by data source, over the problems of both; the interval is paired, problem by problem.
+    """Mean accuracy after minus before, by data source, over the problems of both, with an interval paired by problem.
 
     A data source without a common problem has no entry.
     """
@@ -155,7 +155,7 @@ def _accuracies(samples: Iterable[Sample]) -> dict[tuple[str, str], float]:
 
 
 def logged(summaries: Iterable[SourceSummary]) -> dict[str, float]:
-    """The figures as metrics of a training: ``val/<data source>/mean@8``, its ``/ci_low`` and ``/ci_high``, and so on."""
+    """The summaries as metrics: ``val/<data source>/mean@8``, its ``/ci_low`` and ``/ci_high``, and so on."""
     metrics: dict[str, float] = {}
     for summary in summaries:
         prefix = f"val/{summary.data_source}"

@@ -1,4 +1,4 @@
-"""Weights from the trainer to rollout servers of their own, over gloo: ``separate_async`` on a machine without a GPU.
+"""Weights from the trainer to separate rollout servers, over gloo: ``separate_async`` on a machine without a GPU.
 
 verl's checkpoint engines need GPUs, and its ``naive`` one a server inside the trainer's process. Set
 ``actor_rollout_ref.rollout.checkpoint_engine.backend=gloo``; ``hardware=cpu`` names this module to verl as
@@ -25,8 +25,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 class GlooCheckpointEngine(CheckpointEngine):
     """Broadcasts weights in buckets from the trainer's rank 0 to every rollout worker.
 
-    A bucket's names and shapes go through the store by which the ranks found each other, its bytes through a gloo process group.
-    Store and group are made anew for each update, so that a worker that joined or left since does no harm.
+    A bucket's names and shapes go through the rendezvous store, its bytes through a gloo process group. Store and group
+    are made anew for each update, because workers may have joined or left since.
 
     Args:
         bucket_size: bytes of a bucket; a tensor that is larger goes alone.
@@ -67,7 +67,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         )
 
     def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:  # type: ignore[override]
-        """Join the others; a rank of -1 takes no part."""
+        """Join the process group; a rank of -1 takes no part."""
         self.rank = rank
         if rank < 0:
             return
@@ -80,7 +80,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._group = self._store = None
 
     async def send_weights(self, weights: Generator[Any, None, None], global_steps: int | None = None) -> None:
-        """Send everything that ``weights`` yields; ranks without a part exhaust it, because it gathers shards from all."""
+        """Send everything that ``weights`` yields; all ranks must iterate over it, because it gathers their shards."""
         number = 0
         for number, bucket in enumerate(buckets(weights, self.bucket_size), start=1):
             if self.rank < 0:

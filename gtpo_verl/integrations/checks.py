@@ -1,8 +1,8 @@
-"""What only verl can tell about a run before Ray starts: its own validation, registered names, and a verdict from the verifier."""
+"""Checks that need verl, before Ray starts: registered names, and verdicts from the verifier."""
 
 import asyncio
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from omegaconf import DictConfig
@@ -11,14 +11,14 @@ from gtpo_verl.config import files_of
 from gtpo_verl.errors import UserError, did_you_mean, first_line, within
 from gtpo_verl.verifiers.reward import close_pools
 
-VERIFIER_TIMEOUT = 60.0  # seconds; one that judges in processes has to start them
+VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes first
 
 
 def check_with_verl(config: DictConfig) -> None:
-    """Check what only verl can tell: registered names, and a verdict from the verifier on the first prompt.
+    """Check registered names, and that the verifier gives a verdict on every data source.
 
     Raises:
-        UserError: the first thing that is wrong, and what to do about it.
+        UserError: the first problem, and what to do about it.
     """
     from verl.trainer.ppo import core_algos
 
@@ -37,21 +37,28 @@ def _check_name(key: str, name: str, known: Iterable[str]) -> None:
 
 
 def _check_verifier(config: DictConfig) -> None:
-    """Ask the verifier for one verdict, on the first prompt with its own answer as the response."""
+    """Ask the verifier for a verdict on one prompt of every data source of every file, whose response is the answer."""
     from verl.trainer.ppo.reward import get_custom_reward_fn
     from verl.utils.reward_score import default_compute_score
 
-    row = _first_row(config)
-    if row is None:
-        return
     try:
         verifier = get_custom_reward_fn(config) or default_compute_score
     except (FileNotFoundError, AttributeError, RuntimeError, ImportError, AssertionError) as error:
         raise UserError(f"reward.custom_reward_function could not be loaded: {first_line(error)}") from error
+    try:
+        for place, row in _examples(config):
+            _check_verdict(verifier, place, row, config.data.reward_fn_key)
+    finally:
+        close_pools()  # the run's own are in the reward workers
+
+
+def _check_verdict(verifier: Callable[..., Any], place: str, row: dict[str, Any], source_key: str) -> None:
+    """Ask for one verdict; ``place`` says in messages which row it is."""
+    truth = row["reward_model"].get("ground_truth")
     arguments = {
-        "data_source": row[config.data.reward_fn_key],
-        "solution_str": str(row["reward_model"].get("ground_truth")),
-        "ground_truth": row["reward_model"].get("ground_truth"),
+        "data_source": row[source_key],
+        "solution_str": str(truth),
+        "ground_truth": truth,
         "extra_info": row.get("extra_info") or {},
     }
     try:
@@ -59,27 +66,25 @@ def _check_verifier(config: DictConfig) -> None:
     except UserError:
         raise
     except TimeoutError as error:
-        raise UserError(f"the verifier gave no verdict on the first prompt within {VERIFIER_TIMEOUT:.0f} s.") from error
+        raise UserError(f"the verifier gave no verdict on {place} within {VERIFIER_TIMEOUT:.0f} s.") from error
     except NotImplementedError as error:
         raise UserError(
-            f"verl has no verifier for data_source={arguments['data_source']!r}: choose verifier=answer or verifier=boxed, or name your "
-            "own with reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
+            f"verl has no verifier for {place}: choose verifier=answer or verifier=boxed, or name your own with "
+            "reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
         ) from error
     except Exception as error:
+        raise UserError(f"the verifier fails on {place} with {type(error).__name__}: {first_line(error)}") from error
+    if not isinstance(result, dict):
+        return
+    if result.get("verifier_failure"):
         raise UserError(
-            f"the verifier fails on the first prompt with {type(error).__name__}: {first_line(error)}"
-        ) from error
-    finally:
-        close_pools()  # the run's own are in the reward workers
-    if isinstance(result, dict) and result.get("verifier_failure"):
-        raise UserError(
-            f"the verifier comes to no verdict on the first prompt ({result['verifier_failure']}), whose right answer is "
-            f"{arguments['ground_truth']!r:.80}: look at reward_model.ground_truth in data.train_files."
+            f"the verifier gives no verdict on {place} ({result['verifier_failure']}), whose right answer is "
+            f"{truth!r:.80}: check its reward_model.ground_truth."
         )
-    if isinstance(result, dict) and "acc" not in result:
+    if "acc" not in result:
         raise UserError(
-            f"the verifier returns {', '.join(sorted(result))} and no verdict: add `acc` (1 for a correct answer, 0 for a wrong one) "
-            "to the dict that it returns."
+            f"the verifier returns {', '.join(sorted(result))} and no verdict on {place}: add `acc` (1 for a correct "
+            "answer, 0 for a wrong one) to the dict that it returns."
         )
 
 
@@ -89,10 +94,28 @@ def _call(verifier: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return verifier(**arguments)
 
 
-def _first_row(config: DictConfig) -> dict[str, Any] | None:
+def _examples(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The first row of every data source in every local parquet file of the run, with words that say where it is."""
+    for key in ("train_files", "val_files"):
+        for file in files_of(config.data[key]) if config.data[key] is not None else []:
+            if "://" in file or not file.endswith(".parquet"):
+                continue
+            for source, row in _first_rows(file, config.data.reward_fn_key).items():
+                yield f"the first prompt of data_source={source!r} in data.{key}={file}", row
+
+
+def _first_rows(file: str, source_key: str) -> dict[str, dict[str, Any]]:
+    """{data source: the columns that a verifier reads, of its first row} in a parquet file."""
     import pyarrow.parquet as pq
 
-    file = files_of(config.data.train_files or config.data.val_files)[0]  # an evaluation has the latter alone
-    if "://" in file or not file.endswith(".parquet"):
-        return None
-    return next(pq.ParquetFile(file).iter_batches(batch_size=1)).to_pylist()[0]
+    table = pq.ParquetFile(file)
+    columns = [name for name in (source_key, "reward_model", "extra_info") if name in table.schema_arrow.names]
+    found: dict[str, dict[str, Any]] = {}
+    for group in range(table.num_row_groups):
+        sources = table.read_row_group(group, columns=[source_key])[source_key].to_pylist()
+        first = {source: sources.index(source) for source in dict.fromkeys(sources) if source not in found}
+        if not first:
+            continue
+        rows = table.read_row_group(group, columns=columns)
+        found |= {source: rows.slice(position, 1).to_pylist()[0] for source, position in first.items()}
+    return found

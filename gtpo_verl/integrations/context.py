@@ -1,18 +1,26 @@
-"""What an estimator needs and verl does not pass it: entropies, verdicts, and a place for metrics.
+"""What an estimator needs and verl does not pass it: entropies, verdicts, rewards, and a place for metrics.
 
 verl calls an advantage estimator with rewards, mask, group index and its config. The trainer puts the rest here for the
 duration of that one call.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from gtpo_verl.errors import UserError
+
+
+@dataclass(frozen=True)
+class Overlong:
+    """The soft overlong penalty of a run, `reward.reward_kwargs`: its two lengths in tokens and its factor."""
+
+    max_length: int
+    cache_length: int
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -22,14 +30,17 @@ class CreditContext:
     Attributes:
         correct: (B,) bool, the verifier's verdict.
         entropy: (B, T) float, nats, of the old policy at the sampling temperature; 0 outside the mask.
-        length_settings: settings of the length penalty that the run keeps outside ``algorithm``: ``max_length`` and
-            ``cache_length`` in tokens; ``length_penalty: none`` where the overlong punishment is switched off for the whole run.
+        overlong: the run's soft overlong penalty, or None where it is switched off.
+        rewards: (B,) float, the verifier's scores without any length penalty.
+        old_log_probs: (B, T) float, where the algorithm needs them.
         metrics: filled by the estimator.
     """
 
     correct: torch.Tensor
     entropy: torch.Tensor
-    length_settings: Mapping[str, Any]
+    overlong: Overlong | None = None
+    rewards: torch.Tensor | None = None
+    old_log_probs: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -50,12 +61,13 @@ def current_context(estimator: str) -> CreditContext:
     """The context of the call in progress.
 
     Raises:
-        UserError: the estimator runs under a trainer that is not ours, so there are no entropies to be had.
+        UserError: the estimator runs under verl's own trainer, which has no entropies to pass on.
     """
     context = _current.get()
     if context is None:
         raise UserError(
-            f"algorithm.adv_estimator={estimator} needs entropies and verdicts, which verl's own trainer does not pass on: "
+            f"algorithm.adv_estimator={estimator} needs entropies and verdicts, which verl's own trainer does not pass "
+            "on: "
             "start the run with `gtpo-verl train` (or python -m gtpo_verl.train) instead of verl.trainer.main_ppo."
         )
     return context

@@ -150,14 +150,16 @@ class CpuWorkerMixin:
     """What an actor's worker of verl's does differently on a CPU."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # before verl opens the process group: it would ask for ``cpu:gloo,cpu:gloo``, which torch refuses as a duplicate
+        # before verl opens the process group: it would ask for ``cpu:gloo,cpu:gloo``, a duplicate that torch refuses
         initialize_global_process_group_ray(backend="cpu:gloo")
         super().__init__(*args, **kwargs)
 
     @property
     def copy_handler(self) -> Callable[[Any], Any]:
-        """verl's ``copy_handler`` (separate_async), made to copy: ``.cpu()`` of weights that are on the CPU is the weights themselves,
-        and old log-probs of a step's later updates would be those of the new policy."""
+        """verl's ``copy_handler`` (separate_async), which on a CPU does not copy: ``.cpu()`` returns the same weights.
+
+        Without a copy the old log-probs of a step's later updates would be those of the new policy.
+        """
         save = super().copy_handler  # type: ignore[misc]
 
         def copied(module: torch.nn.Module) -> tuple[dict[str, tuple[torch.Tensor, Any]], Any]:

@@ -1,6 +1,7 @@
-"""The advantage estimators ``gtpo`` and ``grpo_s`` in verl's registry."""
+"""The registered methods as advantage estimators in verl's registry."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,14 +9,17 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from gtpo_verl.algorithms import (
-    AdvantageOutput,
-    grpo_s_advantages,
-    gtpo_advantages,
+    Algorithm,
+    Batch,
+    algorithms,
     length_penalty_for,
     response_lengths,
+    soft_overlong_penalty,
 )
-from gtpo_verl.integrations.context import current_context
-from gtpo_verl.integrations.settings import algorithm_config
+from gtpo_verl.algorithms.config import ShapingConfig
+from gtpo_verl.integrations.context import CreditContext, current_context
+
+Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def group_ids(index: np.ndarray) -> torch.Tensor:
@@ -24,40 +28,59 @@ def group_ids(index: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(numbers.astype(np.int64))
 
 
-def _estimator(name: str, shape: Callable[..., AdvantageOutput]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def estimator(entry: Algorithm) -> Estimator:
+    """A method in the form that verl calls."""
+
     def estimate(
         token_level_rewards: torch.Tensor,
         response_mask: torch.Tensor,
         config: DictConfig,
         index: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """verl's contract: rewards (B, T), mask (B, T), algorithm config, group names (B,); advantages and returns (B, T).
+        """verl's contract: rewards (B, T), mask (B, T), algorithm config, group names (B,); advantages and returns (B,
+        T).
 
-        The rewards are not read: a response is correct by its verdict, and penalties are applied to shaped rewards.
+        The token rewards are not read, since they include the overlong penalty: scores and penalty come apart in the
+        context.
         """
-        context = current_context(name)
-        settings, _ = algorithm_config(name, config, **context.length_settings)
-        group = group_ids(index).to(response_mask.device)
-        penalty = None
-        if settings.length_penalty != "none":
-            penalty = length_penalty_for(settings, response_lengths(response_mask), context.correct, group)
-        out = shape(
-            *(context.entropy, context.correct, response_mask, group, settings),
-            length_penalty=penalty,
-            return_shaped=False,
+        context = current_context(entry.name)
+        settings, _ = entry.configure(config.get(entry.name) or {})
+        batch = Batch(
+            response_mask,
+            group_ids(index).to(response_mask.device),
+            context.correct,
+            entropy=context.entropy,
+            rewards=context.rewards,
+            old_log_probs=context.old_log_probs,
         )
+        out = entry.advantages(replace(batch, length_penalty=length_penalty(settings, batch, context)), settings)
         context.metrics.update(out.metrics)
         return out.advantages, out.advantages
 
-    estimate.__name__ = f"{name}_advantages"
+    estimate.__name__ = f"{entry.name}_advantages"
     return estimate
 
 
+def length_penalty(settings: object, batch: Batch, context: CreditContext) -> torch.Tensor | None:
+    """(B,) the length penalty of a batch, times the run's `penalty_factor`; None for none.
+
+    GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
+    does.
+    """
+    overlong = context.overlong
+    if isinstance(settings, ShapingConfig) and settings.length_penalty == "grop":
+        return length_penalty_for(settings, response_lengths(batch.response_mask), batch.correct, batch.group)
+    if overlong is None or (isinstance(settings, ShapingConfig) and settings.length_penalty == "none"):
+        return None
+    denominator = settings.length_denominator if isinstance(settings, ShapingConfig) else "cache"
+    lengths = response_lengths(batch.response_mask)
+    return overlong.factor * soft_overlong_penalty(lengths, overlong.max_length, overlong.cache_length, denominator)
+
+
 def register() -> None:
-    """Make both estimators known to verl in this process."""
-    register_adv_est("gtpo")(_GTPO)
-    register_adv_est("grpo_s")(_GRPO_S)
+    """Make every method that is not verl's own known to verl in this process."""
+    for name, function in _ESTIMATORS.items():
+        register_adv_est(name)(function)
 
 
-_GTPO = _estimator("gtpo", gtpo_advantages)
-_GRPO_S = _estimator("grpo_s", grpo_s_advantages)
+_ESTIMATORS = {entry.name: estimator(entry) for entry in algorithms().values() if entry.verl_estimator is None}

@@ -1,6 +1,6 @@
-"""Evaluates a model on verl's rollout side alone: its data set, vLLM servers, agent loops, verifier and TransferQueue, no trainer.
+"""Evaluates a model with verl's rollout side: data set, vLLM servers, agent loops, verifier, TransferQueue; no trainer.
 
-Every part is the one that validates during training, so prompts, sampling and verdicts are the same.
+These are the components of a validation during training, so prompts, sampling and verdicts are the same.
 """
 
 import time
@@ -27,22 +27,23 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import ProblemRecord, Response, problem_key
+from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
-POLL = 0.2  # seconds between looks at what is finished
+POLL = 0.2  # seconds between two polls for finished prompts
 PARTITION = "val"
 
 
 def standalone(config: DictConfig) -> None:
-    """Make a training's configuration one of servers that load the model themselves; in place."""
+    """Turn a training's configuration into that of standalone servers, which load the model themselves; in place."""
     rollout = "actor_rollout_ref.rollout"
     settings = {
         "actor_rollout_ref.hybrid_engine": False,
         "transfer_queue.enable": True,
-        # the machines that would train serve: as many replicas as fit on them
+        # the nodes that would train serve instead, with as many replicas as fit on them
         f"{rollout}.nnodes": config.trainer.nnodes,
         f"{rollout}.n_gpus_per_node": config.trainer.n_gpus_per_node,
-        f"{rollout}.load_format": "auto",  # while training, verl sends the weights
+        f"{rollout}.load_format": "auto",  # in a training verl sends the weights
         f"{rollout}.calculate_log_probs": False,
     }
     for key, value in settings.items():
@@ -50,7 +51,7 @@ def standalone(config: DictConfig) -> None:
 
 
 class Problems:
-    """The validation set of a run, row by row, as verl reads it."""
+    """The rows of a run's validation set, as verl reads them."""
 
     def __init__(self, config: DictConfig) -> None:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
@@ -69,7 +70,7 @@ class Problems:
         return len(self._rows)
 
     def batch(self, rows: Mapping[str, int]) -> Any:
-        """The tensordict that verl's agent loops take. ``rows``: uid of the prompt to number of the row."""
+        """The batch for verl's agent loops. ``rows``: number of the row by uid of its prompt."""
         columns = collate_fn([self._rows[row] for row in rows.values()])
         columns["uid"] = np.array(list(rows), dtype=object)
         batch = tensordict_utils.get_tensordict(columns)
@@ -78,7 +79,7 @@ class Problems:
         return batch
 
     def record(self, row: int) -> ProblemRecord:
-        """The line of a row, without responses."""
+        """The record of a row, without responses."""
         values = self._rows[row]
         prompt, ground_truth = list(values["raw_prompt"]), values["reward_model"]["ground_truth"]
         source = str(values.get("data_source", "unknown"))
@@ -87,7 +88,7 @@ class Problems:
 
 @contextmanager
 def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
-    """Ray, TransferQueue, vLLM and the verifier; yields the agent loops and the number of replicas, and ends all of it."""
+    """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the agent loops and the number of replicas."""
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)
     environment = get_ppo_ray_runtime_env(config)
@@ -119,12 +120,14 @@ def evaluate(
     *,
     failures_as_wrong: bool,
 ) -> None:
-    """Answer the given rows and hand each to ``keep`` as it is finished.
+    """Generate and verify the responses of the given rows, and pass each row to ``keep`` when it is finished.
 
-    As many prompts are in flight as fill the servers twice, in order of rows, so that an interruption loses little.
+    Rows are submitted in order, with at most twice as many in flight as the servers run at once: an interruption loses
+    few.
 
     Raises:
-        UserError: a response or its verdict failed, unless ``failures_as_wrong``; what was in flight is finished and kept first.
+        UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in
+            flight are finished and kept.
     """
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     waiting = list(reversed(rows))
@@ -151,24 +154,26 @@ def evaluate(
             time.sleep(POLL)
     if failed:
         raise UserError(
-            f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; the reason is "
-            "further up). The same command tries them again; --failures-as-wrong counts what does not come as wrong."
+            f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; see the "
+            "tracebacks above). Repeat the command to try them again, or add --failures-as-wrong to count failed "
+            "samples as wrong."
         )
 
 
 def _finished(problems: Problems, flying: dict[str, int], tags: Mapping[str, Any], samples: int) -> list[ProblemRecord]:
-    """Take the finished prompts out of ``flying`` and TransferQueue; their records, in order of submission."""
+    """Take the finished prompts out of ``flying`` and TransferQueue; returns their records, in order of submission."""
     ended = [uid for uid in flying if tags.get(uid, {}).get("status") in ("finished", "failure")]
     if not ended:
         return []
-    keys = [key for key in tags if key.split("_")[0] in ended and key not in flying]
+    records = {uid: problems.record(flying.pop(uid)) for uid in ended}
+    keys = [key for key in tags if uid_of(key) in records and key not in records]
     batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
     responses: dict[str, list[Response]] = {uid: [] for uid in ended}
-    for uid, response in read_responses(batch, problems.tokenizer):
+    keys_of = {uid: record.problem for uid, record in records.items()}
+    for uid, response in read_responses(batch, keys_of, problems.tokenizer):
         responses[uid].append(response)
     tq.kv_clear(keys=[*ended, *keys], partition_id=PARTITION)
-    records = []
-    for uid in ended:
-        record, came = problems.record(flying.pop(uid)), tuple(responses[uid])
-        records.append(replace(record, failed=samples - len(came), responses=came))
-    return records
+    return [
+        replace(record, failed=samples - len(responses[uid]), responses=tuple(responses[uid]))
+        for uid, record in records.items()
+    ]

@@ -1,4 +1,4 @@
-"""Hands a composed run to verl: its environment, verl's own validation, and the job on Ray."""
+"""Runs a composed configuration with verl: environment variables, verl's own validation, and the job on Ray."""
 
 import os
 import warnings
@@ -13,9 +13,10 @@ from gtpo_verl.integrations.checks import check_with_verl
 def export_environment(config: DictConfig) -> dict[str, str]:
     """Set the run's environment variables in this process, and return them.
 
-    verl settles its platform when it is imported, here and in every worker, so this comes before anything imports verl.
+    verl chooses its platform when it is imported, here and in every worker, so call this before anything imports verl.
     """
-    warnings.filterwarnings("ignore", message=".* engine is not available")  # verl names every engine it could not load
+    # verl warns about every training engine that is not installed
+    warnings.filterwarnings("ignore", message=".* engine is not available")
     variables = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     environment = {name: str(value) for name, value in variables.items()}
     os.environ.update(environment)
@@ -23,7 +24,7 @@ def export_environment(config: DictConfig) -> dict[str, str]:
 
 
 def validate(config: DictConfig) -> None:
-    """Check the run as verl will, and what only verl knows; ``trainer.device`` is set to the machine's, as verl's main does.
+    """Check the run as verl will, and more; sets ``trainer.device`` to the machine's, as verl's main does.
 
     Raises:
         UserError: the plugin is not loaded, verl refuses the configuration, or one of ``integrations.checks`` fails.
@@ -44,17 +45,18 @@ def validate(config: DictConfig) -> None:
 
 
 def check_ray(config: DictConfig) -> None:
-    """Make sure that Ray can start, or join, as the run asks.
+    """Check that the run's Ray settings fit the cluster that it would join, if any.
 
     Raises:
-        UserError: a cluster would be joined, to which a run cannot say how many CPUs it has.
+        UserError: they set a number of CPUs or GPUs, which Ray refuses when it joins a cluster.
     """
     ray_init = config.ray_kwargs.get("ray_init") or {}
     where = _joined_cluster(config)
     if where and any(ray_init.get(name) is not None for name in ("num_cpus", "num_gpus")):
         raise UserError(
-            f"{where} names a Ray cluster, and this run brings CPUs and GPUs of its own (hardware=cpu does): ray_kwargs.ray_init.address=local "
-            "starts a Ray for it alone, ray_kwargs.ray_init.num_cpus=null ray_kwargs.ray_init.num_gpus=null joins the cluster."
+            f"{where} names a Ray cluster, which conflicts with ray_kwargs.ray_init.num_cpus or num_gpus of this run "
+            "(hardware=cpu sets both): add ray_kwargs.ray_init.address=local to start a separate Ray, or "
+            "ray_kwargs.ray_init.num_cpus=null ray_kwargs.ray_init.num_gpus=null to join the cluster."
         )
 
 
@@ -72,30 +74,29 @@ def _joined_cluster(config: DictConfig) -> str | None:
 
 
 def check_gpus(config: DictConfig) -> None:
-    """Make sure that a Ray of our own, on this machine, would have GPUs where the run is not ``hardware=cpu``.
+    """Check that this machine has a GPU where the run needs one and starts its own Ray.
 
     Raises:
-        UserError: it would not. A cluster that is joined is Ray's to judge.
+        UserError: it has none. Where a cluster is joined, Ray checks its resources.
     """
-    from verl.utils.device import get_device_name
+    from verl.plugin.platform import get_platform
 
-    ray_init = config.ray_kwargs.get("ray_init") or {}
-    wants_cpu = (ray_init.get("runtime_env") or {}).get("env_vars", {}).get("VERL_PLATFORM") == "cpu"
-    if get_device_name() == "cpu" and not wants_cpu and not _joined_cluster(config):
+    # verl falls back to its platform for NVIDIA where it finds none: its name says nothing
+    if not get_platform().is_available() and not _joined_cluster(config):
         raise UserError(
-            "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first (scripts/ray_node.sh head) and "
-            "submit the run there; --check validates it here."
+            "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first "
+            "(scripts/ray_node.sh head) and submit the run there; --check validates it here."
         )
 
 
 def run_job(config: DictConfig) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
-    verl chooses a port for its process group and opens it when the workers have started; where something else took it meanwhile, the
-    job is started once more.
+    verl chooses a port for its process group and opens it after the workers have started. If another process has taken
+    the port in between, the job is started once more.
 
     Raises:
-        UserError: the job ended with one, in whatever process.
+        UserError: one was raised in any process of the job.
     """
     import ray
     from ray.exceptions import RayTaskError
@@ -112,6 +113,6 @@ def run_job(config: DictConfig) -> None:
                 raise UserError(str(error.cause)) from error
             if last_try or "EADDRINUSE" not in str(error):
                 raise
-            print("The port that verl had chosen was taken by another process meanwhile: starting again.", flush=True)
+            print("The port that verl had chosen is in use by another process: starting again.", flush=True)
         finally:
             ray.shutdown()

@@ -1,7 +1,8 @@
 """Policy losses `gtpo` and `grpo_s` in verl's registry, averaged by verl's own `agg_loss`.
 
-verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to `agg_loss`, these make
-the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on FSDP and on Megatron.
+verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to
+`agg_loss`, these make the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on
+FSDP and on Megatron.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ GRPO_S_AGG_MODE = "seq-mean-token-mean"
 class GTPOPolicyLossConfig(PolicyLossConfig):
     """verl's policy loss settings and those of `grpo_s`; selected by `actor_rollout_ref.actor.policy_loss._target_`.
 
-    seq_clip_ratio_low, seq_clip_ratio_high: clip range of the sequence ratio. It has keys of its own because the mean over a response
-    stays so close to 1 that one may want a range far below that of tokens.
+    seq_clip_ratio_low, seq_clip_ratio_high: clip range of the sequence ratio. It has keys of its own because the mean
+    over a response stays so close to 1 that one may want a range far below that of tokens.
     seq_ratio: `arithmetic` (GRPO-S) or `geometric` (GSPO's ratio).
     """
 
@@ -49,9 +50,11 @@ def gtpo_policy_loss(
     config: DictConfig | ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The clipped token objective with `clip_ratio_low`, `clip_ratio_high` and, unless null, the dual clip `clip_ratio_c`.
+    """The per-token clipped surrogate with `clip_ratio_low`, `clip_ratio_high` and, unless null, the dual clip
+    `clip_ratio_c`.
 
-    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...` metrics.
+    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...`
+    metrics.
     """
     assert config is not None
     losses, metrics = token_loss(
@@ -76,15 +79,19 @@ def grpo_s_policy_loss(
     config: DictConfig | ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The clipped sequence objective; needs advantages that are equal within a response and `loss_agg_mode: seq-mean-token-mean`.
+    """The per-sequence clipped surrogate; needs advantages that are equal within a response and `loss_agg_mode:
+    seq-mean-token-mean`.
 
-    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...` metrics.
-    Raises UserError for another `loss_agg_mode`, for a plain `policy_loss` config and for advantages of a token-level estimator.
+    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...`
+    metrics.
+    Raises UserError for another `loss_agg_mode`, for a plain `policy_loss` config and for advantages of a token-level
+    estimator.
     """
     assert config is not None
     if loss_agg_mode != GRPO_S_AGG_MODE:
         raise UserError(
-            f"policy loss grpo_s is a mean over sequences: set actor_rollout_ref.actor.loss_agg_mode={GRPO_S_AGG_MODE}, "
+            "policy loss grpo_s is a mean over sequences: set "
+            f"actor_rollout_ref.actor.loss_agg_mode={GRPO_S_AGG_MODE}, "
             f"not {loss_agg_mode}"
         )
     settings = config.policy_loss
@@ -114,7 +121,8 @@ def _one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> 
     values = advantages.gather(1, first)
     if bool(((advantages != values) & mask).any()):
         raise UserError(
-            "policy loss grpo_s got advantages that differ inside a response: set algorithm.adv_estimator to grpo_s or grpo, "
+            "policy loss grpo_s got advantages that differ inside a response: set algorithm.adv_estimator to grpo_s or "
+            "grpo, "
             "or actor_rollout_ref.actor.policy_loss.loss_mode=gtpo for token-level advantages"
         )
     return values.squeeze(1)

@@ -1,4 +1,4 @@
-"""Figures of a batch that the trainer logs beside those of the algorithms. Needs torch, not verl."""
+"""Metrics of a batch that the trainer logs beside those of the algorithms. Needs torch, not verl."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,35 +9,23 @@ import torch
 from gtpo_verl.verifiers import FAILURES
 
 
-def spread_inside_responses(advantages: torch.Tensor, mask: torch.Tensor) -> float:
-    """Standard deviation of the advantages inside a response, averaged over responses: 0 where credit is per response.
-
-    Args:
-        advantages: (B, T) float.
-        mask: (B, T) bool.
-    """
-    spreads = [
-        row[valid].double().std(correction=0) for row, valid in zip(advantages, mask, strict=True) if valid.any()
-    ]
-    return torch.stack(spreads).mean().item()
-
-
 def agreement(
     rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, current: torch.Tensor
 ) -> dict[str, float]:
     """How well the rollout's entropies agree with the actor's.
 
-    The two are entropies of one policy only where the token was sampled by the weights that the actor has now. In asynchronous
-    training other tokens were sampled by older weights; their difference is how far the policy has moved, and no error.
+    Both are entropies of the same policy only where the token was sampled by the weights that the actor has now. In
+    asynchronous training other tokens were sampled by older weights: there the difference is how far the policy has
+    moved, not an error.
 
     Args:
         rollout, actor: (B, T) float, nats.
         mask: (B, T) bool, tokens of the policy.
-        current: (B, T) bool, tokens sampled by the actor's present weights.
+        current: (B, T) bool, tokens sampled by the actor's current weights.
 
     Returns:
-        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their ``correlation``
-        where they differ from each other;
+        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their
+        ``correlation`` where they differ from each other;
         ``stale_share`` of the tokens, and their ``stale_abs_diff_mean`` where there are any.
 
     Raises:
@@ -48,25 +36,24 @@ def agreement(
             f"entropies of the rollout {tuple(rollout.shape)} and the actor {tuple(actor.shape)} are not aligned"
         )
     fresh, stale = mask & current, mask & ~current
-    figures = {"stale_share": (stale.sum() / mask.sum()).item()}
+    found = {"stale_share": (stale.sum() / mask.sum()).item()}
     if fresh.any():
         ours, theirs = rollout[fresh].double(), actor[fresh].double()
         difference = (ours - theirs).abs()
-        figures["abs_diff_mean"] = difference.mean().item()
-        figures["abs_diff_max"] = difference.max().item()
+        found["abs_diff_mean"] = difference.mean().item()
+        found["abs_diff_max"] = difference.max().item()
         if ours.min() < ours.max() and theirs.min() < theirs.max():
-            figures["correlation"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
+            found["correlation"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
     if stale.any():
-        figures["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
-    return {f"rollout_entropy/{name}": value for name, value in figures.items()}
+        found["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
+    return {f"rollout_entropy/{name}": value for name, value in found.items()}
 
 
 class ActorPass:
-    """The actor's pass over a batch that ``algorithm.entropy.source=rollout`` does without: when to run it after all, for a
-    comparison, and how many seconds a step saves without it.
+    """Schedules the actor's old-log-prob pass under ``algorithm.entropy.source=rollout``, and times it.
 
-    It runs on the first two batches of a process, because the first one pays for warming up and its time says nothing, and in
-    the steps 1, 1 + ``every``, 1 + 2 ``every``, and so on.
+    There the pass is run to compare entropies: on the first two batches of a process (the first is warm-up and is not
+    timed) and in the steps 1, 1 + ``every``, 1 + 2 ``every``, and so on.
 
     Args:
         every: steps from one comparison to the next; 0 is never.
@@ -82,28 +69,28 @@ class ActorPass:
         return self.every > 0 and (self._runs < 2 or (step - 1) % self.every == 0)
 
     def ran(self, seconds: float, tokens: int) -> dict[str, float]:
-        """Note a pass over so many tokens (prompts and responses); returns its metrics."""
+        """Note a pass over so many tokens (prompts and responses) and return its metrics."""
         self._runs += 1
         if self._runs > 1:
             self._seconds_per_token = seconds / tokens
         return {"rollout_entropy/check_s": seconds, "rollout_entropy/time_saved_s": 0.0}
 
-    def spared(self, tokens: int) -> dict[str, float]:
-        """What a batch of so many tokens saved, at the speed of the last pass; nothing before a pass was timed."""
+    def skipped(self, tokens: int) -> dict[str, float]:
+        """Metrics of a batch of so many tokens without the pass: seconds saved, at the speed of the last timed pass."""
         if self._seconds_per_token is None:
             return {}
         return {"rollout_entropy/time_saved_s": self._seconds_per_token * tokens}
 
 
 def verifier_failures(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Shares of responses on which the verifier came to no verdict of its own, by reason.
+    """Shares of responses for which the verifier failed to give a verdict, by reason.
 
     Args:
         infos: what the reward function returned for each response.
 
     Returns:
-        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``; nothing
-        for a reward function that does not say ``verifier_failure``.
+        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``;
+        nothing for a reward function that does not say ``verifier_failure``.
     """
     reasons = Counter(info["verifier_failure"] for info in infos if "verifier_failure" in info)
     total = reasons.total()

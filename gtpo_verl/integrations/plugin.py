@@ -1,7 +1,7 @@
 """Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl.
 
-verl imports this module and calls nothing, and it swallows whatever goes wrong. So importing registers, a failure is printed
-before it is passed on, and ``actor_rollout_ref.model.external_lib`` imports the module a second time where verl does not swallow.
+verl imports this module, calls nothing, and swallows exceptions. So importing registers, an exception is printed before
+it is raised again, and ``actor_rollout_ref.model.external_lib`` imports the module a second time where verl raises.
 Everything here is light: vLLM workers load it too.
 """
 
@@ -11,11 +11,9 @@ import sys
 from gtpo_verl.errors import UserError
 from gtpo_verl.versions import check_verl
 
-NAMES = ("gtpo", "grpo_s")  # of an estimator and of a policy loss each
-
 
 def register() -> None:
-    """Register platform, estimators, policy losses and the sender of weights in this process.
+    """Register platform, estimators, policy losses and the weight sync in this process.
 
     Raises:
         UserError: verl is outside the supported range.
@@ -23,22 +21,26 @@ def register() -> None:
     check_verl()
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
-    from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401  (importing registers platform and losses)
+    # importing registers platform and losses
+    from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401
 
     estimators.register()
     _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.NamedSocketAdapter"
 
 
 def check_registered() -> list[str]:
-    """Make sure that this process knows our names, and return them.
+    """Check that our names are registered in this process, and return them.
 
     Raises:
-        UserError: one of them is missing, with the reason when loading failed.
+        UserError: one of them is missing.
     """
     from verl.trainer.ppo import core_algos
 
-    ours = {f"estimator {name}": name in core_algos.ADV_ESTIMATOR_REGISTRY for name in NAMES}
-    ours |= {f"policy loss {name}": name in core_algos.POLICY_LOSS_REGISTRY for name in NAMES}
+    from gtpo_verl.algorithms import algorithms
+
+    entries = algorithms().values()
+    ours = {f"estimator {entry.estimator}": entry.estimator in core_algos.ADV_ESTIMATOR_REGISTRY for entry in entries}
+    ours |= {f"policy loss {entry.loss}": entry.loss in core_algos.POLICY_LOSS_REGISTRY for entry in entries}
     missing = [what for what, known in ours.items() if not known]
     if missing:
         raise UserError(

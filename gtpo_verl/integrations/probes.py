@@ -1,18 +1,18 @@
-"""What ``gtpo-verl doctor`` asks of a process: is the plugin loaded here, and are the entropies of vLLM the model's?"""
+"""The checks that ``gtpo-verl doctor`` runs in a process: is the plugin loaded, and are vLLM's entropies correct?"""
 
 import os
 from pathlib import Path
 
 from gtpo_verl.errors import UserError
 
-ENTROPY_TOLERANCE = 1e-4  # nat, fp32: what the quickstart promises
+ENTROPY_TOLERANCE = 1e-4  # nat, in fp32
 
 
 def registered() -> str:
-    """What verl knows of ours in this process.
+    """The names that the plugin has registered with verl in this process.
 
     Raises:
-        UserError: something is missing.
+        UserError: one is missing.
     """
     import verl  # noqa: F401  (loads the plugin)
 
@@ -22,7 +22,7 @@ def registered() -> str:
 
 
 def save_probe_model(directory: Path) -> None:
-    """Save a random Qwen2, small, with entropies spread well below the maximum."""
+    """Save a small random Qwen2 whose entropies vary and are well below the maximum."""
     import torch
 
     from gtpo_verl.tasks.sums.model import build_model
@@ -34,10 +34,10 @@ def save_probe_model(directory: Path) -> None:
 
 
 def measure_entropies(model_path: str) -> str:
-    """Sample from a tiny model in vLLM and compare the entropies that come back with those of transformers.
+    """Sample from a tiny model with vLLM and compare the entropies it returns with those of transformers in float64.
 
     Raises:
-        UserError: no entropies, or wrong ones.
+        UserError: there are no entropies, or wrong ones.
     """
     os.environ["GTPO_VERL_ROLLOUT_ENTROPY"] = "1"
     import torch
@@ -47,7 +47,7 @@ def measure_entropies(model_path: str) -> str:
     from vllm.inputs import TokensPrompt
 
     from gtpo_verl.integrations.vllm.codec import completion_entropies
-    from gtpo_verl.integrations.vllm.wiring import WORKER_EXTENSION
+    from gtpo_verl.integrations.vllm.names import WORKER_EXTENSION
 
     engine = LLM(
         model=model_path,

@@ -7,12 +7,13 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.integrations.watch import watched
 
 
 class TaskRunner:
-    """Sets up TransferQueue, the trainer and the agent loops, and trains. Made a Ray actor by :func:`task_runner_class`."""
+    """Sets up TransferQueue, the trainer and the agent loops, and trains; a Ray actor by :func:`task_runner_class`."""
 
     def run(self, config: DictConfig) -> None:
         """Run the job to its end.
@@ -29,7 +30,7 @@ class TaskRunner:
         plugin.check_registered()
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
-        if config.algorithm.entropy.source != "actor":
+        if entropy_source(config).from_rollout:
             enable_rollout_entropy(config)
         print(pformat(OmegaConf.to_container(config)))
 
@@ -38,13 +39,13 @@ class TaskRunner:
         succeeded = False
         try:
             trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-            with watched(trainer.check_servers):  # the first weights are sent at the end of init
+            with watched(trainer.check_servers):  # the first weight sync is at the end of init
                 trainer.init()
                 trainer.fit(self._agent_loops(config, trainer))
             succeeded = True
         except Exception:
             if trainer is not None:
-                trainer.check_servers()  # a dead engine shows as many other errors; this one says what happened
+                trainer.check_servers()  # a dead engine causes many other errors; this one names the cause
             raise
         finally:
             tracking = getattr(trainer, "logger", None)

@@ -1,7 +1,7 @@
-"""verl's V1 trainers with credit assignment by entropy: what verl computes and drops on the way, brought to the estimator.
+"""verl's V1 trainers with credit assignment by entropy.
 
-verl's old-log-prob pass already writes the policy's entropies to TransferQueue, and the rollout's arrive beside the tokens; the
-advantage step fetches neither. The mixin fetches both, with the verifier's verdicts, around verl's own method.
+verl's old-log-prob pass writes the policy's entropies to TransferQueue, and the rollout's arrive beside the tokens; the
+advantage step fetches neither. The mixin fetches both, with the verifier's verdicts, and passes them to the estimator.
 """
 
 import logging
@@ -10,49 +10,63 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import torch
-import transfer_queue as tq
 from omegaconf import DictConfig
-from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from gtpo_verl.algorithms import grpo_advantages
+from gtpo_verl.algorithms import credit_metrics
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import write_atomically
 from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
-from gtpo_verl.integrations.context import CreditContext, credit_context
+from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.cpu_platform import for_cpu
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.metrics import ActorPass, agreement, spread_inside_responses, verifier_failures
+from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
+from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.transfer_queue import (
+    fetch,
+    fetch_rows,
+    group_names,
+    lone_responses,
+    put_rows,
+    real_rows,
+    replaced_rows,
+    reward_infos,
+    uid_of,
+)
 from gtpo_verl.integrations.validation import limits, recorded, validation_metrics
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES as ROLLOUT_ENTROPIES
-from gtpo_verl.integrations.vllm.wiring import VERSIONS as ROLLOUT_VERSIONS
+from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.runs.correctness import is_correct
 from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder, record_groups
 
 logger = logging.getLogger(__name__)
 
 SERVER_CHECK_INTERVAL = 5.0  # seconds
+# verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
+GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized")
 
 
 class CreditAssignmentMixin(PPOTrainer):
     """Goes before one of verl's trainers in the bases of a class; see :func:`trainer_class`."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.entropy_source: str = config.algorithm.entropy.source
+        self.entropy_source = entropy_source(config)
         self.actor_pass = ActorPass(config.algorithm.entropy.check_every)
         self.run_dir = Path(config.trainer.run_dir)
         self.recorder = MetricsRecorder(self.run_dir)
         self._in_training = False
+        self._checkpointed: int | None = None  # the last step whose checkpoint is complete in default_local_dir
         self._servers_asked = time.monotonic()
-        self._pass_seconds: Counter[str] = Counter()  # of the present step
+        self._pass_seconds: Counter[str] = Counter()  # of the current step
         super().__init__(config)
 
     # ---------------------------------------------------------------- set-up
@@ -68,17 +82,15 @@ class CreditAssignmentMixin(PPOTrainer):
             on_budget=filter_groups.on_budget,
             carry_over_max_age=filter_groups.carry_over.max_age,
             correct_threshold=self.config.algorithm.correct_threshold,
+            mini_batch_size=self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
         )
 
     def _resolve_filter_groups_metric(self) -> str | None:
-        settings = self.config.algorithm.filter_groups
         if self.trainer_mode != "sync":
             return super()._resolve_filter_groups_metric()
-        budget = settings.max_num_gen_batches
-        settings.max_num_gen_batches = 0  # verl would warn that it ignores it; the buffer made of its own does not
-        metric = super()._resolve_filter_groups_metric()
-        settings.max_num_gen_batches = budget
-        return metric
+        # verl would warn that it ignores the budget; our buffer does not ignore it
+        with temporarily(self.config.algorithm.filter_groups, "max_num_gen_batches", 0):
+            return super()._resolve_filter_groups_metric()
 
     def _sampling(self) -> BudgetedReplayBuffer | None:
         """The replay buffer where dynamic sampling is ours and switched on."""
@@ -95,7 +107,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def get_llm_client(self) -> LLMServerClient:
         client = super().get_llm_client()
-        if self.entropy_source == "actor" or not isinstance(client, FullyAsyncLLMServerClient):
+        if not self.entropy_source.from_rollout or not isinstance(client, FullyAsyncLLMServerClient):
             return client
         # verl's asynchronous client joins the segments of an interrupted response and drops what it does not know.
         manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
@@ -108,21 +120,22 @@ class CreditAssignmentMixin(PPOTrainer):
     # ---------------------------------------------------------------- servers
 
     def check_servers(self) -> None:
-        """Make sure that every rollout server has its engine.
+        """Check that the engine of every rollout server is alive.
 
         Raises:
-            UserError: one has not.
+            UserError: one is dead.
         """
         servers = [server for manager in self._rollout_server_managers() for server in manager.server_handles]
         dead = dead_servers(servers)
         if dead:
             raise UserError(
-                f"vLLM died ({'; '.join(dead)}). Its last words are further up in this log; where there are none, the kernel may have "
-                f"killed it for memory. The same command with trainer.run_dir={self.run_dir} goes on from the last checkpoint."
+                f"vLLM died ({'; '.join(dead)}). See the engine's traceback above; if there is none, it was probably "
+                f"killed for lack of memory. The same command with trainer.run_dir={self.run_dir} resumes from the "
+                "last checkpoint."
             )
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        # The way by which prompts take the place of failed ones, over and over if need be.
+        # verl replaces failed prompts through this method, without end if the engine is dead.
         if time.monotonic() - self._servers_asked > SERVER_CHECK_INTERVAL:
             self.check_servers()
             self._servers_asked = time.monotonic()
@@ -143,88 +156,98 @@ class CreditAssignmentMixin(PPOTrainer):
         self._pass_seconds.clear()
         try:
             batch = super().step(metrics, timing_raw)
-            metrics.update(self._pass_seconds)  # verl averages them where a step has several updates; they add up
+            metrics.update(self._pass_seconds)  # sums; verl averages the metrics of a step's updates
             return batch
         except BudgetSpentError:
-            self.on_sample_end()  # puts the engines to sleep: the actor needs their memory to save
-            self.global_steps -= 1  # nothing was trained in this step
-            if self.global_steps > 0 and not self._checkpoint_dir().is_dir():
-                self._save_checkpoint()
+            self._save_before_the_end()
             raise
 
+    def _save_before_the_end(self) -> None:
+        """Save the last trained step, with the groups that the step which could not be trained has generated."""
+        self.on_sample_end()  # puts the engines to sleep: the actor needs their memory to save
+        self.global_steps -= 1  # nothing was trained in this step
+        if self.global_steps == 0:
+            return
+        if self._checkpointed != self.global_steps:
+            self._save_checkpoint()
+            return
+        # The weights are saved. The data has advanced since, and groups wait that the checkpoint does not have.
+        position = self.train_dataloader.state_dict()
+        write_atomically(self._checkpoint_dir() / "data.pt", lambda path: torch.save(position, path))
+        self._save_groups()
+
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        if self.entropy_source == "actor":
+        if not self.entropy_source.from_rollout:
             return super()._compute_old_log_prob(batch, metrics)
-        tokens = sum(tag["seq_len"] for tag in batch.tags)
-        started = time.perf_counter()
-        if self.entropy_source == "both":
-            batch = super()._compute_old_log_prob(batch, metrics)
-            self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
-            metrics.update(self._agreement(batch))
-            return batch
+        if self.entropy_source.compares:
+            return self._compared_old_log_prob(batch, metrics)
         if not self.actor_pass.is_due(self.global_steps):
-            self._pass_seconds.update(self.actor_pass.spared(tokens))
+            self._pass_seconds.update(self.actor_pass.skipped(_tokens(batch)))
             return super()._compute_old_log_prob(batch, metrics)
-        correction = self.config.algorithm.rollout_correction
-        correction.bypass_mode = False
-        batch = super()._compute_old_log_prob(batch, metrics)
-        correction.bypass_mode = True
-        self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
-        metrics.update(self._agreement(batch))
-        # As in every other step, training goes on with the rollout's log-probs: this puts them in place of the actor's.
+        with temporarily(self.config.algorithm.rollout_correction, "bypass_mode", False):
+            batch = self._compared_old_log_prob(batch, metrics)
+        # This step too trains on the rollout's log-probs: this overwrites the actor's with them.
         return super()._compute_old_log_prob(batch, metrics)
 
-    def _agreement(self, batch: KVBatchMeta) -> dict[str, float]:
-        actor, rollout, versions, mask = self._fetch(batch, "entropy", ROLLOUT_ENTROPIES, ROLLOUT_VERSIONS)
-        # Weights are sent at the end of a step, with its number; old log-probs are of those weights in every trainer mode.
-        return agreement(rollout, actor, mask, current=versions == self.global_steps - 1)
+    def _compared_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Run the actor's pass, time it, and compare its entropies with the rollout's."""
+        started = time.perf_counter()
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, _tokens(batch)))
+        actor, rollout, versions, mask = fetch(batch, "entropy", ENTROPIES, VERSIONS)
+        # Weights are sent at the end of a step, with its number; old log-probs are always of those weights.
+        metrics.update(agreement(rollout, actor, mask, current=versions == self.global_steps - 1))
+        return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        entropy, mask = self._fetch(batch, ROLLOUT_ENTROPIES if self.entropy_source == "rollout" else "entropy")
-        infos = self._reward_infos(batch)
-        context = CreditContext(
-            correct=self._verdicts(batch, infos), entropy=entropy, length_settings=length_settings(self.config)
-        )
+        entropy, _ = fetch(batch, self.entropy_source.column)
+        infos = reward_infos(batch.partition_id, batch.keys)
+        context = CreditContext(self._verdicts(batch, infos), entropy, overlong(self.config), _scores(infos))
         with credit_context(context):
             batch = super()._compute_advantage(batch, metrics)
-
-        if not context.metrics:  # an estimator of verl's: the same figures, of its outcome reward
-            rewards, _ = self._fetch(batch, "rm_scores")
-            group = group_ids(np.array([key.rsplit("_", 2)[0] for key in batch.keys], dtype=object))
-            context.metrics.update(grpo_advantages(rewards.sum(-1), mask, group, context.correct, entropy).metrics)
-        advantages, mask = self._fetch(batch, "advantages")
-        context.metrics["advantage_spread"] = spread_inside_responses(advantages, mask)
-        context.metrics["entropy_all"] = entropy[mask].mean().item()
-        metrics.update({f"credit/{name}": value for name, value in context.metrics.items()})
+        metrics["training/lone_responses"] = self._zero_lone_responses(batch)
+        advantages, mask = fetch(batch, "advantages")
+        metrics.update(_credit_metrics(batch, context, advantages, mask))
         real = mask.any(-1).tolist()
         metrics.update(verifier_failures([info for info, valid in zip(infos, real, strict=True) if valid]))
         metrics["training/accuracy"] = context.correct[mask.any(-1)].float().mean().item()
         self._dump_credit(batch, context, advantages, mask)
         return batch
 
+    def _zero_lone_responses(self, batch: KVBatchMeta) -> int:
+        """Set the advantage of the only response of a group to 0, as GTPO and GRPO-S do; returns how many there are.
+
+        Failed rollouts leave such groups. verl's estimators compare a lone response with 0 instead of a mean, so its
+        advantage would be its whole reward.
+        """
+        lone = lone_responses(batch)
+        if lone and self.config.algorithm.adv_estimator in GROUP_MEAN_ESTIMATORS:
+            for column in ("advantages", "returns"):
+                rows = fetch_rows(batch, column, lone)
+                put_rows(batch.partition_id, column, {key: torch.zeros_like(row) for key, row in rows.items()})
+        return len(lone)
+
     def _dump_credit(
         self, batch: KVBatchMeta, context: CreditContext, advantages: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """Keep a batch in ``credit/<step>.pt`` every ``trainer.credit_dump_freq`` steps: all that its update depends on.
+        """Write all that a batch's update depends on to ``credit/<step>.pt``, every ``trainer.credit_dump_freq`` steps.
 
-        A step of several updates (``parameter_sync_step``) leaves ``<step>-0.pt``, ``<step>-1.pt``, ...
+        A step of several updates (``parameter_sync_step``) writes ``<step>-0.pt``, ``<step>-1.pt``, ...
         """
         every = self.config.trainer.credit_dump_freq
         if every <= 0 or self.global_steps % every:
             return
         kept = {"old_log_probs": "old_log_probs", "rewards": "rm_scores", "responses": "responses"}
-        if self.entropy_source != "actor":
-            kept |= {"rollout_entropies": ROLLOUT_ENTROPIES, "rollout_versions": ROLLOUT_VERSIONS}
-            kept["rollout_log_probs"] = "rollout_log_probs"
-        *columns, _ = self._fetch(batch, *kept.values())
-        prompts = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["prompts"])
+        if self.entropy_source.from_rollout:
+            kept |= {column: column for column in (*self.entropy_source.rollout_columns, "rollout_log_probs")}
+        *columns, _ = fetch(batch, *kept.values())
         name = f"{self.global_steps}" + (f"-{self.local_trigger_step}" if self.parameter_sync_step > 1 else "")
         directory = self.run_dir / "credit"
         directory.mkdir(exist_ok=True)
         torch.save(
             {
                 "keys": list(batch.keys),
-                "prompts": [row.clone() for row in prompts["prompts"].unbind()],
+                "prompts": [row.clone() for row in fetch_rows(batch, "prompts").values()],
                 "response_mask": mask,
                 "correct": context.correct,
                 "entropy": context.entropy,
@@ -234,23 +257,6 @@ class CreditAssignmentMixin(PPOTrainer):
             directory / f"{name}.pt",
         )
 
-    def _fetch(self, batch: KVBatchMeta, *columns: str) -> tuple[torch.Tensor, ...]:
-        """Columns of the batch and, last, the response mask: each (B, T), right-padded with zeros, rows in the batch's order."""
-        data = tq.kv_batch_get(
-            keys=batch.keys, partition_id=batch.partition_id, select_fields=[*columns, "response_mask"]
-        )
-        for column in columns:
-            if column not in data:
-                raise UserError(_MISSING[column])
-        mask = data["response_mask"].to_padded_tensor(0).bool()
-        # A row that verl adds to fill the batch keeps the response of the row it copies, under a mask of one zero.
-        return *(data[column].to_padded_tensor(0)[:, : mask.shape[1]] for column in columns), mask
-
-    def _reward_infos(self, batch: KVBatchMeta) -> list[dict[str, Any]]:
-        """What the reward function returned, a dict a row, in the batch's order."""
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        return [getattr(extra, "data", extra).get("reward_extra_info", {}) for extra in data["extra_fields"]]
-
     def _verdicts(self, batch: KVBatchMeta, infos: list[dict[str, Any]]) -> torch.Tensor:
         """(B,) bool: `acc` of the verifier against `algorithm.correct_threshold`."""
         threshold = self.config.algorithm.correct_threshold
@@ -258,36 +264,21 @@ class CreditAssignmentMixin(PPOTrainer):
         for key, info in zip(batch.keys, infos, strict=True):
             if "acc" not in info:
                 raise UserError(
-                    f"response {key} has no verdict: the reward function must return a dict with `acc` (1 for a correct answer) beside "
-                    "`score`; reward.custom_reward_function names the function."
+                    f"response {key} has no verdict: the reward function must return a dict with `acc` (1 for a "
+                    "correct answer) beside `score`; reward.custom_reward_function names the function."
                 )
-            verdicts.append(float(info["acc"]) >= threshold)
+            verdicts.append(is_correct(float(info["acc"]), threshold))
         return torch.tensor(verdicts)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if not self.config.algorithm.overlong_filtering:
             return super()._update_actor(batch, metrics)
-        masks = self._truncated_masks(batch)
-        responses = sum(not tag.get("is_padding", False) for tag in batch.tags)
-        metrics["training/overlong_filtered_share"] = len(masks) / responses
-        self._put_masks(batch, {key: torch.zeros_like(mask) for key, mask in masks.items()})
-        batch = super()._update_actor(batch, metrics)
-        self._put_masks(batch, masks)  # the step's figures are of all responses
-        return batch
-
-    def _truncated_masks(self, batch: KVBatchMeta) -> dict[str, torch.Tensor]:
-        """{key: (T_i,) mask} of the responses that reached the limit, ragged as TransferQueue keeps them."""
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
-        masks = data["response_mask"].unbind()
         limit = self.config.data.max_response_length
-        return {key: mask for key, mask in zip(batch.keys, masks, strict=True) if len(mask) >= limit}
-
-    def _put_masks(self, batch: KVBatchMeta, masks: dict[str, torch.Tensor]) -> None:
-        if not masks:
-            return
-        column = torch.nested.as_nested_tensor(list(masks.values()), layout=torch.jagged)
-        fields = TensorDict({"response_mask": column}, batch_size=len(masks))
-        tq.kv_batch_put(keys=list(masks), partition_id=batch.partition_id, fields=fields)
+        masks = {key: mask for key, mask in fetch_rows(batch, "response_mask").items() if len(mask) >= limit}
+        metrics["training/overlong_filtered_share"] = len(masks) / len(real_rows(batch))
+        empty = {key: torch.zeros_like(mask) for key, mask in masks.items()}
+        with replaced_rows(batch.partition_id, "response_mask", masks, inside=empty):  # metrics are of all responses
+            return super()._update_actor(batch, metrics)
 
     # ---------------------------------------------------------------- what is kept of a run
 
@@ -296,43 +287,45 @@ class CreditAssignmentMixin(PPOTrainer):
     ) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         limit = self.config.data.max_response_length
-        real = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-        data = tq.kv_batch_get(keys=real, partition_id=batch.partition_id, select_fields=["response_mask"])
-        lengths = data["response_mask"].offsets().diff()
-        metrics["response_length/truncated_share"] = (lengths >= limit).float().mean().item()
+        real = real_rows(batch)
+        truncated = [len(mask) >= limit for mask in fetch_rows(batch, "response_mask", list(real)).values()]
+        metrics["response_length/truncated_share"] = sum(truncated) / len(truncated)
         self.recorder.write(global_steps, metrics)
-        trained = {
-            key.rsplit("_", 2)[0]: tag["global_steps"]
-            for key, tag in zip(batch.keys, batch.tags, strict=True)
-            if not tag.get("is_padding", False)
-        }
-        record_groups(self.run_dir, global_steps, trained)
+        record_groups(self.run_dir, global_steps, {uid_of(key): tag["global_steps"] for key, tag in real.items()})
 
     def _checkpoint_dir(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _save_checkpoint(self) -> None:
-        sampling = self._sampling()
-        if sampling is not None:  # before verl's part, which ends by naming the checkpoint the latest
-            save_groups(self._checkpoint_dir(), "train", sampling.last_step)
+        self._save_groups()  # before verl's part, which ends by naming the checkpoint the latest
         super()._save_checkpoint()
         remove_outdated(self._checkpoint_dir())
+        self._checkpointed = self.global_steps
+
+    def _save_groups(self) -> None:
+        sampling = self._sampling()
+        if sampling is not None:
+            save_groups(self._checkpoint_dir(), "train", sampling.last_step)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        sampling = self._sampling()
-        if sampling is None or self.global_steps == 0:
+        if self.global_steps == 0:
             return
         trainer = self.config.trainer
         folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint_dir()
-        groups, sampling.last_step = restore_groups(folder, "train", with_entropies=self.entropy_source != "actor")
+        if folder.resolve() == self._checkpoint_dir().resolve() and not trainer.del_local_ckpt_after_load:
+            self._checkpointed = self.global_steps
+        sampling = self._sampling()
+        if sampling is None:
+            return
+        groups, sampling.last_step = restore_groups(folder, "train", with_entropies=self.entropy_source.from_rollout)
         if groups:
-            logger.info("%d groups carried over are back from %s.", groups, folder)
+            logger.info("Restored %d groups carried over from %s.", groups, folder)
 
     def _validate(self) -> dict[str, float]:
-        with recorded(self.replay_buffer) as self._validated:
+        with recorded(self.replay_buffer, self.agent_loop_manager) as self._validated:
             metrics = super()._validate()
-        if not self._in_training:  # later ones are recorded with their step
+        if not self._in_training:  # metrics of later validations are recorded with their step
             self.recorder.write(self.global_steps, metrics)
         return metrics
 
@@ -357,37 +350,55 @@ class CreditAssignmentMixin(PPOTrainer):
         if not saved:
             self._save_checkpoint()
         logger.warning(
-            "Stopping after step %d, as asked; its checkpoint is in %s.",
+            "Stopping after step %d on request; its checkpoint is in %s.",
             self.global_steps,
             self.config.trainer.default_local_dir,
         )
         self.total_training_steps = self.global_steps
 
 
-_MISSING = {
-    "entropy": (
-        "the actor's entropies are not there: verl's bypass mode skips the pass that computes them. "
-        "Set algorithm.entropy.source=rollout, or algorithm.rollout_correction.bypass_mode=false."
-    ),
-    ROLLOUT_ENTROPIES: (
-        "the rollout returned no entropies: its server or agent loop is not gtpo_verl's. "
-        "`gtpo-verl doctor` says what is missing; algorithm.entropy.source=actor does without."
-    ),
-}
+def _tokens(batch: KVBatchMeta) -> int:
+    """Tokens of prompts and responses in a batch."""
+    return sum(tag["seq_len"] for tag in batch.tags)
 
 
-def length_settings(config: DictConfig) -> dict[str, Any]:
-    """What GTPO and GRPO-S need of DAPO's overlong punishment: its two settings, kept in one place, the reward manager's."""
-    overlong = config.reward.reward_kwargs.overlong_buffer_cfg
-    if not overlong.enable:
-        return {"length_penalty": "none"}
-    return {"max_length": config.reward.reward_kwargs.max_resp_len, "cache_length": overlong.len}
+def _credit_metrics(
+    batch: KVBatchMeta, context: CreditContext, advantages: torch.Tensor, mask: torch.Tensor
+) -> dict[str, float]:
+    """The metrics ``credit/*`` of a batch.
+
+    Args:
+        batch: B rows.
+        context: of the estimator; its metrics are empty for an estimator of verl's.
+        advantages: (B, T), those that the run trains on.
+        mask: (B, T) bool.
+    """
+    group = group_ids(group_names(batch.keys))
+    found = credit_metrics(advantages, mask, group, context.correct, context.entropy)
+    found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
+    found["entropy_all"] = context.entropy[mask].mean().item()
+    return {f"credit/{name}": value for name, value in found.items()}
+
+
+def overlong(config: DictConfig) -> Overlong | None:
+    """The run's soft overlong penalty, kept in one place, the reward manager's; None where it is switched off."""
+    settings = config.reward.reward_kwargs.overlong_buffer_cfg
+    if not settings.enable:
+        return None
+    return Overlong(config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor)
+
+
+def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:
+    """(B,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it has none."""
+    if any("score" not in info for info in infos):
+        return None
+    return torch.tensor([float(info["score"]) for info in infos])
 
 
 def trainer_class(trainer_mode: str) -> type[PPOTrainer]:
     """verl's trainer of this mode, with credit assignment.
 
-    It is not registered under a name of its own: verl compares the name of the mode with literals in several places.
+    It is not registered under another name: verl compares the name of the mode with literals in several places.
     """
     stock = get_trainer_cls(trainer_mode)
     if trainer_mode == "separate_async":

@@ -1,50 +1,68 @@
-"""The responses of a validation, read from TransferQueue while they are there: by the trainer's validations and by ``gtpo-verl eval``."""
+"""Reads a validation's responses from TransferQueue before verl clears them, for the trainer and ``gtpo-verl eval``."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import transfer_queue as tq
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.evaluation.records import Response, problem_key, to_sample
+from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.transfer_queue import parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
 
 Rows = list[tuple[str, Response]]
 
 
-def read_responses(batch: KVBatchMeta, tokenizer: Any = None) -> Rows:
-    """The responses in a batch of validation, with the uid of the prompt that each answers.
+@dataclass(frozen=True)
+class Validated:
+    """What one validation asked for and what came back.
+
+    ``problems``: the problem of each prompt submitted, by the prompt's uid. verl gives every row of the data a uid of
+    its own, so a problem that the data repeats has several. ``rows``: the responses, each with the uid of its prompt.
+    """
+
+    problems: dict[str, str] = field(default_factory=dict)
+    rows: Rows = field(default_factory=list)
+
+
+def read_responses(batch: KVBatchMeta, problems: Mapping[str, str], tokenizer: Any = None) -> Rows:
+    """Read the responses in a validation batch, each with the uid of its prompt.
 
     Args:
-        batch: keys ``uid_session_output`` as the agent loops write them; of a session with several outputs the last counts.
+        batch: keys ``uid_session_output`` as the agent loops write them; the last output of a session is its response.
+        problems: the problem of each prompt, by uid.
         tokenizer: if given, the responses carry their texts.
     """
-    last: dict[str, tuple[int, int]] = {}
+    last: dict[tuple[str, int], tuple[int, int]] = {}
     for position, key in enumerate(batch.keys):
-        session, output = key.rsplit("_", 1)
-        last[session] = max(last.get(session, (-1, -1)), (int(output), position))
+        row = parse_key(key)
+        rollout = (row.uid, row.session)
+        last[rollout] = max(last.get(rollout, (-1, -1)), (row.output, position))
     positions = sorted(position for _, position in last.values())
     if not positions:
         return []
     keys = [batch.keys[position] for position in positions]
-    fields = ["uid", "raw_prompt", "reward_model", "data_source", "extra_fields"]
+    fields = ["uid", "data_source", "extra_fields"]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     columns = [data.pop(field).tolist() for field in fields]
     texts = _texts(tokenizer, keys, batch.partition_id) if tokenizer else [None] * len(keys)
     rows = []
-    for position, text, uid, prompt, reward, source, extra in zip(positions, texts, *columns, strict=True):
-        verdict = extra.get("reward_extra_info", {})
-        problem = problem_key(list(prompt), reward["ground_truth"])
+    for position, text, uid, source, extra in zip(positions, texts, *columns, strict=True):
+        verdict = reward_info(extra)
         length = int(batch.tags[position]["response_len"])
         acc = verdict.get("acc")
         acc = None if acc is None else float(acc)
         failure = str(verdict.get("verifier_failure") or "")
-        rows.append((str(uid), Response(problem, str(source), acc, _answer(verdict), length, text, failure)))
+        response = Response(problems[str(uid)], str(source), acc, _answer(verdict), length, text, failure)
+        rows.append((str(uid), response))
     return rows
 
 
@@ -54,58 +72,76 @@ def _texts(tokenizer: Any, keys: list[str], partition: str) -> list[str]:
 
 
 def _answer(verdict: Mapping[str, Any]) -> str | None:
-    """What the verifier read; None where it read nothing, for which DAPO's rule has a word of its own."""
+    """The answer that the verifier extracted; None where it found none, which DAPO's rule reports as ``[INVALID]``."""
     answer = verdict.get("pred")
     return None if answer is None or answer == NO_ANSWER else str(answer)
 
 
 @contextmanager
-def recorded(buffer: ReplayBuffer) -> Iterator[Rows]:
-    """Collect the responses that the buffer hands to a validation; verl clears them before the validation returns."""
-    rows: Rows = []
-    sample = buffer.sample
+def recorded(buffer: ReplayBuffer, agents: Any) -> Iterator[Validated]:
+    """Record the prompts that a validation submits and the responses that it samples.
+
+    Args:
+        buffer: the trainer's replay buffer; verl clears the responses before its ``_validate`` returns.
+        agents: the trainer's agent loop manager. A prompt whose samples all fail leaves no row in TransferQueue, so its
+            problem is known here alone.
+    """
+    validated = Validated()
+    sample, generate = buffer.sample, agents.generate_sequences
 
     def sample_and_record(*args: Any, **kwargs: Any) -> tuple[KVBatchMeta, dict]:
         batch, metrics = sample(*args, **kwargs)
-        rows.extend(read_responses(batch))
+        validated.rows.extend(read_responses(batch, validated.problems))
         return batch, metrics
 
-    vars(buffer)["sample"] = sample_and_record  # of this object alone, for as long as the validation takes
-    try:
-        yield rows
-    finally:
-        del vars(buffer)["sample"]
+    def record_and_generate(prompts: TensorDict) -> Any:
+        validated.problems.update(submitted_problems(prompts))
+        return generate(prompts)
+
+    with (
+        temporarily(buffer, "sample", sample_and_record),
+        temporarily(agents, "generate_sequences", record_and_generate),
+    ):
+        yield validated
+
+
+def submitted_problems(prompts: TensorDict) -> dict[str, str]:
+    """The problem of each prompt in a batch for verl's agent loops, by uid."""
+    columns = (list(prompts[name]) for name in ("uid", "raw_prompt", "reward_model"))
+    return {
+        str(uid): problem_key(list(prompt), reward["ground_truth"])
+        for uid, prompt, reward in zip(*columns, strict=True)
+    }
 
 
 def validation_metrics(
-    rows: Rows, expected: Mapping[tuple[str, str], int], limit: int, threshold: float
+    validated: Validated, expected: Mapping[tuple[str, str], int], limit: int, threshold: float
 ) -> dict[str, float]:
-    """The figures of a validation as metrics; none where the verifier gives no verdict (``acc``).
+    """The results of a validation as metrics; empty where the reward function returns no ``acc``.
 
     Args:
-        rows: what :func:`recorded` collected.
-        expected: samples asked for, by data source and uid of the prompt; those that never came count as wrong.
-        limit: tokens at which a response is truncated.
+        validated: what :func:`recorded` collected.
+        expected: number of samples requested, by data source and uid of the prompt; samples that never came are wrong.
+        limit: response length in tokens from which a response is truncated.
         threshold: ``acc`` from which a response is correct.
     """
-    if all(response.acc is None for _, response in rows):
+    if all(response.acc is None for _, response in validated.rows):
         return {}
-    samples = [to_sample(response, limit=limit, threshold=threshold) for _, response in rows]
-    samples += missing_samples(rows, expected)
+    samples = [to_sample(response, limit=limit, threshold=threshold) for _, response in validated.rows]
+    samples += failed_samples(validated, expected)
     return logged(summarize(samples))
 
 
-def missing_samples(rows: Rows, expected: Mapping[tuple[str, str], int]) -> list[Sample]:
-    """A failed sample for each that was asked for and never came."""
-    came = Counter(uid for uid, _ in rows)
-    problems = {uid: response.problem for uid, response in rows}
+def failed_samples(validated: Validated, expected: Mapping[tuple[str, str], int]) -> list[Sample]:
+    """One failed sample, of its prompt's problem, for each that was requested and never came."""
+    came = Counter(uid for uid, _ in validated.rows)
     return [
-        Sample(problems.get(uid, uid), source, correct=False, failed=True)
+        Sample(validated.problems[uid], source, correct=False, failed=True)
         for (source, uid), count in expected.items()
         for _ in range(count - came[uid])
     ]
 
 
 def limits(config: DictConfig) -> dict[str, Any]:
-    """What turns a response into a sample: the limit on its tokens, and the verdict that counts as correct."""
+    """The two settings that turn a response into a sample: the length limit in tokens, and the threshold of ``acc``."""
     return {"limit": config.data.max_response_length, "threshold": config.algorithm.correct_threshold}

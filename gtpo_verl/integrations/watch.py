@@ -1,7 +1,7 @@
-"""Interrupts a program that waits for something which will never come.
+"""Interrupts a training that would hang after a rollout engine has died.
 
-A rollout engine that dies while it receives weights leaves the actor's worker in a blocking read without a time limit, and the
-trainer waiting for that worker: no exception is raised anywhere, in any trainer mode.
+An engine that dies during a weight sync leaves the actor's worker in a blocking read without a timeout, and the trainer
+waiting for that worker: no exception is raised anywhere, in any trainer mode.
 """
 
 import signal
@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# Ray's workers leave this one alone; SIGINT and SIGTERM are how Ray cancels and stops them.
+# not used by Ray, which cancels and stops its workers with SIGINT and SIGTERM
 SIGNAL = signal.SIGUSR1
 INTERVAL = 10.0  # seconds
 
 
 @contextmanager
 def watched(check: Callable[[], None], interval: float = INTERVAL) -> Iterator[None]:
-    """Call ``check`` in a thread every ``interval`` seconds; what it raises ends the ``with`` block, whatever that waits for.
+    """Call ``check`` in a thread every ``interval`` seconds; an exception in it ends the ``with`` block, even if hung.
 
-    Only in a process's main thread: no other can be interrupted in ``ray.get`` or a system call.
+    To be used in the main thread, the only one that can be interrupted in ``ray.get`` or a system call.
 
     Raises:
-        Exception: what ``check`` raised, in the thread that entered the block.
+        Exception: what ``check`` raised.
     """
     found: list[Exception] = []
     ended = threading.Event()
@@ -34,12 +34,12 @@ def watched(check: Callable[[], None], interval: float = INTERVAL) -> Iterator[N
                 check()
             except Exception as error:
                 found.append(error)
-                # again each time, until the block has ended: an interruption can be lost in somebody's callback
+                # repeated until the block has ended, because a callback may swallow the interruption
                 signal.pthread_kill(main, SIGNAL)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not ended.is_set():
-            raise KeyboardInterrupt  # the one exception that ray.get lets through from a signal handler
+            raise KeyboardInterrupt  # the only exception of a signal handler that ray.get passes on
 
     before = signal.signal(SIGNAL, interrupt)
     thread = threading.Thread(target=watch, name="watch", daemon=True)

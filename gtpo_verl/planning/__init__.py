@@ -1,1 +1,1 @@
-"""What a configuration means before a GPU is used: arithmetic of a step, memory, time, and what is known to go wrong."""
+"""Plans of a run, made without a GPU: arithmetic of a step, memory, time, and known problems."""

@@ -1,8 +1,9 @@
-"""Memory of one GPU in the phases of a step, component by component, from shapes and sizes; and the room for the KV cache.
+"""Memory of one GPU in each phase of a step, component by component, and the size of the KV cache.
 
-The model is that of verl's own engines: FSDP keeps float32 parameters, gradients and Adam states of its shard and gathers a layer at a
-time in bfloat16; Megatron keeps bfloat16 weights and float32 gradients of its model-parallel share and, with the distributed
-optimizer, a data-parallel share of float32 weights and Adam states. Phases come one after the other, so a run needs the largest.
+It models verl's engines: FSDP keeps float32 parameters, gradients and Adam states of its shard and gathers one layer
+at a time in bfloat16; Megatron keeps bfloat16 weights and float32 gradients of its model-parallel share and, with the
+distributed optimizer, a data-parallel share of float32 weights and Adam states. Phases run one after the other, so the
+largest one decides.
 """
 
 import math
@@ -18,15 +19,15 @@ GIB = 1024**3
 BF16, FP32 = 2, 4
 DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 
-# What no shape gives, in bytes; printed with every plan.
-CONTEXT = 2 * GIB  # CUDA context, NCCL's buffers, what the allocator cannot use
-ASLEEP = 1 * GIB  # what a rollout engine keeps while it sleeps: CUDA graphs, its own context
-ENGINE_WORKSPACE = 3 * GIB  # activations and CUDA graphs of a rollout engine that is awake
+# Constants that do not follow from shapes, in bytes; printed with every plan.
+CONTEXT = 2 * GIB  # CUDA context, NCCL buffers, memory that the allocator cannot use
+ASLEEP = 1 * GIB  # kept by a sleeping rollout engine: CUDA graphs, its own context
+ENGINE_WORKSPACE = 3 * GIB  # activations and CUDA graphs of an active rollout engine
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of the step and what it holds on one GPU, in bytes."""
+    """A phase of the step and its memory on one GPU by component, in bytes."""
 
     name: str
     parts: dict[str, float]
@@ -38,7 +39,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Engine:
-    """A rollout engine's share of one GPU. ``kv_tokens`` is what one replica caches, over all of its GPUs."""
+    """A rollout engine's share of one GPU. ``kv_tokens`` is the capacity of one replica, over all of its GPUs."""
 
     budget: float
     weights: float
@@ -58,11 +59,11 @@ class Memory:
 
     @property
     def peak(self) -> Phase:
-        """The phase that needs most."""
+        """The phase that needs the most memory."""
         return max(self.phases, key=lambda phase: phase.total)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: GiB."""
+        """JSON-ready, in GiB."""
         engine = {name: getattr(self.engine, name) / GIB for name in ("budget", "weights", "workspace", "kv_cache")}
         return {
             "capacity_gib": self.capacity / GIB,
@@ -76,7 +77,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class _Held:
-    """What the trainer keeps of the model on one GPU, in bytes, while it trains."""
+    """Memory of the model on one GPU during an update, in bytes."""
 
     parameters: float
     gradients: float
@@ -125,7 +126,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
         "parameters": held.parameters,
         "gradients": held.gradients,
         "optimizer": held.optimizer,
-        # gathered for the backward pass as well, and the gradient of a layer before it is reduced, in bfloat16 and float32
+        # gathered for the backward pass too, and the gradient of a layer before its reduction, in bfloat16 and float32
         "gathered layers": held.gathered + (0 if parallel.megatron else (BF16 + FP32) * max(shape.block, shape.head)),
         "activations": _activations(config, shape, tokens, parallel),
         "logits": _logits(shape, tokens, parallel, backward=True),
@@ -139,7 +140,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
 
 @dataclass(frozen=True)
 class _Away:
-    """What waits in host memory while the rollout engine works."""
+    """What is offloaded to host memory while the rollout engine generates."""
 
     parameters: bool
     optimizer: bool
@@ -156,7 +157,7 @@ def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held
     share = (
         0.0 if fsdp.offload_policy else shape.parameters / parallel.shard
     )  # FSDP2's policy keeps the shard in host memory
-    # sharded: the layer that computes, the next one on its way, embedding and head; on one GPU, a layer's bfloat16 copy
+    # sharded: the current layer, the prefetched one, embedding and head; on one GPU: the bfloat16 copy of a layer
     layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
     gathered = float(BF16 * layers)
     return _Held(each * share, each * share, 2 * each * share, gathered)
@@ -167,7 +168,7 @@ def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _
     if parallel.pipeline == 1:
         ends = shape.embedding + shape.head
     else:
-        ends = max(shape.embedding, shape.head or shape.embedding)  # a tied head is a copy on the last stage
+        ends = max(shape.embedding, shape.head or shape.embedding)  # a tied head is copied to the last stage
     share = (layers * shape.block + ends) / parallel.tensor
     spread = (
         parallel.data * parallel.context if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
@@ -176,7 +177,7 @@ def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _
 
 
 def micro_batch_tokens(config: DictConfig, parallel: Parallelism, *, update: bool) -> int:
-    """Most tokens of one micro-batch that one GPU works on."""
+    """Largest number of tokens of a micro-batch on one GPU."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     prompts = actor.ppo_mini_batch_size if update else config.data.train_batch_size
@@ -189,10 +190,11 @@ def micro_batch_tokens(config: DictConfig, parallel: Parallelism, *, update: boo
 
 
 def layer_activation_bytes(shape: ModelShape) -> int:
-    """Bytes that one layer keeps for its backward pass, a token, in bfloat16 with fused attention: what autograd saves, to the byte.
+    """Bytes per token that autograd saves for the backward pass of one layer, in bfloat16 with fused attention.
 
-    Two norms (float32 input, bfloat16 result before and behind the weight, float32 scale), queries, keys, values and attention output,
-    attention's float32 log-sum-exp a head, and four tensors of the MLP: gate, its activation, up, and their product.
+    Two norms (float32 input, bfloat16 result before and after the weight, float32 scale), queries, keys, values and
+    attention output, attention's float32 log-sum-exp per head, and four tensors of the MLP: gate, its activation, up,
+    and their product.
     """
     norms = 2 * (8 * shape.hidden + 4)
     attention = 4 * shape.heads * shape.head_size + 4 * shape.key_value_width + 4 * shape.heads
@@ -200,9 +202,9 @@ def layer_activation_bytes(shape: ModelShape) -> int:
 
 
 def _activations(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
-    """What an update keeps for the backward pass on one GPU, in bytes.
+    """Activations that an update keeps for the backward pass on one GPU, in bytes.
 
-    With a pipeline, the first stage keeps as many micro-batches as there are stages, of its share of the layers: the same as without.
+    With a pipeline, the first stage keeps one micro-batch per stage of its share of the layers: the same as without.
     """
     model = config.actor_rollout_ref.model
     whole = tokens * layer_activation_bytes(shape) / parallel.tensor
@@ -213,7 +215,7 @@ def _activations(config: DictConfig, shape: ModelShape, tokens: int, parallel: P
 
 
 def checkpoints_activations(config: DictConfig, parallel: Parallelism) -> bool:
-    """Whether a layer's activations are computed again in the backward pass."""
+    """Whether a layer's activations are recomputed in the backward pass."""
     if parallel.megatron:
         options = config.actor_rollout_ref.actor.megatron.override_transformer_config
         return options.get("recompute_granularity") == "full"
@@ -221,15 +223,15 @@ def checkpoints_activations(config: DictConfig, parallel: Parallelism) -> bool:
 
 
 def _transient(shape: ModelShape, tokens: int) -> float:
-    """Activations of a pass without gradients: a layer's widest moment."""
+    """Peak activations of a forward pass without gradients, of one layer."""
     return tokens * BF16 * (3 * shape.intermediate + 3 * shape.hidden)
 
 
 def _logits(shape: ModelShape, tokens: int, parallel: Parallelism, *, backward: bool) -> float:
-    """Logits over the vocabulary and what the log-prob of the sampled token makes of them, in bytes.
+    """Logits over the vocabulary and the temporaries of the log-prob, in bytes.
 
-    FSDP: bfloat16 logits; flash-attention's cross entropy writes their gradient over them, but the pass before the updates may not, and
-    neither adds a copy. Megatron: bfloat16 logits, float32 softmax, and in the pass before the updates a copy for the entropy.
+    FSDP: bfloat16 logits without a copy; in an update flash-attention's cross entropy writes their gradient in place.
+    Megatron: bfloat16 logits, float32 softmax, and in the old-log-prob pass a copy for the entropy.
     """
     values = tokens * shape.vocabulary / parallel.tensor
     if not parallel.megatron:
@@ -240,7 +242,8 @@ def _logits(shape: ModelShape, tokens: int, parallel: Parallelism, *, backward: 
 def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
     """Scratch memory of the entropies of one micro-batch: softmax, product and log-sum-exp over the vocabulary.
 
-    In chunks these are float32 for 2048 tokens at a time (and the chunk itself); otherwise they are as large as the logits, each.
+    With chunking these, and the chunk itself, are float32 for 2048 tokens at a time; otherwise each is as large as the
+    logits.
     """
     actor = config.actor_rollout_ref.actor
     width = shape.vocabulary / parallel.tensor
@@ -250,7 +253,7 @@ def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: 
 
 
 def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Engine:
-    """What vLLM makes of its share of a GPU: weights, room to work, and the rest for the KV cache."""
+    """vLLM's share of a GPU: weights, workspace, and the rest as KV cache."""
     rollout = config.actor_rollout_ref.rollout
     each = DTYPE_BYTES[rollout.dtype]
     budget = rollout.gpu_memory_utilization * capacity

@@ -1,4 +1,4 @@
-"""How a run is spread over its GPUs, read from the configuration as verl reads it. Integers alone; nothing heavy is imported."""
+"""Parallelism of a run, read from the configuration as verl reads it; nothing heavy is imported."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,11 @@ from gtpo_verl.errors import UserError
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the groups of GPUs.
+    """Sizes of the parallel groups, in GPUs.
 
-    ``data`` ranks see different responses. A response is split over ``sequence`` GPUs under FSDP (Ulysses), over ``context`` under
-    Megatron. ``shard`` GPUs share one copy of FSDP's parameters. ``replicas`` rollout engines of ``rollout`` GPUs each serve the policy.
+    ``data`` ranks see different responses. A response is split over ``sequence`` GPUs under FSDP (Ulysses), over
+    ``context`` under Megatron. ``shard`` GPUs share one copy of FSDP's parameters. ``replicas`` rollout engines of
+    ``rollout`` GPUs each serve the policy.
     """
 
     gpus: int
@@ -29,15 +30,15 @@ class Parallelism:
 
     @property
     def split(self) -> int:
-        """GPUs that share the tokens of a micro-batch."""
+        """Number of GPUs over which the tokens of a micro-batch are split."""
         return self.context * self.sequence
 
 
 def parallelism(config: DictConfig) -> Parallelism:
-    """Read the groups from a composed run.
+    """Read the parallel sizes from a composed run.
 
     Raises:
-        UserError: sizes that do not divide, with the keys to change.
+        UserError: sizes do not divide; the message names the keys to change.
     """
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
@@ -48,8 +49,8 @@ def parallelism(config: DictConfig) -> Parallelism:
         context, sequence, shard = sizes.context_parallel_size, 1, 1
         if gpus % (tensor * pipeline * context):
             raise UserError(
-                f"{gpus} GPUs do not divide by actor_rollout_ref.actor.megatron's tensor × pipeline × context parallel sizes = "
-                f"{tensor} × {pipeline} × {context}."
+                f"{gpus} GPUs do not divide by actor_rollout_ref.actor.megatron's tensor × pipeline × context parallel "
+                f"sizes = {tensor} × {pipeline} × {context}."
             )
     else:
         tensor = pipeline = context = 1
@@ -58,7 +59,8 @@ def parallelism(config: DictConfig) -> Parallelism:
         shard = gpus if wanted < 0 or wanted >= gpus else wanted
         if gpus % sequence:
             raise UserError(
-                f"{gpus} GPUs do not divide by actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}."
+                f"{gpus} GPUs do not divide by "
+                f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}."
             )
         if gpus % shard:
             raise UserError(f"{gpus} GPUs do not divide by actor_rollout_ref.actor.fsdp_config.fsdp_size={shard}.")
@@ -66,7 +68,8 @@ def parallelism(config: DictConfig) -> Parallelism:
     if gpus % rollout:
         raise UserError(
             f"{gpus} GPUs do not divide by the {rollout} of one rollout engine: change "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and trainer.n_gpus_per_node."
+            "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and "
+            "trainer.n_gpus_per_node."
         )
     return Parallelism(
         gpus=gpus,
@@ -84,7 +87,7 @@ def parallelism(config: DictConfig) -> Parallelism:
 
 
 def sequence_parallel(config: DictConfig) -> int:
-    """Ulysses' size: verl takes its older key on the actor where that is set, and FSDP's otherwise."""
+    """Ulysses' size: verl reads the older key of the actor if it is set, and FSDP's otherwise."""
     actor = config.actor_rollout_ref.actor
     older = actor.ulysses_sequence_parallel_size
     return older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size

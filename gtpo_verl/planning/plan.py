@@ -1,4 +1,4 @@
-"""A plan: everything that this package works out about one configuration, as data."""
+"""A plan: everything that follows from one configuration, as data."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -7,8 +7,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl import preflight
+from gtpo_verl.algorithms.registry import Algorithm, algorithms
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.findings import (
+    LEVELS,
     Finding,
     idle_findings,
     memory_findings,
@@ -16,19 +18,18 @@ from gtpo_verl.planning.findings import (
     sampling_findings,
     shape_findings,
 )
+from gtpo_verl.planning.measured import measured_assumptions
 from gtpo_verl.planning.memory import GIB, Memory, engine_of, memory_of
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import Lengths, Step, check_batches, skips_old_log_prob, step_of
 from gtpo_verl.planning.timing import (
-    ADVANTAGE_NS,
     Assumptions,
     StepTime,
     check_assumptions,
     default_assumptions,
     forward_flops,
     given_assumptions,
-    measured_assumptions,
     step_time,
 )
 
@@ -40,8 +41,8 @@ ROLLOUT_COLUMNS = 8  # bytes a token: float32 entropy and int32 version of the w
 class ArmCost:
     """What an arm adds to one step beyond generation and updates.
 
-    ``entropy_source`` is where its entropies come from; bytes are of the columns in TransferQueue that hold them; the pass is the
-    actor's over the batch before the updates, in seconds.
+    ``entropy_bytes`` and ``rollout_bytes`` are the sizes of the columns in TransferQueue with the actor's and the
+    rollout's entropies; ``pass_seconds`` is the actor's forward pass over the batch before the updates.
     """
 
     arm: str
@@ -53,7 +54,7 @@ class ArmCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration, worked out. On a CPU memory is None, and time as well unless it was measured: both models are a GPU's."""
+    """Everything about one configuration. On a CPU ``memory`` is None, and ``time`` too unless it was measured."""
 
     overrides: list[str]
     algorithm: str
@@ -73,7 +74,7 @@ class Plan:
         return [finding for finding in self.findings if finding.level == "error"]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; bytes are GiB where the name says so, times are seconds."""
+        """JSON-ready; bytes are GiB where the name says so, times are seconds."""
         return {
             "overrides": self.overrides,
             "algorithm": self.algorithm,
@@ -93,6 +94,7 @@ def make_plan(
     config: DictConfig,
     overrides: Sequence[str] = (),
     *,
+    preflight: Sequence[Finding] = (),
     gpu: str = "h100",
     given: dict[str, float] | None = None,
     measured: Path | None = None,
@@ -102,14 +104,14 @@ def make_plan(
     Args:
         config: composed, and prepared as for a run.
         overrides: the user's, to find those without effect.
+        preflight: findings of the checks that run before a training; they come first among those of their level.
         gpu: a name in ``timing.GPUS``.
         given: assumptions by name; they win over measured ones.
         measured: directory of a run to take assumptions from.
 
     Raises:
-        UserError: batches that do not divide (nothing follows from them), an unknown model, an assumption out of range.
+        UserError: batch sizes that do not divide, an unknown model, an assumption out of range.
     """
-    errors, remarks = preflight.problems(config)
     parallel = check_batches(config)
     shape = load_shape(config.actor_rollout_ref.model.path)
     assumptions = default_assumptions(config, gpu)
@@ -120,8 +122,7 @@ def make_plan(
     lengths = Lengths(assumptions["prompt_length"].value, assumptions["response_length"].value)
     step = step_of(config, parallel, lengths, assumptions["sampling_yield"].value)
 
-    findings = [Finding("error", message) for message in errors]
-    findings += shape_findings(config, shape, parallel) + sampling_findings(config, step)
+    findings = [*preflight, *shape_findings(config, shape, parallel), *sampling_findings(config, step)]
     memory, time = None, None
     capacity = assumptions["gpu_memory"].value * GIB
     on_gpu = config.trainer.device != "cpu"
@@ -131,8 +132,6 @@ def make_plan(
     if on_gpu or measured is not None:
         time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
     findings += mode_findings(config) + idle_findings(config, overrides)
-    findings += [Finding("note", remark) for remark in remarks]
-    order = ("error", "warning", "note")
     return Plan(
         overrides=list(overrides),
         algorithm=config.algorithm.adv_estimator,
@@ -144,24 +143,31 @@ def make_plan(
         time=time,
         arms=_arms(config, shape, parallel, step, assumptions),
         assumptions=assumptions,
-        findings=sorted(findings, key=lambda finding: order.index(finding.level)),
+        findings=sorted(findings, key=lambda finding: LEVELS.index(finding.level)),
     )
 
 
 def _arms(
     config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, assumptions: Assumptions
 ) -> list[ArmCost]:
-    """DAPO, GTPO and GRPO-S on the same batch, from the same source of entropies.
+    """Every registered method on the same batch, with the same source of entropies.
 
-    All three fetch the entropies: DAPO does not need them, but its credit metrics are those of the others.
+    All of them fetch the entropies: those that do not need them for their advantages log the same credit metrics.
     """
     tokens = round(step.responses * assumptions["response_length"].value)
     lengths = assumptions["prompt_length"].value + assumptions["response_length"].value
     peak = assumptions["gpu_tflops"].value * 1e12 * parallel.gpus * assumptions["log_prob_efficiency"].value
     seconds = 0.0 if skips_old_log_prob(config) else forward_flops(shape, step.responses, lengths) / peak
-    rollout = 0 if config.algorithm.entropy.source == "actor" else ROLLOUT_COLUMNS * tokens
+    rollout = ROLLOUT_COLUMNS * tokens if entropy_source(config).from_rollout else 0
     actor = 0 if skips_old_log_prob(config) else FLOAT32 * tokens
     return [
-        ArmCost(arm, actor, rollout, seconds, tokens * ADVANTAGE_NS[estimator] * 1e-9)
-        for arm, estimator in (("dapo", "grpo"), ("gtpo", "gtpo"), ("grpo_s", "grpo_s"))
+        ArmCost(method.name, actor, rollout, seconds, tokens * method.advantage_ns * 1e-9) for method in _compared()
     ]
+
+
+def _compared() -> list[Algorithm]:
+    """The registered methods in their order, without those that share the advantage estimator of an earlier one."""
+    first: dict[str, Algorithm] = {}
+    for method in algorithms().values():
+        first.setdefault(method.estimator, method)
+    return list(first.values())

@@ -1,4 +1,4 @@
-"""A plan as tables for people."""
+"""Prints a plan as tables."""
 
 import sys
 
@@ -9,12 +9,12 @@ from rich.table import Table
 from gtpo_verl.planning.memory import GIB
 from gtpo_verl.planning.plan import Plan
 
-WIDTH = 130  # where the output is no terminal
+WIDTH = 130  # columns, if the output is not a terminal
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def show(plan: Plan) -> None:
-    """Print a plan on standard output."""
+    """Print a plan to standard output."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_step(plan))
     if plan.memory is not None:
@@ -22,12 +22,14 @@ def show(plan: Plan) -> None:
     if plan.time is not None:
         console.print(_time(plan), _run_line(plan), "", sep="\n")
     if plan.memory is None:
-        console.print("Memory is worked out for GPUs alone, and this run has none; its time can only be --measured.\n")
+        console.print(
+            "Memory is estimated for GPUs only, and this run has none. For its time, measure a run: --measured RUN.\n"
+        )
     console.print(_arms(plan))
-    console.print("The pass is verl's own, for old log-probs; algorithm.entropy.source=rollout leaves it out.\n")
+    console.print("The pass computes verl's old log-probs; algorithm.entropy.source=rollout skips it.\n")
     console.print(_assumed(plan))
     if not plan.findings:
-        console.print("Nothing was found that is known to go wrong.")
+        console.print("No known problem was found.")
     for finding in plan.findings:
         console.print(f"{finding.level}: {finding.message}", style=STYLES[finding.level], markup=False, soft_wrap=True)
 
@@ -43,8 +45,8 @@ def _step(plan: Plan) -> Table:
     step, shape, parallel = plan.step, plan.shape, plan.parallel
     table = _table("One step", "", "", "")
 
-    def row(name: str, value: str, remark: str = "") -> None:
-        table.add_row(name, value, remark)
+    def row(name: str, value: str, comment: str = "") -> None:
+        table.add_row(name, value, comment)
 
     row("model", shape.name, f"{shape.parameters:,} parameters; {shape.layers} layers; config {shape.source}")
     kinds = {
@@ -66,20 +68,21 @@ def _step(plan: Plan) -> Table:
     )
     row("optimizer updates", f"{step.updates}", f"{step.updates * plan.total_steps:,} in {plan.total_steps} steps")
     row(
-        "micro-batches a rank",
+        "micro-batches per rank",
         f"{step.micro_batches_per_step}",
-        f"{step.micro_batches_per_update} an update; {step.old_log_prob_micro_batches} in the pass before the updates",
+        f"{step.micro_batches_per_update} per update; {step.old_log_prob_micro_batches} in the old-log-prob pass",
     )
     row(
         "tokens trained on",
         _count(step.tokens),
-        f"prompts and responses; the longest sequence has {step.longest_sequence:,}",
+        f"prompts and responses; longest sequence {step.longest_sequence:,}",
     )
     budget = "" if step.budget_prompts is None else f"; at most {step.budget_prompts:,} prompts"
     row(
         "tokens generated",
         _count(step.generated_tokens),
-        f"{step.generated_prompts:,} prompts, {step.sampling_overhead:+.0%} at a yield of {step.sampling_yield:g}{budget}",
+        f"{step.generated_prompts:,} prompts, {step.sampling_overhead:+.0%} at a yield of "
+        f"{step.sampling_yield:g}{budget}",
     )
     return table
 
@@ -87,7 +90,7 @@ def _step(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table:
     memory = plan.memory
     assert memory is not None
-    table = _table("Memory of a GPU, GiB", "", *(phase.name for phase in memory.phases), numbers=True)
+    table = _table("Memory per GPU, GiB", "", *(phase.name for phase in memory.phases), numbers=True)
     names = list(dict.fromkeys(name for phase in memory.phases for name in phase.parts))
     for name in names:
         parts = [phase.parts.get(name, 0.0) / GIB for phase in memory.phases]
@@ -105,15 +108,16 @@ def _engine_line(plan: Plan) -> str:
     engine = plan.memory.engine
     longest = engine.kv_tokens // plan.step.longest_sequence
     return (
-        f"Rollout engine: weights {engine.weights / GIB:.1f}, workspace {engine.workspace / GIB:.1f}, KV cache {engine.kv_cache / GIB:.1f}: "
-        f"{engine.kv_tokens:,} tokens a replica, {longest:,} of the longest sequences."
+        f"Rollout engine: weights {engine.weights / GIB:.1f}, workspace {engine.workspace / GIB:.1f}, KV cache "
+        f"{engine.kv_cache / GIB:.1f}: {engine.kv_tokens:,} tokens per replica, {longest:,} sequences of the maximum "
+        "length."
     )
 
 
 def _time(plan: Plan) -> Table:
     time = plan.time
     assert time is not None
-    table = _table("Time of a step, estimated", "", "seconds", "share", numbers=True)
+    table = _table("Estimated time of a step", "", "seconds", "share", numbers=True)
     rows = {
         "generation": time.generate,
         "old log-probs": time.old_log_prob,
@@ -133,16 +137,17 @@ def _run_line(plan: Plan) -> str:
     hours = plan.time.total * plan.total_steps / 3600
     each = f" A replica decodes {plan.time.concurrent} responses at once." if plan.time.concurrent else ""
     duration = f"{hours:,.0f} hours" if hours >= 10 else f"{hours:.1f} hours"
-    return f"{plan.total_steps} steps: {duration}, {hours * plan.parallel.gpus:,.0f} GPU-hours, without validation and verifier.{each}"
+    gpu_hours = f"{hours * plan.parallel.gpus:,.0f} GPU-hours"
+    return f"{plan.total_steps} steps: {duration}, {gpu_hours}, without validation and verifier.{each}"
 
 
 def _arms(plan: Plan) -> Table:
     table = _table(
-        "What each arm adds to generation and updates, a step",
+        "Cost of each arm per step, beyond generation and updates",
         "",
-        "actor's pass, s",
-        "its entropies, MiB",
-        "the rollout's, MiB",
+        "old-log-prob pass, s",
+        "actor's entropies, MiB",
+        "rollout's entropies, MiB",
         "advantages, s",
         numbers=True,
     )
@@ -158,7 +163,7 @@ def _arms(plan: Plan) -> Table:
 
 
 def _assumed(plan: Plan) -> Table:
-    table = _table("Assumed", "name", "value", "unit", "from")
+    table = _table("Assumptions", "name", "value", "unit", "origin")
     for name, item in sorted(plan.assumptions.items()):
         table.add_row(name, f"{item.value:,.4g}", item.unit, item.origin)
     return table

@@ -1,4 +1,4 @@
-"""The shape of a model from its config.json: exact parameter counts on torch's meta device, without a download and without memory."""
+"""The shape of a model from its config.json; parameters are counted on torch's meta device, without weights."""
 
 import json
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ INSTRUCT_POSITIONS = 32768  # the Instruct models of Qwen2.5 have the shape of t
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a dense decoder; parameter counts are those of the model that transformers builds.
+    """Sizes of a dense decoder; parameters are counted on the model that transformers builds.
 
-    ``block`` is one layer, ``embedding`` the input embedding, ``head`` the output projection (0 where it is the embedding again).
+    ``block`` is one layer, ``embedding`` the input embedding, ``head`` the output projection (0 if it is tied to the
+    embedding).
     """
 
     name: str
@@ -37,16 +38,16 @@ class ModelShape:
 
     @property
     def matmul_parameters(self) -> int:
-        """Parameters that every token is multiplied with: all but the embedding, which is looked up (a tied one is the head as well)."""
+        """Parameters that every token is multiplied with: all but an embedding that is not the head too (a lookup)."""
         return self.parameters - (self.embedding if self.head else 0)
 
     @property
     def key_value_width(self) -> int:
-        """Numbers in the keys of one token and layer; its values have as many."""
+        """Width of the keys of one token and layer; its values are as wide."""
         return self.key_value_heads * self.head_size
 
     def key_value_bytes(self, tensor_parallel: int, bytes_each: int = 2) -> int:
-        """Bytes of KV cache a token takes on one GPU; with more ranks than key-value heads, heads are repeated."""
+        """Bytes of KV cache per token on one GPU; with more ranks than key-value heads, heads are repeated."""
         heads = max(self.key_value_heads // tensor_parallel, 1)
         return 2 * self.layers * heads * self.head_size * bytes_each
 
@@ -57,14 +58,14 @@ def known_models() -> list[str]:
 
 
 def load_shape(path: str | None) -> ModelShape:
-    """The shape of the model that a run names.
+    """The shape of the model of a run.
 
     Args:
-        path: ``actor_rollout_ref.model.path``: a local directory, a name on the hub that is in the cache, or one of the models
-            whose config ships with the package (Qwen2.5, with or without ``-Instruct``).
+        path: ``actor_rollout_ref.model.path``: a local directory, a name on the hub that is in the cache, or one of the
+            models whose config ships with the package (Qwen2.5, with or without ``-Instruct``).
 
     Raises:
-        UserError: no such model here, or one that is no dense decoder.
+        UserError: the model is not here, or is not a dense decoder.
     """
     if path is None:
         raise UserError(
@@ -88,8 +89,8 @@ def _find_config(path: str) -> tuple[dict[str, Any], str]:
     if cached is not None:
         return json.loads(Path(cached).read_text()), cached
     raise UserError(
-        f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory (its config.json is "
-        f"enough to plan), or one of Qwen/{', '.join(known_models())}."
+        f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
+        f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
     )
 
 
@@ -117,9 +118,9 @@ def _count(name: str, config_json: str, source: str) -> ModelShape:
         text = full.get_text_config()
         experts = any(key in config for key in ("num_experts", "num_local_experts", "n_routed_experts"))
         if experts or len({_numel(layer) for layer in layers}) != 1 or not hasattr(text, "intermediate_size"):
-            raise UserError(f"{source}: a plan needs a dense decoder whose layers are all alike, and {kind} is none.")
+            raise UserError(f"{source}: a plan needs a dense decoder with identical layers, and {kind} is not one.")
     except (KeyError, ValueError, AttributeError) as error:
-        raise UserError(f"{source}: transformers builds no decoder from model_type={kind}: {error}") from error
+        raise UserError(f"{source}: transformers cannot build a decoder from model_type={kind}: {error}") from error
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     return ModelShape(

@@ -1,4 +1,4 @@
-"""The arithmetic of one training step: how many prompts, responses, updates, micro-batches and tokens a configuration means.
+"""The arithmetic of one training step: prompts, responses, updates, micro-batches and tokens.
 
 verl counts a mini-batch in prompts and a micro-batch in responses; a rollout step makes
 train_batch_size / ppo_mini_batch_size × ppo_epochs optimizer updates. Nothing heavy is imported.
@@ -11,12 +11,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean tokens of a prompt and of a response; a plan cannot know them, so they are given or measured."""
+    """Mean tokens of a prompt and of a response: assumed, given or measured."""
 
     prompt: float
     response: float
@@ -29,9 +30,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Step:
-    """One training step. Micro-batches are per rank; those cut by tokens are the least that hold the mean lengths.
+    """One training step. Micro-batches are per rank; if they are sized by tokens, the minimum at the mean lengths.
 
-    ``generated_*`` is what dynamic sampling generates for it at the given yield, in the least case: whole rounds may add to it.
+    ``generated_*`` is the minimum that dynamic sampling generates at the given yield: whole rounds may add to it.
     """
 
     prompts: int
@@ -54,7 +55,7 @@ class Step:
     budget_prompts: int | None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """JSON-ready."""
         return asdict(self)
 
 
@@ -62,20 +63,21 @@ def check_batches(config: DictConfig) -> Parallelism:
     """Check that the batches of a run divide over mini-batches, ranks and micro-batches; returns the parallelism.
 
     Raises:
-        UserError: the first size that does not divide, and what to change.
+        UserError: the first size that does not divide and what to change.
     """
     parallel = parallelism(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if config.data.train_batch_size % actor.ppo_mini_batch_size:
         raise UserError(
-            f"data.train_batch_size={config.data.train_batch_size} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size="
-            f"{actor.ppo_mini_batch_size}: both count prompts, and their quotient is the number of updates a step."
+            f"data.train_batch_size={config.data.train_batch_size} is not a multiple of "
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size}: both count prompts, and their "
+            "quotient is the number of updates per step."
         )
     per_rank, rest = divmod(actor.ppo_mini_batch_size * rollout.n, parallel.data)
     if rest:
         raise UserError(
-            f"a mini-batch of {actor.ppo_mini_batch_size} prompts × {rollout.n} responses does not divide over {parallel.data} "
-            "data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or rollout.n."
+            f"a mini-batch of {actor.ppo_mini_batch_size} prompts × {rollout.n} responses does not divide over "
+            f"{parallel.data} data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or rollout.n."
         )
     if actor.use_dynamic_bsz:
         longest = config.data.max_prompt_length + config.data.max_response_length
@@ -86,8 +88,9 @@ def check_batches(config: DictConfig) -> Parallelism:
         for key, limit in limits.items():
             if limit * parallel.split < longest:
                 raise UserError(
-                    f"{key}={limit}{f' × {parallel.split} GPUs a sequence' if parallel.split > 1 else ''} is less than the longest "
-                    f"sequence, data.max_prompt_length + data.max_response_length = {longest}: verl stops at the first one that long."
+                    f"{key}={limit}{f' × {parallel.split} GPUs per sequence' if parallel.split > 1 else ''} is less "
+                    f"than the longest sequence, data.max_prompt_length + data.max_response_length = {longest}: verl "
+                    "fails at the first one of that length."
                 )
         return parallel
     for key, micro, rows, what in (
@@ -116,13 +119,14 @@ def _mini_batches(config: DictConfig) -> int:
 
 
 def step_of(config: DictConfig, parallel: Parallelism, lengths: Lengths, sampling_yield: float) -> Step:
-    """The arithmetic of one step of a run whose batches divide.
+    """Work out one step of a run whose batch sizes divide.
 
     Args:
         config: a composed run.
         parallel: from :func:`check_batches`.
         lengths: mean tokens.
-        sampling_yield: share of generated groups with correct and wrong responses, in (0, 1]; 1 without dynamic sampling.
+        sampling_yield: share of generated groups with correct and wrong responses, in (0, 1]; 1 without dynamic
+            sampling.
     """
     actor, rollout, groups = (
         config.actor_rollout_ref.actor,
@@ -165,10 +169,10 @@ def step_of(config: DictConfig, parallel: Parallelism, lengths: Lengths, samplin
 
 
 def token_micro_batches(rows: int, mean_length: float, limit: int) -> int:
-    """Least micro-batches of at most ``limit`` tokens for ``rows`` sequences: verl starts there, and takes more where they do not pack."""
+    """Fewest micro-batches of at most ``limit`` tokens for ``rows`` sequences; verl makes more if they do not pack."""
     return min(rows, math.ceil(rows * mean_length / limit))
 
 
 def skips_old_log_prob(config: DictConfig) -> bool:
-    """Whether the actor's pass over the batch before the updates is left out (verl's bypass mode)."""
-    return config.algorithm.entropy.source == "rollout" or config.algorithm.rollout_correction.bypass_mode
+    """Whether the old-log-prob pass is skipped (verl's bypass mode)."""
+    return entropy_source(config).skips_actor_pass or config.algorithm.rollout_correction.bypass_mode

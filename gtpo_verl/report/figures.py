@@ -1,4 +1,4 @@
-"""The figures of a report: which metric is drawn where, and what to say where it was not logged."""
+"""The figures of a report: which metric is drawn where, and what is said where it was not logged."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,16 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.figure import Figure
 
+from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.report import plots
-from gtpo_verl.report.analysis import (
-    OTHER_PHASE,
-    STEP_PHASES,
-    VALIDATION_PHASE,
-    ArmResult,
-    curve_basis,
-    logged_accuracies,
-    percent,
-)
+from gtpo_verl.report.accuracy import Accuracy
+from gtpo_verl.report.results import OTHER_PHASE, STEP_PHASES, VALIDATION_PHASE, ArmResult, data_sources
+from gtpo_verl.report.words import curve_basis, percent
 
 _SMALL_PHASE = 0.01  # a phase below this share of the longest step, in every arm, is drawn as part of "other"
 
@@ -58,8 +53,7 @@ class MetricFigure:
 METRIC_FIGURES = {
     "entropy": MetricFigure(
         "Entropy",
-        "Mean policy entropy of a token, in nats: of all training responses, of those that the verifier accepts, and "
-        "of those that it rejects.",
+        "Mean policy entropy per token, in nats: over all training responses, the correct ones, and the wrong ones.",
         (
             MetricPanel("all responses", "credit/entropy_all", fallback="actor/entropy"),
             MetricPanel("correct responses", "credit/entropy_correct"),
@@ -75,10 +69,10 @@ METRIC_FIGURES = {
     ),
     "agreement": MetricFigure(
         "Do rollout and actor agree?",
-        "Difference between a token's entropy as vLLM returned it and as the actor computes it, in nats.",
+        "Absolute difference between a token's entropy from vLLM and from the actor, in nats.",
         (
             MetricPanel(
-                "largest (solid) and mean (dashed) of a step",
+                "maximum (solid) and mean (dashed) per step",
                 "rollout_entropy/abs_diff_max",
                 dashed="rollout_entropy/abs_diff_mean",
                 log=True,
@@ -88,8 +82,7 @@ METRIC_FIGURES = {
     ),
     "sign_flips": MetricFigure(
         "Sign flips",
-        "Share of tokens whose advantage points against the verdict: below zero in a correct response, above zero in "
-        "a wrong one.",
+        "Share of tokens whose advantage has the wrong sign: negative in a correct response, positive in a wrong one.",
         (
             MetricPanel("in correct responses", "credit/sign_flip_correct", percent=True),
             MetricPanel("in wrong responses", "credit/sign_flip_wrong", percent=True),
@@ -97,27 +90,26 @@ METRIC_FIGURES = {
     ),
     "training": MetricFigure(
         "Inside the training",
-        "What the optimiser saw. Accuracy and score are those of the training responses, new ones at every step.",
+        "Statistics of the training batches. Accuracy and score are those of the training responses.",
         (
             MetricPanel("training accuracy", "training/accuracy", percent=True),
             MetricPanel("mean score", "critic/score/mean"),
             MetricPanel("clipped tokens", "actor/pg_clipfrac", percent=True),
-            MetricPanel("spread of advantages inside a response", "credit/advantage_spread"),
-            MetricPanel("generated groups that were mixed", "training/filter_groups/yield", percent=True),
-            MetricPanel("groups without contrast that were trained on", "credit/degenerate_share", percent=True),
+            MetricPanel("spread of advantages within a response", "credit/advantage_spread"),
+            MetricPanel("mixed share of generated groups", "training/filter_groups/yield", percent=True),
+            MetricPanel("all-right or all-wrong groups in the batch", "credit/degenerate_share", percent=True),
         ),
     ),
 }
 
 # every figure that a report may hold, in order
-FIGURES = ("accuracy", "data_sources", "entropy", "response_length", "agreement", "sign_flips", "step_time", "training")
+FIGURES = ("accuracy", "entropy", "response_length", "agreement", "sign_flips", "step_time", "training")
 
 
 def draw_figures(results: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
-    """The figures that the runs have the data for, in order, and a sentence for each that is missing."""
-    builders: dict[str, Callable[[Sequence[ArmResult]], ReportFigure | str | None]] = {
+    """The figures that the runs have data for, in order, and a sentence for each that is missing."""
+    builders: dict[str, Callable[[Sequence[ArmResult]], ReportFigure | str]] = {
         "accuracy": _accuracy,
-        "data_sources": _data_sources,
         "step_time": _step_time,
     }
     drawn = []
@@ -126,20 +118,26 @@ def draw_figures(results: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...]
         figure = builders[name](results) if name in builders else _metrics(name, results)
         if isinstance(figure, ReportFigure):
             drawn.append(figure)
-        elif figure:
+        else:
             missing.append(figure)
     return tuple(drawn), tuple(missing)
 
 
 def draw_headline(results: Sequence[ArmResult], theme: plots.Theme) -> Figure | None:
-    """Accuracy over steps; None where no arm has a validation accuracy."""
-    lines = _accuracy_lines(results)
-    return plots.accuracy_figure(lines, theme, "Validation accuracy", curve_basis(results)) if lines else None
+    """Accuracy over steps, one panel per data source where there are several; None where no arm was validated."""
+    sources = data_sources(results)
+    if not sources:
+        return None
+    if len(sources) > 1:
+        return plots.panels_figure(_accuracy_panels(results), theme)
+    subtitle = curve_basis(_accuracies(results, sources[0]))
+    return plots.accuracy_figure(_accuracy_lines(results, sources[0]), theme, "Validation accuracy", subtitle)
 
 
-def styles(results: Sequence[ArmResult]) -> dict[str, plots.ArmStyle]:
-    """The look of each arm, by label."""
-    return plots.arm_styles([result.label for result in results])
+def styles(results: Sequence[ArmResult]) -> dict[str, Style]:
+    """The style of each arm, by label."""
+    methods = {result.label: result.arm.method.name if result.arm.method else None for result in results}
+    return plots.arm_styles(methods)
 
 
 def file_name(figure: str, theme: str) -> str:
@@ -150,74 +148,72 @@ def _both_themes(draw: Callable[[plots.Theme], Figure]) -> dict[str, bytes]:
     return {theme.name: plots.png(draw(theme)) for theme in (plots.LIGHT, plots.DARK)}
 
 
-def _accuracy_lines(results: Sequence[ArmResult]) -> list[plots.Line]:
+def _accuracies(results: Sequence[ArmResult], source: str) -> list[Accuracy]:
+    return [result.accuracies[source] for result in results if source in result.accuracies]
+
+
+def _accuracy_lines(results: Sequence[ArmResult], source: str) -> list[plots.Line]:
     looks = styles(results)
     lines = []
     for result in results:
-        if not result.curve:
+        if source not in result.accuracies:
             continue
-        bounds = np.array([(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in result.curve])
-        steps = np.array([point.step for point in result.curve])
-        values = np.array([point.accuracy for point in result.curve])
+        curve = result.accuracies[source].curve
+        bounds = np.array([(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in curve])
+        steps = np.array([point.step for point in curve])
+        values = np.array([point.accuracy for point in curve])
         lines.append(plots.Line(result.name, looks[result.label], steps, values, bounds[:, 0], bounds[:, 1]))
     return lines
 
 
+def _accuracy_panels(results: Sequence[ArmResult]) -> list[plots.Panel]:
+    return [
+        plots.Panel(source, tuple(_accuracy_lines(results, source)), percent=True, markers=True)
+        for source in data_sources(results)
+    ]
+
+
 def _accuracy(results: Sequence[ArmResult]) -> ReportFigure | str:
-    lines = _accuracy_lines(results)
-    if not lines:
-        return "Accuracy: no validation samples, and no single val-core/…/acc/mean@… was logged."
-    subtitle = curve_basis(results)
-    absent = _absence(results, lines, "validation accuracy")
+    panels = _accuracy_panels(results)
+    if not panels:
+        return "Accuracy: no validation samples, and no val-core/…/acc/mean@… was logged."
+    caption = "Share of validation responses that are correct."
+    if len(panels) > 1:
+        caption += " One panel per data source."
+        caption += "".join(f" {panel.title}: {curve_basis(_accuracies(results, panel.title))}." for panel in panels)
+    drawn = [line for panel in panels for line in panel.lines]
     return ReportFigure(
         "accuracy",
         "Accuracy",
-        f"Share of validation responses that the verifier accepts.{absent}",
+        caption + _absence(results, drawn, "validation accuracy"),
         alt="Validation accuracy over training steps: "
-        + "; ".join(f"{line.label} from {percent(line.values[0])} to {percent(line.values[-1])}" for line in lines),
-        png=_both_themes(lambda theme: plots.accuracy_figure(lines, theme, "Validation accuracy", subtitle)),
+        + "; ".join(
+            f"{line.label}{f' on {panel.title}' if len(panels) > 1 else ''} from {percent(line.values[0])} "
+            f"to {percent(line.values[-1])}"
+            for panel in panels
+            for line in panel.lines
+        ),
+        png=_both_themes(lambda theme: _drawn(draw_headline(results, theme))),
     )
 
 
-def _data_sources(results: Sequence[ArmResult]) -> ReportFigure | None:
-    keys = [(result, logged_accuracies(result.arm)) for result in results]
-    sources = sorted({source for _, by_source in keys for source in by_source})
-    if len(sources) < 2:
-        return None
-    looks = styles(results)
-    panels = [
-        plots.Panel(
-            source,
-            tuple(
-                plots.Line(result.name, looks[result.label], *result.arm.series(by_source[source]))
-                for result, by_source in keys
-                if source in by_source
-            ),
-            percent=True,
-        )
-        for source in sources
-    ]
-    return ReportFigure(
-        "data_sources",
-        "Accuracy by data source",
-        "The mean that verl logged at each validation.",
-        alt=f"Validation accuracy over training steps. {_ends(panels)}",
-        png=_both_themes(lambda theme: plots.panels_figure(panels, theme)),
-    )
+def _drawn(figure: Figure | None) -> Figure:
+    assert figure is not None
+    return figure
 
 
 def _metrics(name: str, results: Sequence[ArmResult]) -> ReportFigure | str:
     spec = METRIC_FIGURES[name]
     panels = []
-    remarks = []
+    warnings = []
     absent: dict[str, list[str]] = {}  # keys by the arms that lack them
     for panel in spec.panels:
         lines = []
         lacking = []
         for result in results:
-            drawn, remark = _metric_lines(panel, result, styles(results)[result.label])
+            drawn, warning = _metric_lines(panel, result, styles(results)[result.label])
             lines += drawn
-            remarks += remark
+            warnings += warning
             if not drawn:
                 lacking.append(result.name)
         if lines:
@@ -226,8 +222,8 @@ def _metrics(name: str, results: Sequence[ArmResult]) -> ReportFigure | str:
             absent.setdefault(" and ".join(lacking) if lines else "any arm", []).append(panel.key)
     if not panels:
         return f"{spec.title}: no arm logged {', '.join(panel.key for panel in spec.panels)}."
-    remarks += [f"not logged by {arms}: {', '.join(keys)}" for arms, keys in absent.items()]
-    caption = " ".join([spec.caption, *(f"{remark[0].upper()}{remark[1:]}." for remark in remarks)])
+    warnings += [f"not logged by {arms}: {', '.join(keys)}" for arms, keys in absent.items()]
+    caption = " ".join([spec.caption, *(f"{warning[0].upper()}{warning[1:]}." for warning in warnings)])
     if any(plots.smoothing_window(len(line.values)) > 1 and not panel.log for panel in panels for line in panel.lines):
         caption += " Bold: running mean over a tenth of the steps."
     width = plots.HALF_WIDTH if spec.half_width else plots.FULL_WIDTH
@@ -241,19 +237,19 @@ def _metrics(name: str, results: Sequence[ArmResult]) -> ReportFigure | str:
     )
 
 
-def _metric_lines(panel: MetricPanel, result: ArmResult, style: plots.ArmStyle) -> tuple[list[plots.Line], list[str]]:
-    """An arm's curves in a panel, and what to say about them."""
+def _metric_lines(panel: MetricPanel, result: ArmResult, style: Style) -> tuple[list[plots.Line], list[str]]:
+    """An arm's curves in a panel, and notes on them."""
     logged = result.arm.keys
     lines = []
-    remarks = []
+    warnings = []
     if panel.key in logged:
         lines.append(plots.Line(result.name, style, *result.arm.series(panel.key)))
     elif panel.fallback in logged:
         lines.append(plots.Line(result.name, style, *result.arm.series(panel.fallback)))
-        remarks.append(f"{result.name} shows {panel.fallback} for {panel.title}")
+        warnings.append(f"{result.name} shows {panel.fallback} for {panel.title}")
     if panel.dashed in logged:
         lines.append(plots.Line(result.name, style, *result.arm.series(panel.dashed), dashed=True))
-    return lines, remarks
+    return lines, warnings
 
 
 def _step_time(results: Sequence[ArmResult]) -> ReportFigure | str:
@@ -272,9 +268,8 @@ def _step_time(results: Sequence[ArmResult]) -> ReportFigure | str:
     return ReportFigure(
         "step_time",
         "Step time by phase",
-        "Mean seconds a training step. Checkpoints and validations, which not every step has, are spread over all."
-        + absent,
-        alt="; ".join(f"{name}: {sum(row.values()):.3g} seconds a step" for name, row in rows.items()),
+        "Mean seconds per training step. Checkpoints and validations are averaged over all steps." + absent,
+        alt="; ".join(f"{name}: {sum(row.values()):.3g} seconds per step" for name, row in rows.items()),
         png=_both_themes(lambda theme: plots.phases_figure(rows, theme)),
     )
 

@@ -1,4 +1,4 @@
-"""The figure of an evaluation: pass@k and the majority vote over k, a panel for each data source."""
+"""The figure of an evaluation: pass@k and the majority vote over k, one panel per data source."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure as Page
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.evaluation.summary import Figure, SourceSummary
 from gtpo_verl.report import plots
 
@@ -17,12 +18,12 @@ def pass_at_k_figure(summaries: Sequence[SourceSummary], theme: plots.Theme) -> 
         summaries: at least one, each with two k or more.
         theme: colours of the page.
     """
-    styles = plots.arm_styles(["gtpo", "dapo"])
+    passed, voted = plots.arm_styles({"pass@k": "gtpo", "maj@k": "dapo"}).values()
     panels = []
     for summary in summaries:
-        lines = [_line("pass@k", styles["gtpo"], summary.pass_at)]
+        lines = [_line("pass@k", passed, summary.pass_at)]
         if summary.majority_at:
-            lines.append(_line("maj@k", styles["dapo"], summary.majority_at))
+            lines.append(_line("maj@k", voted, summary.majority_at))
         title = f"{summary.data_source}, {summary.problems} problems"
         panels.append(plots.Panel(title, tuple(lines), percent=True))
     width = plots.HALF_WIDTH if len(panels) == 1 else plots.FULL_WIDTH
@@ -36,7 +37,7 @@ def pass_at_k_figure(summaries: Sequence[SourceSummary], theme: plots.Theme) -> 
     return page
 
 
-def _line(label: str, style: plots.ArmStyle, curve: Mapping[int, Figure]) -> plots.Line:
+def _line(label: str, style: Style, curve: Mapping[int, Figure]) -> plots.Line:
     def column(name: str) -> np.ndarray:
         return np.array([getattr(figure, name) for figure in curve.values()], dtype=np.float64)  # None becomes NaN
 

@@ -1,10 +1,10 @@
-"""The figures of a report: drawn with matplotlib's object interface, for a light and a dark page, told apart without colour vision."""
+"""Drawing: matplotlib's object interface, for a light and a dark page, arms distinguishable without colour vision."""
 
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib as mpl
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from gtpo_verl.algorithms.registry import Style, algorithms
 from gtpo_verl.runs.statistics import Floats
 
 DPI = 200
@@ -41,34 +42,16 @@ LIGHT = Theme("light", surface="#ffffff", ink="#1b2330", muted="#667085", grid="
 DARK = Theme("dark", surface="#161c26", ink="#e8ecf3", muted="#97a3b6", grid="#2a3342")
 
 
-@dataclass(frozen=True)
-class ArmStyle:
-    """How an arm looks in every figure: a colour for each theme, a marker and a dash pattern."""
-
-    light: str
-    dark: str
-    marker: str
-    dashes: tuple[float, float] | None = None
-
-    def colour(self, theme: Theme) -> str:
-        return self.dark if theme.name == "dark" else self.light
-
-
-# Okabe and Ito's palette (2008), which stays apart under every common colour blindness; brightened for the dark page.
-# The baseline is grey, so that the eye goes to what is compared with it.
-_ARM_STYLES = {
-    "dapo": ArmStyle("#6a7282", "#a9b4c4", "s"),
-    "gtpo": ArmStyle("#0072b2", "#56b4e9", "o"),
-    "grpo_s": ArmStyle("#d55e00", "#ff9448", "D"),
-}
-_MORE_STYLES = (
-    ArmStyle("#009e73", "#2fd0a2", "^"),
-    ArmStyle("#b3568b", "#e79ac6", "v"),
-    ArmStyle("#8a6d00", "#f0d544", "P"),
-    ArmStyle("#2b3a8f", "#9aa8ff", "X"),
+# For arms whose method has no style of its own. Like those of the registry, from Okabe and Ito's palette (2008), which
+# stays distinguishable under the common colour blindnesses; brightened for the dark page.
+_FREE_STYLES = (
+    Style(light="#009e73", dark="#2fd0a2", marker="^"),
+    Style(light="#b3568b", dark="#e79ac6", marker="v"),
+    Style(light="#8a6d00", dark="#f0d544", marker="P"),
+    Style(light="#2b3a8f", dark="#9aa8ff", marker="X"),
 )
 
-# Tol's muted palette (2021); what is outside the named phases of a step is grey
+# Tol's muted palette (2021); what is not a named phase of a step is grey
 _PHASE_COLOURS = (
     "#88ccee",
     "#44aa99",
@@ -89,7 +72,7 @@ class Line:
     """One arm's curve: steps (N,), values (N,), and the bounds of its intervals (N,), NaN where there is none."""
 
     label: str
-    style: ArmStyle
+    style: Style
     steps: NDArray[np.int64]
     values: Floats
     low: Floats | None = None
@@ -99,35 +82,38 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """A small plot: its title and the curves in it."""
+    """A small plot: its title and the curves in it; ``markers``: each point is marked, and nothing is smoothed."""
 
     title: str
     lines: tuple[Line, ...]
     percent: bool = False
     log: bool = False
+    markers: bool = False
 
 
-def arm_styles(labels: Sequence[str]) -> dict[str, ArmStyle]:
-    """A style for each label: the known arms keep theirs, whatever stands beside them.
+def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:
+    """A style for each arm: the first arm of a registered method has the method's, the others take a free one.
 
-    A label such as ``run/gtpo`` takes the style of ``gtpo`` while it is free; beyond the palette, dashes tell arms apart.
+    Where the free ones run out, dashes distinguish arms.
+
+    Args:
+        methods: the name of each arm's method by the arm's label; it may be None, or not registered.
     """
-    styles: dict[str, ArmStyle] = {}
-    free = list(_MORE_STYLES)
-    taken: set[str] = set()
-    for label in labels:
-        arm = label.rsplit("/", 1)[-1]
-        if arm in _ARM_STYLES and arm not in taken:
-            styles[label] = _ARM_STYLES[arm]
-            taken.add(arm)
-    spare = [_ARM_STYLES[arm] for arm in ("gtpo", "grpo_s", "dapo") if arm not in taken]
-    palette = [*free, *spare]
-    rest = [label for label in labels if label not in styles]
+    registered = {name: entry.style for name, entry in algorithms().items() if entry.style}
+    styles: dict[str, Style] = {}
+    for label, method in methods.items():
+        if method in registered:
+            styles[label] = registered.pop(method)
+    palette = [*_FREE_STYLES, *reversed(registered.values())]  # the baseline's grey last
+    rest = [label for label in methods if label not in styles]
     for index, label in enumerate(rest):
-        base = palette[index % len(palette)]
-        lap = index // len(palette)
-        styles[label] = ArmStyle(base.light, base.dark, base.marker, (4.0 / lap, 1.6) if lap else None)
-    return {label: styles[label] for label in labels}
+        lap, place = divmod(index, len(palette))
+        styles[label] = replace(palette[place], dashes=(4.0 / lap, 1.6)) if lap else palette[place]
+    return {label: styles[label] for label in methods}
+
+
+def _colour(style: Style, theme: Theme) -> str:
+    return style.dark if theme.name == "dark" else style.light
 
 
 def png(figure: Figure) -> bytes:
@@ -141,8 +127,8 @@ def accuracy_figure(lines: Sequence[Line], theme: Theme, title: str, subtitle: s
     """Accuracy over steps, all arms on one axis, each with the band of its intervals and its first and last value.
 
     Args:
-        lines: one an arm; values are shares in [0, 1].
-        theme: colours of the page it stands on.
+        lines: one per arm; values are shares in [0, 1].
+        theme: colours of the page.
         title, subtitle: what is measured, and on what.
     """
     with _page(theme):
@@ -171,13 +157,13 @@ def accuracy_figure(lines: Sequence[Line], theme: Theme, title: str, subtitle: s
         _steps_axis(axes, "training step")
         _heading(figure, theme, title, subtitle)
         width = _end_labels(figure, axes, lines, theme)
-        # the labels stand right of the axes: give them exactly the room they need
+        # the labels are right of the axes: give them exactly the room they need
         axes.set_position((left, bottom, max(0.3, 0.995 - left - width), top - bottom))
         return figure
 
 
 def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, width: float = FULL_WIDTH) -> Figure:
-    """Small plots side by side, at most three in a row, under one legend; dense curves as a running mean over their raw values.
+    """Small plots side by side, at most three in a row, under one legend; dense curves with their running mean.
 
     Args:
         panels: at least one.
@@ -199,8 +185,8 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
             _dress(axes, theme, percent=panel.percent)
             axes.set_title(panel.title, loc="left", fontsize=10.5, color=theme.ink, pad=8)
             for line in panel.lines:
-                _draw(axes, line, theme, width=1.9, marker=_few(line), smooth=not panel.log)
-            # differences of exactly 0 have no place on a logarithmic axis
+                _draw(axes, line, theme, width=1.9, marker=panel.markers or _few(line), smooth=not panel.log)
+            # differences of exactly 0 cannot be drawn on a logarithmic axis
             if panel.log and any((line.values > 0).any() for line in panel.lines):
                 axes.set_yscale("log", nonpositive="mask")
                 positive = np.concatenate([line.values[line.values > 0] for line in panel.lines])
@@ -210,9 +196,8 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
                 axes.yaxis.set_major_locator(LogLocator(numticks=6))
                 axes.yaxis.set_minor_formatter(NullFormatter())
             if panel.percent and axes.get_ylim()[0] < 0:
-                axes.set_ylim(
-                    bottom=0
-                )  # a share has nothing below 0, and curves that stay there would be drawn in the middle
+                # a share is never below 0, and curves that stay at 0 would be drawn in the middle
+                axes.set_ylim(bottom=0)
             _steps_axis(axes, "step")
         for axes in grid[len(panels) :]:
             axes.remove()
@@ -222,10 +207,10 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
 
 
 def phases_figure(seconds: Mapping[str, Mapping[str, float]], theme: Theme) -> Figure:
-    """Where the time of a step goes: one bar an arm, one segment a phase.
+    """The time of a step: one bar per arm, one segment per phase.
 
     Args:
-        seconds: for each arm, mean seconds a step of each phase; phases in the order of the first arm that has them.
+        seconds: for each arm, mean seconds per step of each phase; phases in the order of the first arm that has them.
         theme: colours of the page.
     """
     phases = list(dict.fromkeys(phase for arm in seconds.values() for phase in arm))
@@ -265,7 +250,7 @@ def phases_figure(seconds: Mapping[str, Mapping[str, float]], theme: Theme) -> F
         axes.set_yticks(rows, list(seconds), fontsize=10, color=theme.ink)
         axes.invert_yaxis()
         axes.set_xlim(0, longest * 1.09)
-        axes.set_xlabel("mean seconds a training step", color=theme.muted)
+        axes.set_xlabel("mean seconds per training step", color=theme.muted)
         axes.spines["bottom"].set_visible(False)
         figure.legend(
             loc="outside upper left",
@@ -285,7 +270,7 @@ def _seconds(value: float) -> str:
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """Centred running mean; at both ends the window keeps the part of it that lies inside the data.
+    """Centred running mean; at both ends the window is cut to the data.
 
     Args:
         values: shape (N,).
@@ -347,7 +332,7 @@ def _steps_axis(axes: Axes, label: str) -> None:
 def _draw(
     axes: Axes, line: Line, theme: Theme, width: float, marker: bool, smooth: bool = True, band: float = 0.16
 ) -> None:
-    colour = line.style.colour(theme)
+    colour = _colour(line.style, theme)
     pattern = (2.0, 1.5) if line.dashed else line.style.dashes
     dashes: dict[str, Any] = {"dashes": pattern} if pattern else {}
     if line.low is not None and line.high is not None:
@@ -380,7 +365,7 @@ def _heading(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
 
 
 def _few(line: Line) -> bool:
-    """Few enough points that each gets its marker."""
+    """Few enough points to mark each."""
     return len(line.steps) <= 12
 
 
@@ -390,7 +375,7 @@ def _legend(figure: Figure, lines: Sequence[Line], theme: Theme) -> None:
         mpl.lines.Line2D(
             [],
             [],
-            color=line.style.colour(theme),
+            color=_colour(line.style, theme),
             linewidth=2.4,
             marker=line.style.marker if _few(line) else None,
             markersize=5.5,
@@ -413,7 +398,7 @@ def _legend(figure: Figure, lines: Sequence[Line], theme: Theme) -> None:
 
 
 def _end_labels(figure: Figure, axes: Axes, lines: Sequence[Line], theme: Theme) -> float:
-    """Write each arm's name, its first and last value and their difference right of the axes.
+    """Write each arm's name, first and last value and their difference to the right of the axes.
 
     Returns:
         The width used, as a share of the figure's.
@@ -422,7 +407,7 @@ def _end_labels(figure: Figure, axes: Axes, lines: Sequence[Line], theme: Theme)
     row = _LABEL_ROW * (top - bottom) / (axes.get_position().height * figure.get_figheight())
     order = sorted(lines, key=lambda line: float(line.values[-1]))
     heights = _spread([float(line.values[-1]) for line in order], row)
-    # labels that were pushed out of the axes come back in, all together
+    # labels pushed out of the axes are moved back in, all together
     shift = min(0.0, top - row / 2 - heights[-1])
     shift = max(shift, bottom + row / 2 - heights[0])
     edges: list[float] = []
@@ -434,7 +419,7 @@ def _end_labels(figure: Figure, axes: Axes, lines: Sequence[Line], theme: Theme)
 def _end_label(figure: Figure, axes: Axes, line: Line, height: float, theme: Theme) -> list[float]:
     """One arm's label at a height of the axes; returns the left and right edges of its texts in pixels."""
     first, last = float(line.values[0]), float(line.values[-1])
-    colour = line.style.colour(theme)
+    colour = _colour(line.style, theme)
     beside: dict[str, Any] = {
         "xy": (1, height),
         "xycoords": axes.get_yaxis_transform(),

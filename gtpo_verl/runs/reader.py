@@ -1,45 +1,67 @@
-"""Reads what a training run left on disk: metrics, validation samples, resolved configuration and the run's own record."""
+"""Reads what a training run left on disk: metrics, validation samples, composed configuration and the run's record.
+
+Data sources are kept apart. A validation sample belongs to the ``data_source`` that its line names. verl 0.9.1 writes
+none, so a line without one (of an older run, or of verl's own trainer) belongs to the only data source that the metrics
+name; where they name several, the validation is left out with a note, and only the logged mean of each data source is
+known.
+"""
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import read_json_lines
+from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.directory import METRICS_FILE, RECORD_FILE
 from gtpo_verl.runs.statistics import Floats, cluster_means
 
-METRICS = "metrics.jsonl"
-RECORD = "run.json"
+if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
+    from gtpo_verl.algorithms.registry import Algorithm
 
-_KNOWN_ORDER = ("dapo", "gtpo", "grpo_s")  # the baseline first; other arms follow by name
+UNKNOWN_SOURCE = "unknown"  # as verl names the source of rows without one
+
+_THRESHOLD = "algorithm.correct_threshold"
+_DEFAULT_THRESHOLD = 1.0  # where no configuration was recorded: a sample is correct with full marks
+_LOGGED_ACCURACY = (
+    re.compile(r"^val/(?P<source>.+)/mean@(?P<samples>\d+)$"),  # this package's: the share of correct samples
+    re.compile(r"^val-core/(?P<source>.+)/acc/mean@(?P<samples>\d+)$"),  # verl's: the mean of acc
+)
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
 class Validation:
-    """One validation: the mean verdict of each prompt.
+    """One validation on one data source: the share of correct samples of each prompt.
 
-    ``prompts`` are P sorted keys, one a prompt with its ground truth; ``accuracy`` and ``counts`` have shape (P,):
-    the mean verdict of a prompt's samples, and how many there are.
+    ``prompts`` are P sorted keys, one per pair of prompt and ground truth; ``clusters`` P names, the prompts that the
+    bootstrap resamples together (the prompt's key where the data names no cluster); ``accuracy`` and ``counts`` have
+    shape (P,): the share of correct samples, and how many samples there are. ``mean_acc`` is the mean over prompts of
+    the verifier's ``acc``, which is what verl logs.
     """
 
     step: int
+    source: str
     prompts: tuple[str, ...]
+    clusters: tuple[str, ...]
     accuracy: Floats
     counts: NDArray[np.int64]
+    mean_acc: float
 
     @property
     def samples(self) -> int:
         return int(self.counts.sum())
 
     def rows(self, prompts: Sequence[str]) -> NDArray[np.int64]:
-        """Where the given prompts, all of which must be there, stand in this validation."""
+        """Indices of the given prompts, all of which must be in this validation."""
         return np.searchsorted(self.prompts, prompts)
 
     def samples_of(self, prompts: Sequence[str]) -> int:
@@ -48,13 +70,18 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
 class Arm:
-    """One training: its metrics by step, its validations in order of steps, its flattened configuration."""
+    """One training: metrics by step, validations by data source in order of steps, flattened configuration.
+
+    ``method`` is the registered method of the recorded configuration, without one that of the directory's name; or
+    None.
+    """
 
     name: str
     path: Path
     metrics: Mapping[int, Mapping[str, float]]
-    validations: tuple[Validation, ...]
+    validations: Mapping[str, tuple[Validation, ...]]
     config: Mapping[str, Any]
+    method: "Algorithm | None"
     notes: tuple[str, ...]
 
     @property
@@ -65,6 +92,11 @@ class Arm:
     def keys(self) -> set[str]:
         return {key for data in self.metrics.values() for key in data}
 
+    @property
+    def sources(self) -> list[str]:
+        """Every data source that was validated, whether its samples were kept or only its mean was logged."""
+        return sorted({*self.validations, *logged_accuracies(self.keys)})
+
     def series(self, key: str) -> tuple[NDArray[np.int64], Floats]:
         """Steps and values of a metric, in order of steps; both empty where it was never logged."""
         points = [(step, data[key]) for step, data in sorted(self.metrics.items()) if key in data]
@@ -73,7 +105,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Run:
-    """A run: one or several arms trained by one command. What ``run.json`` does not tell is None or empty."""
+    """A run: one or several arms trained by one command. What ``run.json`` does not say is None or empty."""
 
     name: str
     path: Path
@@ -112,13 +144,13 @@ def read_run(path: Path) -> Run:
     """
     path = Path(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS}")
+        raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS_FILE}")
     if path.is_file():
         if path.suffix != ".jsonl":
             raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")
         return _run(path, [_read_single_arm(path.parent, path, name=path.stem)], record={})
-    if (path / METRICS).is_file():
-        arm = _read_single_arm(path, path / METRICS, name=path.resolve().name)
+    if (path / METRICS_FILE).is_file():
+        arm = _read_single_arm(path, path / METRICS_FILE, name=path.resolve().name)
         parent = _read_record(path.resolve().parent)
         return _run(path, [arm], record=parent if arm.name in parent.get("arms", []) else {}, single=True)
     return _read_run_directory(path)
@@ -133,22 +165,30 @@ def _read_single_arm(directory: Path, metrics_file: Path, name: str) -> Arm:
 
 def _read_run_directory(path: Path) -> Run:
     record = _read_record(path)
-    found = {entry.name for entry in path.iterdir() if (entry / METRICS).is_file()}
-    planned = [str(name) for name in record.get("arms", [])]
-    others = sorted(found - set(planned), key=lambda name: (_rank(name), name))
-    order = [*dict.fromkeys(planned), *others]
+    found = sorted(entry.name for entry in path.iterdir() if (entry / METRICS_FILE).is_file())
     if not found:
-        raise UserError(f"no {METRICS} in {path} or in a directory of it: has the training logged its first step yet?")
+        raise UserError(
+            f"no {METRICS_FILE} in {path} or in a directory of it: has the training logged its first step yet?"
+        )
     # an arm that was stopped before its first step has no line yet: it is missing, not broken
-    read = {name: _read_arm(path / name, path / name / METRICS, name) for name in order if name in found}
-    arms = [arm for arm in read.values() if arm is not None]
+    read = {name: _read_arm(path / name, path / name / METRICS_FILE, name) for name in found}
+    arms = {name: arm for name, arm in read.items() if arm is not None}
     if not arms:
-        raise UserError(f"no {METRICS} in {path} holds a readable line: has the training logged its first step yet?")
-    return _run(path, arms, record, missing=[name for name in order if read.get(name) is None])
+        raise UserError(
+            f"no {METRICS_FILE} in {path} holds a readable line: has the training logged its first step yet?"
+        )
+    planned = [str(name) for name in record.get("arms", [])]
+    order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: _rank(arms.get(name)))]))
+    missing = [name for name in order if name not in arms]
+    return _run(path, [arms[name] for name in order if name in arms], record, missing)
 
 
-def _rank(name: str) -> int:
-    return _KNOWN_ORDER.index(name) if name in _KNOWN_ORDER else len(_KNOWN_ORDER)
+def _rank(arm: Arm | None) -> int:
+    """The place of the arm's method in the registry; arms without one come last."""
+    from gtpo_verl.algorithms.registry import algorithms
+
+    names = list(algorithms())
+    return names.index(arm.method.name) if arm and arm.method else len(names)
 
 
 def _run(
@@ -174,7 +214,7 @@ def _run(
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    file = path / RECORD
+    file = path / RECORD_FILE
     if not file.is_file():
         return {}
     try:
@@ -191,33 +231,67 @@ def _read_arm(directory: Path, metrics_file: Path, name: str) -> Arm | None:
     metrics, notes = read_metrics(metrics_file)
     if not metrics:
         return None
-    validations, validation_notes = _read_validations(directory / "validation", last_step=max(metrics))
+    config = _read_config(directory / "config.yaml")
+    validations, validation_notes = _read_validations(directory / "validation", metrics, config)
     return Arm(
         name=name,
         path=directory,
         metrics=metrics,
         validations=validations,
-        config=_read_config(directory / "config.yaml"),
+        config=config,
+        method=_method(config, name),
         notes=(*notes, *validation_notes),
     )
 
 
+def _method(config: Mapping[str, Any], name: str) -> "Algorithm | None":
+    """The registered method of a flattened configuration; by the directory's name where none was recorded."""
+    from gtpo_verl.algorithms.registry import algorithm_of, algorithms
+
+    estimator = config.get("algorithm.adv_estimator")
+    if estimator is None:
+        return algorithms().get(name)
+    actor = "actor_rollout_ref.actor"
+    loss = {"loss_mode": config.get(f"{actor}.policy_loss.loss_mode")}
+    objective = {"policy_loss": loss, "loss_agg_mode": config.get(f"{actor}.loss_agg_mode")}
+    return algorithm_of({"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {"actor": objective}})
+
+
+def logged_accuracies(keys: Collection[str]) -> dict[str, str]:
+    """The key of the logged accuracy of each data source: the share of correct samples, else verl's mean of ``acc``.
+
+    Of several, the one with most samples per prompt.
+    """
+    best: dict[str, tuple[int, int, str]] = {}
+    for rank, pattern in enumerate(reversed(_LOGGED_ACCURACY)):
+        for key in keys:
+            if match := pattern.match(key):
+                candidate = (rank, int(match["samples"]), key)
+                best[match["source"]] = max(best.get(match["source"], candidate), candidate)
+    return {source: key for source, (_, _, key) in sorted(best.items())}
+
+
+def logged_mean_acc(keys: Collection[str], source: str) -> str | None:
+    """The key of verl's mean of ``acc`` for a data source; None where it was not logged."""
+    return logged_accuracies([key for key in keys if key.startswith("val-core/")]).get(source)
+
+
 def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Read metrics by step, keeping only what belongs to the training that goes on.
+    """Read metrics by step, without those of attempts that a resume has replaced.
 
     Of a step logged again after a resume the last value of each key wins (a resumed training validates first, and logs
-    that alone for the step it starts from). When the steps jump back, the later steps of the abandoned attempt are
-    dropped. Lines torn by a crash, and values that are no finite numbers, are left out.
+    only that for the step it starts from). Where the steps jump back, the later steps of the abandoned attempt are
+    dropped. Lines torn by a crash, and values that are not finite numbers, are left out.
 
     Returns:
-        {step: {key: value}}, empty where no line can be read, and notes for the reader about what was left out.
+        {step: {key: value}}, empty where no line can be read, and notes about what was left out.
 
     Raises:
         UserError: a line is JSON of another form.
     """
     metrics: dict[int, dict[str, float]] = {}
     torn = dropped = not_finite = 0
-    for number, entry in _json_lines(file):
+    for number, entry in read_json_lines(file):
         if entry is None:
             torn += 1
             continue
@@ -242,53 +316,103 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     return metrics, notes
 
 
-def _read_validations(directory: Path, last_step: int) -> tuple[tuple[Validation, ...], list[str]]:
+def _read_validations(
+    directory: Path, metrics: Mapping[int, Mapping[str, float]], config: Mapping[str, Any]
+) -> tuple[dict[str, tuple[Validation, ...]], list[str]]:
+    """Validations by data source, and notes about what was left out."""
+    threshold = float(config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
+    last_step = max(metrics)
+    logged = list(logged_accuracies({key for data in metrics.values() for key in data}))
     files = {int(file.stem): file for file in directory.glob("*.jsonl") if file.stem.isdecimal()}
-    validations, notes = [], []
+    validations: dict[str, list[Validation]] = {}
+    notes: list[str] = []
+    unassigned = []
+    partial_credit = 0
     for step, file in sorted(files.items()):
         if step > last_step:
             notes.append(f"validation of step {step} left out: the metrics end at step {last_step}")
             continue
-        validation, file_notes = _read_validation(file, step)
+        samples, file_notes = _read_samples(file, step, default=logged)
         notes += file_notes
-        if validation is not None:
-            validations.append(validation)
-    return tuple(validations), notes
+        if any(sample.source is None for sample in samples):
+            unassigned.append(str(step))
+            continue
+        partial_credit += sum(sample.acc not in (0, 1, None) for sample in samples)
+        for validation in _by_source(samples, step, threshold):
+            validations.setdefault(validation.source, []).append(validation)
+    if unassigned:
+        notes.append(
+            f"the validation samples of {_listed(unassigned)} do not name their data source, and several were "
+            f"logged ({', '.join(logged)}): only the logged mean of each is shown"
+        )
+    if partial_credit:
+        notes.append(
+            f"{_count(partial_credit, 'validation sample')} with an acc other than 0 and 1: correct from {threshold:g} "
+            f"on ({_THRESHOLD}{'' if _THRESHOLD in config else ', which was not recorded'})"
+        )
+    return {source: tuple(found) for source, found in sorted(validations.items())}, notes
 
 
-def _read_validation(file: Path, step: int) -> tuple[Validation | None, list[str]]:
-    clusters: list[str] = []
-    verdicts: list[float] = []
+@dataclass(frozen=True)
+class _Sample:
+    source: str | None
+    prompt: str
+    cluster: str
+    acc: float | None
+
+
+def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_Sample], list[str]]:
+    """The samples of a validation, none where no sample has a verdict; ``default``: the logged data sources."""
+    fallback = UNKNOWN_SOURCE if not default else default[0] if len(default) == 1 else None
+    samples = []
     torn = without = 0
-    for number, sample in _json_lines(file):
-        if sample is None:
+    for number, line in read_json_lines(file):
+        if line is None:
             torn += 1
             continue
-        if not isinstance(sample, dict) or "input" not in sample:
+        if not isinstance(line, dict) or "input" not in line:
             raise UserError(f"{file}, line {number}: expected a validation sample as verl dumps it, with input and acc")
-        verdict = sample.get("acc")
-        if verdict is None:
+        acc = line.get("acc")
+        if not isinstance(acc, int | float | None):
+            raise UserError(f"{file}, line {number}: acc is {acc!r}, expected the verifier's verdict, a number")
+        if acc is None or not math.isfinite(acc):
+            acc = None
             without += 1
-        elif not isinstance(verdict, int | float) or not 0 <= verdict <= 1:
-            raise UserError(
-                f"{file}, line {number}: acc is {verdict!r}, expected the verifier's verdict between 0 and 1"
+        source, cluster, prompt = line.get("data_source"), line.get("cluster"), _prompt_key(line)
+        samples.append(
+            _Sample(
+                source=fallback if source is None else str(source),
+                prompt=prompt,
+                cluster=prompt if cluster is None else str(cluster),
+                acc=acc,
             )
-        clusters.append(_prompt_key(sample))
-        verdicts.append(float(verdict or 0))
+        )
     notes = []
     if torn:
         notes.append(f"{_count(torn, 'sample')} of the validation of step {step} could not be read and left out")
-    if without == len(verdicts):
-        reason = "its samples have no verdict (acc)" if verdicts else "it holds no sample"
-        return None, [*notes, f"validation of step {step} left out: {reason}"]
+    if without == len(samples):
+        reason = "its samples have no verdict (acc)" if samples else "it holds no sample"
+        return [], [*notes, f"validation of step {step} left out: {reason}"]
     if without:
         # verl counts a sample whose generation or verification failed as wrong, and so do we
         notes.append(f"{_count(without, 'sample')} of the validation of step {step} without a verdict counted as wrong")
-    return Validation(step, *cluster_means(clusters, verdicts)), notes
+    return samples, notes
+
+
+def _by_source(samples: Sequence[_Sample], step: int, threshold: float) -> Iterator[Validation]:
+    """A validation for each data source; every sample must have one."""
+    for source in sorted({sample.source for sample in samples if sample.source is not None}):
+        own = [sample for sample in samples if sample.source == source]
+        prompts = [sample.prompt for sample in own]
+        names, accuracy, counts = cluster_means(prompts, [is_correct(sample.acc, threshold) for sample in own])
+        _, mean_acc, _ = cluster_means(prompts, [sample.acc or 0 for sample in own])
+        clusters = {sample.prompt: sample.cluster for sample in own}
+        of_prompts = tuple(clusters[name] for name in names)
+        yield Validation(step, source, names, of_prompts, accuracy, counts, float(mean_acc.mean()))
 
 
 def _prompt_key(sample: Mapping[str, Any]) -> str:
-    """The same prompt with the same ground truth is the same task, in every validation of every arm."""
+    """Key of the prompt and its ground truth, equal in every validation of every arm."""
     identity = json.dumps([sample["input"], sample.get("gts")], sort_keys=True)
     return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
@@ -312,16 +436,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, Any]]:
-    """Line numbers and parsed lines; None for a line that is no JSON. Blank lines are skipped."""
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except ValueError:
-                yield number, None
+def _listed(steps: Sequence[str]) -> str:
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(steps)}"
 
 
 def _count(number: int, noun: str) -> str:

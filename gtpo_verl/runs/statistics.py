@@ -1,8 +1,9 @@
 """Intervals for accuracies measured on several samples of each prompt.
 
-Samples of one prompt resemble each other, so the unit drawn again by the bootstrap is the prompt with all its samples
-(Cameron, Gelbach and Miller 2008, "pairs cluster bootstrap"). Columns of one matrix share their draws: a difference
-between two columns is then paired, prompt by prompt, and its interval is narrower than that of two separate groups.
+Samples of one prompt resemble each other, so the bootstrap resamples prompts with all their samples, and where prompts
+resemble each other as well (a data set says so by a cluster), whole clusters of prompts (Cameron, Gelbach and Miller
+2008, "pairs cluster bootstrap"). Columns of one matrix share their draws: a difference between two columns is then
+paired, prompt by prompt, and its interval is narrower than that of two separate groups.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ from numpy.typing import NDArray
 DRAWS = 10_000
 CONFIDENCE = 0.95
 SEED = 20250804
-FEW_PROMPTS = 30  # below this the percentile interval is visibly too narrow: it misses a factor sqrt(P / (P - 1)) and Student's tails
+# Up to this many units the percentile interval is too narrow: it lacks a factor sqrt(P / (P - 1)) and Student's tails.
+FEW_PROMPTS = 30
 
+_ROUNDING = 1e-9  # means of clusters with the same value differ by less; those of different verdicts or lengths by more
 _CHUNK = 4_000_000  # indices drawn at once: 32 MB
 
 Floats = NDArray[np.float64]
@@ -46,8 +49,8 @@ def cluster_means(
     """Mean value of each cluster, clusters in sorted order.
 
     Args:
-        clusters: N names, the prompt each sample belongs to.
-        values: N numbers, the verdict of each sample.
+        clusters: N names, the prompt of each sample.
+        values: N numbers, 1 for a correct sample, 0 for a wrong one.
 
     Returns:
         The P different names, sorted; their means, shape (P,); how many samples each has, shape (P,).
@@ -56,64 +59,106 @@ def cluster_means(
     return tuple(names.tolist()), np.bincount(index, weights=np.asarray(values, dtype=np.float64)) / counts, counts
 
 
-def cluster_standard_error(means: Floats) -> float:
-    """Standard error of the mean over clusters in closed form: s / sqrt(P), s with P - 1 in its denominator.
+def cluster_standard_error(means: Floats, clusters: Sequence[str] | None = None) -> float:
+    """Standard error of a mean over P prompts in C clusters, in closed form.
+
+    It is sqrt(C / (C - 1)) / P times the root of the summed squares of the clusters' residual sums; with each prompt a
+    cluster of its own that is s / sqrt(P), s with P - 1 in its denominator.
 
     Args:
-        means: shape (P,), P >= 2.
+        means: shape (P,).
+        clusters: P names, of at least 2 clusters; None: each prompt is one.
+
+    Raises:
+        ValueError: there are fewer than 2 clusters.
     """
-    if len(means) < 2:
-        raise ValueError(f"a standard error needs at least 2 clusters, got {len(means)}")
-    return float(np.std(means, ddof=1) / np.sqrt(len(means)))
+    sums, _ = _by_cluster((means - means.mean())[:, None], clusters)
+    if len(sums) < 2:
+        raise ValueError(f"a standard error needs at least 2 clusters, got {len(sums)}")
+    return float(np.sqrt(len(sums) / (len(sums) - 1) * np.sum(sums**2)) / len(means))
 
 
-def resampled_means(means: Floats, draws: int = DRAWS, seed: int = SEED) -> Floats:
-    """Means over clusters drawn with replacement, the same clusters for every column.
+def resampled_means(
+    means: Floats, *, clusters: Sequence[str] | None = None, draws: int = DRAWS, seed: int = SEED
+) -> Floats:
+    """Means over prompts whose clusters were drawn with replacement, the same clusters for every column.
+
+    As many clusters are drawn as there are; the mean is over all prompts in them, a ratio estimator where clusters
+    differ in size.
 
     Args:
-        means: shape (P, K), one row a cluster, one column a measurement of the same clusters.
+        means: shape (P, K), one row per prompt, one column per measurement of the same prompts.
+        clusters: P names, the cluster of each prompt; None: each prompt is one.
         draws: number of bootstrap draws D.
-        seed: the same seed and P give the same clusters, whatever the columns are.
+        seed: the same seed and number of clusters give the same draws, whatever the columns are.
 
     Returns:
         shape (D, K).
     """
-    clusters, columns = means.shape
+    sums, sizes = _by_cluster(means, clusters)
+    count = len(sums)
     rng = np.random.default_rng(seed)
-    result = np.empty((draws, columns))
-    chunk = max(1, _CHUNK // clusters)
+    result = np.empty((draws, means.shape[1]))
+    chunk = max(1, _CHUNK // count)
     for start in range(0, draws, chunk):
         rows = min(chunk, draws - start)
-        drawn = rng.integers(clusters, size=(rows, clusters)) + np.arange(rows)[:, None] * clusters
-        times = np.bincount(drawn.ravel(), minlength=rows * clusters).reshape(rows, clusters)
-        result[start : start + rows] = times @ means / clusters
+        drawn = rng.integers(count, size=(rows, count)) + np.arange(rows)[:, None] * count
+        times = np.bincount(drawn.ravel(), minlength=rows * count).reshape(rows, count)
+        result[start : start + rows] = times @ sums / (times @ sizes)[:, None]
     return result
 
 
-def estimates(means: Floats, draws: int = DRAWS, confidence: float = CONFIDENCE, seed: int = SEED) -> list[Estimate]:
-    """Mean over clusters of each column, with its percentile bootstrap interval.
+def estimates(
+    means: Floats,
+    *,
+    clusters: Sequence[str] | None = None,
+    draws: int = DRAWS,
+    confidence: float = CONFIDENCE,
+    seed: int = SEED,
+) -> list[Estimate]:
+    """Mean over prompts of each column, with its percentile bootstrap interval over clusters of prompts.
 
     A column without spread (one cluster, or the same value in all) has no interval: every draw would repeat its value,
     and an interval of width 0 would claim a certainty that the data does not give.
 
     Args:
-        means: shape (P, K), P >= 1: the means of P clusters in K measurements, or differences of such means.
+        means: shape (P, K), P >= 1: the means of P prompts in K measurements, or differences of such means.
+        clusters: P names; prompts of one cluster are drawn together. None: each prompt is its own cluster.
         draws: number of bootstrap draws.
-        confidence: coverage aimed at, in (0, 1).
+        confidence: nominal coverage, in (0, 1).
         seed: see `resampled_means`.
 
     Returns:
         K estimates.
     """
     tail = (1 - confidence) / 2
-    lows, highs = np.quantile(resampled_means(means, draws, seed), [tail, 1 - tail], axis=0)
-    spread = np.ptp(means, axis=0) > 0
+    resampled = resampled_means(means, clusters=clusters, draws=draws, seed=seed)
+    lows, highs = np.quantile(resampled, [tail, 1 - tail], axis=0)
+    sums, sizes = _by_cluster(means, clusters)
+    spread = np.ptp(sums / sizes[:, None], axis=0) > _ROUNDING
     return [
         Estimate(float(value), Interval(float(low), float(high)) if varies else None)
         for value, low, high, varies in zip(means.mean(axis=0), lows, highs, spread, strict=True)
     ]
 
 
-def estimate(means: Floats, draws: int = DRAWS, confidence: float = CONFIDENCE, seed: int = SEED) -> Estimate:
+def estimate(
+    means: Floats,
+    *,
+    clusters: Sequence[str] | None = None,
+    draws: int = DRAWS,
+    confidence: float = CONFIDENCE,
+    seed: int = SEED,
+) -> Estimate:
     """`estimates` of a single column, shape (P,)."""
-    return estimates(means[:, None], draws, confidence, seed)[0]
+    return estimates(means[:, None], clusters=clusters, draws=draws, confidence=confidence, seed=seed)[0]
+
+
+def _by_cluster(means: Floats, clusters: Sequence[str] | None) -> tuple[Floats, Floats]:
+    """Sums of the rows of each cluster, (C, K), and how many rows it has, (C,); clusters in sorted order."""
+    if clusters is None:
+        return means, np.ones(len(means))
+    _, index, sizes = np.unique(np.asarray(clusters, dtype=np.str_), return_inverse=True, return_counts=True)
+    sums = np.zeros((len(sizes), means.shape[1]))
+    np.add.at(sums, index, means)
+    return sums, sizes.astype(np.float64)

@@ -1,35 +1,35 @@
-"""DAPO's ``Answer:`` rule: the text behind the last "Answer:" equals the truth after both are normalised.
+"""DAPO's ``Answer:`` rule: the text after the last "Answer:" equals the ground truth when both are normalised.
 
-The normalisation is Minerva's (arXiv 2206.14858, appendix D.1), as DAPO and verl's ``math_dapo`` apply it. Every step here has
-the order and the quirks of theirs, because a baseline that reads answers differently is another baseline: the tests compare
-the verdicts with verl's own on generated strings. Only the standard library is needed.
+The normalisation is Minerva's (arXiv 2206.14858, appendix D.1), as DAPO and verl's ``math_dapo`` apply it. The steps
+have the same order and the same quirks, because a baseline with other verdicts is another baseline: the tests compare
+the verdicts with verl's on generated strings. Only the standard library is needed.
 """
 
 import re
 
 TAIL = 300  # characters of a response that are read; the longest answer in MATH-500 has 159
-BOX_TAIL = 100  # of them, those in which a box is looked for
+BOX_TAIL = 100  # of these, the characters searched for a box
 NO_ANSWER = "[INVALID]"  # the prediction of a response without an answer
 
 ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 BOX = "\\boxed{"
 
-# In this order, each on the result of the one before. Articles, spaces, and "and" in lists; \text{m} goes with the units.
+# Applied in this order: articles, spaces, and "and" in lists; \text{m} is a unit.
 REPLACED = (
     *(("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", "")),
     *(("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}")),
 )
-# Units and words that MATH's answers carry, wherever they stand, then what is left of LaTeX around them.
+# Units and words in MATH's answers, deleted anywhere, then the LaTeX left around them.
 DELETED = (
-    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet"),
-    *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
-    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"),
-    *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet"), *("minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3",
+    "\\text{\n}"), *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )  # fmt: skip
 REWRITTEN = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r".*?\$(.*?)\$.*", r"$\1$"),  # of a line with formulas, the first
+        (r".*?\$(.*?)\$.*", r"$\1$"),  # the first formula of a line that has any
         (r"\\text\{(.*?)\}", r"\1"),
         (r"\\textbf\{(.*?)\}", r"\1"),
         (r"\\overline\{(.*?)\}", r"\1"),
@@ -41,18 +41,18 @@ REWRITTEN = tuple(
 
 
 def judge(response: str, truth: str, *, strict_box: bool = False) -> tuple[bool, str]:
-    """Read a response's final answer and compare it with the truth.
+    """Extract a response's final answer and compare it with the ground truth.
 
-    The last "Answer:" (any case) counts, to the end of its line. Where there is none, a box in the last 100 characters does,
-    and must equal the truth character by character.
+    The answer is what follows the last "Answer:" (in any case) on its line. Without one, a box in the last 100
+    characters counts, and must equal the truth character by character.
 
     Args:
-        response: its last 300 characters are read.
-        truth: the right answer.
-        strict_box: look for the box alone.
+        response: only its last 300 characters are used.
+        truth: the correct answer.
+        strict_box: accept the box only.
 
     Returns:
-        Whether it is right, and the answer that was read (normalised, or the box's content); ``[INVALID]`` for none.
+        Whether it is right, and the extracted answer (normalised, or the content of the box), ``[INVALID]`` for none.
     """
     response = response[-TAIL:]
     if not strict_box:
@@ -67,7 +67,7 @@ def judge(response: str, truth: str, *, strict_box: bool = False) -> tuple[bool,
 
 
 def normalise(answer: str) -> str:
-    """Return an answer without units, articles, styling and spaces, of an equation the last side."""
+    """Return an answer without units, articles, styling and spaces; of an equation, its last side."""
     answer = answer.rpartition("=")[2]
     for before, after in REPLACED:
         answer = answer.replace(before, after)
@@ -81,7 +81,7 @@ def normalise(answer: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}``; None where there is none or its braces do not close."""
+    r"""Return the content of the last ``\boxed{...}``, None where there is none or its braces are not closed."""
     start = text.rfind(BOX)
     if start < 0:
         return None

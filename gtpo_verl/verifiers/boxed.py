@@ -1,7 +1,8 @@
 r"""Math-Verify's rule: the boxed answer and the truth are the same mathematical object.
 
-Math-Verify (Apache-2.0) parses both to SymPy and compares numbers, expressions, sets, intervals, matrices and relations. It is
-called without its own time limits, which are alarms of the process: here the process that judges has one (``server``).
+Math-Verify (Apache-2.0) parses both to SymPy and compares numbers, expressions, sets, intervals, matrices and
+relations. Its own time limits use the alarm of the process and are switched off; the process has a timer instead
+(``server``).
 """
 
 import logging
@@ -13,15 +14,16 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 
 from gtpo_verl.verifiers.answer import BOX, last_box
 
-# It warns that its own time limits are off.
+# It would warn that its own time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# Hydra needs ANTLR 4.9, and the grammar that latex2sympy2_extended 1.11 generated for it lacks one rule that its code asks
-# for: without it, every atom behind that question (percentages) fails. The grammar cannot produce such an atom: None is true.
+# Hydra needs ANTLR 4.9. The grammar that latex2sympy2_extended 1.11 generated for that version lacks a rule that its
+# code queries, and parsing fails at every atom checked after it (percentages). The grammar cannot produce such an atom,
+# so None is the right reply.
 if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
     PSParser.AtomContext.FUNC_GAMMA = lambda self: None
 
-# A box counts before everything else; then "final answer is ...", "answer: ...", the last formula, the last number.
+# A box has priority; then "final answer is ...", "answer: ...", the last formula, the last number.
 LATEX = LatexExtractionConfig(boxed_match_priority=0)
 EXPRESSION = ExprExtractionConfig()
 
@@ -40,32 +42,32 @@ def judge(
     strict: bool = True,
     set_relations: bool = False,
 ) -> tuple[bool, str]:
-    r"""Read a response's final answer and compare it with the truth.
+    r"""Extract a response's final answer and compare it with the ground truth.
 
     Args:
         response: text with the answer in ``\boxed{}``.
-        truth: the right answer: a number, bare LaTeX, or text with LaTeX in delimiters or a box.
-        fallback: read a response without a box by its last formula or number; False makes it wrong.
-        decimals: places to which numbers are compared.
-        strict: names of variables count, and a tuple is no set.
-        set_relations: an inequality may answer an interval.
+        truth: the correct answer: a number, bare LaTeX, or text with LaTeX in delimiters or a box.
+        fallback: without a box, use the last formula or number; with False such a response is wrong.
+        decimals: decimal places to which numbers are compared.
+        strict: variable names matter, and a tuple does not equal a set.
+        set_relations: an inequality may equal an interval.
 
     Returns:
-        Whether it is right, and the answer that was read: what stands in the box if there is one, else Math-Verify's text of it;
-        empty for none.
+        Whether it is right, and the extracted answer: the content of the box if there is one, else Math-Verify's text
+        of it, empty for none.
 
     Raises:
-        ValueError: nothing can be read from the truth, so that no response could be right.
+        ValueError: the truth does not parse, so that no response could be right.
     """
     box = last_box(response)
     if box is not None and box.strip() == truth.strip() != "":
         return True, box
     right = read_truth(truth)
     if not right:
-        raise ValueError(f"no answer can be read from the truth {truth[:80]!r}")
+        raise ValueError(f"the ground truth {truth[:80]!r} does not parse")
     if fallback:
         answer = read(response)
-    else:  # the box, and inside it LaTeX: a number in a formula that does not parse would be a fallback too
+    else:  # LaTeX in the box only: a number inside a formula that does not parse would be a fallback too
         answer = [] if box is None else parse(f"{BOX}{box}}}", (LATEX,), parsing_timeout=None)
     equal = verify(
         right,
@@ -76,12 +78,12 @@ def judge(
         timeout_seconds=None,
     )
     if box is not None and response.count(BOX) == 1:
-        return bool(equal), box  # as it was written; Math-Verify's text has been through its normalisation
+        return bool(equal), box  # as written; Math-Verify's text is normalised
     return bool(equal), next((part for part in answer if isinstance(part, str)), "")
 
 
 def warm_up() -> None:
-    """Judge one answer of each kind, so that a process that is forked afterwards finds expressions compiled and tables built."""
+    """Verify one answer of each kind, so that forked processes inherit compiled expressions and tables."""
     for response, truth in (
         (r"$\boxed{\frac{1}{2}}$", "0.5"),
         ("The answer is 1/2", r"\{1, 2\}"),
@@ -91,16 +93,17 @@ def warm_up() -> None:
 
 
 def read(text: str) -> list[Any]:
-    """Return the answer in a text as Math-Verify's candidates: a SymPy object where it parses, and its text."""
+    """Return the answer in a text as Math-Verify's candidates: a SymPy object if it parses, and its text."""
     found = parse(text, (LATEX, EXPRESSION), parsing_timeout=None)
     if FORMULA.search(text) and not parse(text, (LATEX,), parsing_timeout=None):
-        # None of the formulas is one (a line break inside single dollars): a number in there is not the answer.
+        # None of the formulas parses (for example one with a line break between single dollars): ignore numbers in
+        # them.
         return parse(FORMULA.sub(" ", text), (EXPRESSION,), parsing_timeout=None)
     return found
 
 
 def read_truth(truth: str) -> list[Any]:
-    """Return the right answer as candidates; a data set may hold it bare, in delimiters, or inside a solution."""
+    """Return the ground truth as candidates; data sets have it bare, in delimiters, or inside a solution."""
     truth = truth.strip()
     if any(mark in truth for mark in DELIMITERS):
         return read(truth)
@@ -108,5 +111,5 @@ def read_truth(truth: str) -> list[Any]:
     if not NUMBER.fullmatch(truth):
         return read(boxed) or read(truth)
     if DECIMAL_COMMA.fullmatch(truth):
-        return read(truth) + read(boxed)  # 1,5 is a number in some data sets and a pair in others
+        return read(truth) + read(boxed)  # 1,5 is a number in some data sets, a pair in others
     return read(truth)

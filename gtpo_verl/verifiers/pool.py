@@ -1,7 +1,7 @@
-"""A few processes that judge answers, and what a caller sees of them: a verdict for every sample, whatever happens.
+"""A pool of verifier processes that returns a verdict for every sample.
 
-A sample whose verifier hangs, crashes or runs out of memory is a wrong answer with the reason beside it; the next one is judged
-as if nothing had been.
+A sample on which the verifier hangs, crashes or runs out of memory is wrong, with the reason in its verdict, and does
+not affect the samples after it.
 """
 
 import contextlib
@@ -27,16 +27,17 @@ from gtpo_verl.verifiers.server import Settings
 
 logger = logging.getLogger(__name__)
 
-TAIL = 16_384  # characters of a response that are read
-START_TIMEOUT = 300.0  # seconds, for a machine that is busy; it takes one or two
-GRACE = 5.0  # seconds beyond the kernel's timer, after which the processes are taken for stuck
+TAIL = 16_384  # characters at the end of a response that are verified
+START_TIMEOUT = 300.0  # seconds; the start takes one or two, and longer on a busy machine
+GRACE = 5.0  # seconds after the kernel's timer, after which the processes are considered stuck
 
 
 class Verdict(TypedDict):
-    """What verl gets for a response: the same keys for every one.
+    """What verl gets for a response, with the same keys for every response.
 
-    ``score`` is DAPO's ±1, ``acc`` 1.0 for a right answer and 0.0 otherwise, ``pred`` the answer that was read. ``verifier_failure``
-    is empty where the verifier came to its verdict itself, and otherwise ``timeout``, ``memory``, ``crash`` or ``error``.
+    ``score`` is DAPO's ±1, ``acc`` 1.0 for a right answer and 0.0 otherwise, ``pred`` the extracted answer.
+    ``verifier_failure`` is empty, or says why the rule gave no verdict: ``timeout``, ``memory``, ``crash`` or
+    ``error``.
     """
 
     score: float
@@ -50,10 +51,10 @@ def verdict(right: bool, pred: str, failure: str = "") -> Verdict:
 
 
 def tail(response: str, limit: int = TAIL) -> str:
-    """Return the end of a long response, from the first line that begins in it.
+    """Return the last ``limit`` characters of a response, from the first start of a line in them.
 
-    A cut in the middle of a line could turn a formula inside out, whose delimiters pair up within a line. Where the last half
-    has no line break, the cut is where it falls.
+    A cut within a line could separate the delimiters of a formula. If the first half of these characters has no line
+    break, the cut is at ``limit``.
     """
     if len(response) <= limit:
         return response
@@ -63,18 +64,16 @@ def tail(response: str, limit: int = TAIL) -> str:
 
 
 class VerifierPool:
-    """Judges responses by one rule in processes of their own. Safe to use from several threads; processes start when first needed.
+    """Verifies responses by one rule in separate processes, started on first use. Thread-safe.
 
     Args:
-        rule: a name in ``RULES``, or the full name of a module with ``judge(response, truth, **options) -> (right, pred)``.
-        options: keyword arguments of the rule.
-        workers: samples judged at the same time, each in a process.
-        timeout: seconds for one sample, on the clock.
-        memory_mb: MiB that a sample may allocate.
-        max_chars: characters at the end of a response that are read; see ``tail``.
+        rule: a name in ``RULES``, or the full name of a module with ``judge(response, truth, **options) -> (right,
+        pred)``. options: keyword arguments of the rule. workers: samples verified at the same time, each in a process.
+        timeout: wall-clock seconds per sample. memory_mb: MiB that a sample may allocate. max_chars: characters at the
+        end of a response that are verified; see ``tail``.
 
     Raises:
-        UserError: a setting that cannot be.
+        UserError: a setting is out of range.
     """
 
     def __init__(
@@ -109,25 +108,25 @@ class VerifierPool:
         self._closed = False
 
     def submit(self, response: str, truth: str) -> "Future[Verdict]":
-        """Judge in the background.
+        """Verify a response in the background.
 
         Raises (through the future):
-            UserError: the verifier does not start at all.
+            UserError: the verifier does not start.
         """
         return self._threads.submit(self._judge, tail(response, self.max_chars), truth)
 
     def judge(self, response: str, truth: str) -> Verdict:
-        """Judge now; as :meth:`submit`."""
+        """Verify a response and wait for its verdict; see :meth:`submit`."""
         return self.submit(response, truth).result()
 
     def close(self) -> None:
-        """Stop the processes; samples that wait are dropped."""
+        """Stop the processes; waiting samples are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             self._closed = True
             server, self._server = self._server, None
         if server is not None:
-            server.kill()  # wakes the threads that wait for a reply
+            server.kill()  # wakes the threads waiting for a reply
         self._threads.shutdown()
 
     def __enter__(self) -> "VerifierPool":
@@ -151,9 +150,8 @@ class VerifierPool:
 
     def _ask(self, channel: int, request: bytes) -> dict[str, Any]:
         reply: dict[str, Any] = {}
-        for _ in range(
-            2
-        ):  # when all processes died at once, it was the doing of one sample, most likely not of this one
+        # once more where all processes died together: another sample has most likely caused it
+        for _ in range(2):
             server = self._running()
             reply = server.ask(channel, request, self.timeout + GRACE)
             if "server" not in reply:
@@ -183,7 +181,7 @@ class VerifierPool:
             times = self.counts[failure]
             samples = self.counts["samples"]
         if times & (times - 1):
-            return  # the 1st, 2nd, 4th, 8th ... is logged, with the count: a bad data set must not fill the disk
+            return  # only the 1st, 2nd, 4th, 8th ... is logged, so that a bad data set does not fill the disk
         what = f"no verdict within {self.timeout:g} s" if failure == "timeout" else failure
         logger.warning(
             "verifier %s: %s%s; the sample counts as wrong (%d of %d samples so far)",
@@ -210,7 +208,7 @@ class _Server:
         settings = Settings(settings.module, settings.options, settings.timeout, settings.memory_mb, numbers)
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # -P: a file in the working directory must not pass for a module. A session of its own: Ctrl-C is the caller's business.
+        # -P: files in the working directory must not shadow modules. Own session: Ctrl-C is handled by the caller.
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "gtpo_verl.verifiers.server", settings.dump()],
             stdin=subprocess.DEVNULL,
@@ -224,7 +222,7 @@ class _Server:
         first = self._receive(self.channels[0], START_TIMEOUT)
         if "ready" in first:
             return
-        if first.get("failure") == "crash":  # its channels are closed: it is about to end by itself
+        if first.get("failure") == "crash":  # its channels are closed, so it is about to end
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE)
         self.kill()
@@ -234,17 +232,17 @@ class _Server:
             )
         raise UserError(
             f"the verifier does not start: its process ended with exit code {self.process.returncode} "
-            f"(-9: no sign of life within {START_TIMEOUT:.0f} s); what it printed stands above."
+            f"(-9: no reply within {START_TIMEOUT:.0f} s); see its output above."
         )
 
     def ask(self, number: int, request: bytes, seconds: float) -> dict[str, Any]:
-        """Send a request over a channel and wait for its reply; a reply with ``server`` says that the processes are gone or stuck."""
+        """Send a request and wait for its reply; the key ``server`` in it says that the processes are gone or stuck."""
         channel = self.channels[number]
         try:
             channel.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 while channel.recv(65536):
-                    pass  # the end of a child that died while it had nothing to do is no reply
+                    pass  # a message about a child that died while idle is not the reply
             channel.settimeout(seconds)
             channel.sendall(request)
         except OSError as error:
@@ -260,7 +258,7 @@ class _Server:
             try:
                 part = channel.recv(65536)
             except TimeoutError:
-                return {"server": True, "failure": "timeout", "detail": "the verifier's own timer did not end it"}
+                return {"server": True, "failure": "timeout", "detail": "the kernel's timer did not end it"}
             except OSError as error:
                 return {"server": True, "failure": "crash", "detail": f"the verifier is gone ({error})"}
             if not part:
@@ -270,10 +268,10 @@ class _Server:
         return reply
 
     def kill(self) -> None:
-        """End all processes of this server; who waits for a reply sees the end of its channel."""
+        """End all processes of this server, which closes its channels."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for channel in self.channels:
-            with contextlib.suppress(OSError):  # not connected any more
+            with contextlib.suppress(OSError):  # already disconnected
                 channel.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,8 @@
-"""The two rules in the form that verl calls: ``reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward``, ``name=answer`` or ``boxed``.
+"""The two rules as reward functions of verl.
 
-Each reward worker of verl (``reward.num_workers``) has a pool of its own, ``workers`` processes large. A misspelt key of
-``reward_kwargs`` is an error, because the functions name what they take.
+To be set as ``reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward`` and ``name=answer`` or ``boxed``.
+Every reward worker of verl (``reward.num_workers``) has its own pool of ``workers`` processes. An unknown key in
+``reward_kwargs`` is an error.
 """
 
 import asyncio
@@ -31,14 +32,14 @@ async def answer(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Verdict:
-    """Judge a response by DAPO's ``Answer:`` rule; see ``gtpo_verl.verifiers.answer``.
+    """Verify a response by DAPO's ``Answer:`` rule; see ``gtpo_verl.verifiers.answer``.
 
     Args:
         solution_str: the response.
-        ground_truth: the right answer, text or a number.
+        ground_truth: the correct answer, text or a number.
         strict_box: an option of the rule.
         workers, timeout, memory_mb: limits of the pool; see ``gtpo_verl.verifiers.pool.VerifierPool``.
-        data_source, extra_info, reward_router_address, reward_model_tokenizer: passed by verl, not read.
+        data_source, extra_info, reward_router_address, reward_model_tokenizer: passed by verl, not used.
     """
     options = {"strict_box": strict_box}
     limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb}
@@ -62,14 +63,14 @@ async def boxed(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Verdict:
-    """Judge a response by Math-Verify; see ``gtpo_verl.verifiers.boxed``.
+    """Verify a response by Math-Verify; see ``gtpo_verl.verifiers.boxed``.
 
     Args:
         solution_str: the response.
-        ground_truth: the right answer, text or a number.
+        ground_truth: the correct answer, text or a number.
         fallback, decimals, strict, set_relations: options of the rule.
         workers, timeout, memory_mb, max_chars: limits of the pool; see ``gtpo_verl.verifiers.pool.VerifierPool``.
-        data_source, extra_info, reward_router_address, reward_model_tokenizer: passed by verl, not read.
+        data_source, extra_info, reward_router_address, reward_model_tokenizer: passed by verl, not used.
     """
     options = {"fallback": fallback, "decimals": decimals, "strict": strict, "set_relations": set_relations}
     limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
@@ -77,14 +78,15 @@ async def boxed(
 
 
 def truth_text(ground_truth: Any) -> str:
-    """The right answer as text.
+    """The ground truth as text.
 
     Raises:
-        UserError: it is neither text nor a number; a list printed as one would make every response wrong without a word.
+        UserError: it is neither text nor a number; a list as text would make every response wrong silently.
     """
     if not isinstance(ground_truth, str | Number):
         raise UserError(
-            f"reward_model.ground_truth must be text or a number, and is {type(ground_truth).__name__}: {ground_truth!r:.80}"
+            "reward_model.ground_truth must be text or a number, and is "
+            f"{type(ground_truth).__name__}: {ground_truth!r:.80}"
         )
     return str(ground_truth)
 
@@ -99,7 +101,7 @@ def _pool(rule: str, options: dict[str, Any], limits: dict[str, Any]) -> Verifie
 
 @atexit.register
 def close_pools() -> None:
-    """Stop the processes of this process's pools; a later call starts new ones."""
+    """Stop all pools of this process; a later call starts new ones."""
     with _lock:
         while _pools:
             _pools.popitem()[1].close()

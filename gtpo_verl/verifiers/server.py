@@ -1,19 +1,21 @@
-"""The processes that judge: one that has imported the rule, and a child of it for each channel, made anew when it dies.
+"""The verifier processes: a parent that has imported the rule, and one forked child per channel, replaced when it dies.
 
-Answers are hostile: 9^9^9, a thousand nested roots, or an input on which SymPy does not end. A thread cannot be stopped, and
-one integer power holds Python's lock for hours, so each sample is judged in a child under limits that the kernel enforces:
+Answers can be hostile: 9^9^9, a thousand nested roots, or an input on which SymPy does not terminate. A thread cannot
+be stopped, and one integer power holds the GIL for hours, so each sample is verified in a child under limits that the
+kernel enforces:
 
-- time: a timer whose signal ends the child, whatever it is executing;
-- memory: a bound on its address space;
-- a crash is a crash of the child alone.
+- time: a timer whose signal ends the child, whatever it executes;
+- memory: a limit on its address space;
+- a crash affects the child only.
 
-The parent of the children imported Math-Verify once, has one thread and does nothing but fork and wait, so a child is back within
-milliseconds and shares its memory. It tells the channel why a child has died.
+The parent has imported Math-Verify, has one thread, and only forks and waits, so a new child is ready within
+milliseconds and shares the parent's memory. The parent reports on the channel why a child has died.
 
-Nothing is left behind. A child ends when its channel is closed, which the kernel does when the process at the other end dies
-in any way; one that is busy then is ended by its timer; the process here ends with its last child.
+No process is left behind. A child ends when its channel is closed, which the kernel does when the process at the other
+end dies; a busy child is ended by its timer; the parent ends with its last child.
 
-Run as ``python -m gtpo_verl.verifiers.server SETTINGS`` by ``pool``. A channel is a socket, a message a line of JSON.
+``pool`` runs it as ``python -m gtpo_verl.verifiers.server SETTINGS``. A channel is a socket, a message one line of
+JSON.
 """
 
 import contextlib
@@ -35,16 +37,16 @@ Judge = Callable[[str, str], tuple[bool, str]]
 
 LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-LONGEST = 512  # characters of a prediction that are sent back
+LONGEST = 512  # characters of an extracted answer that are returned
 
-# Exit codes of a child that did nothing wrong; any other end is that of its sample.
+# Exit codes of a child that ended regularly; any other is due to its sample.
 CHANNEL_CLOSED = 100
 RETIRED = 101
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the server needs to know: the rule as a module with a function ``judge``, its options, and the limits of one sample."""
+    """The rule, as a module with a function ``judge``, its options, and the limits per sample."""
 
     module: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class Settings:
 
 
 def main() -> None:
-    """Import the rule, say so on the first channel, and serve until the channels are closed."""
+    """Import the rule, report on the first channel, and serve until the channels are closed."""
     settings = Settings(**json.loads(sys.argv[1]))
     channels = [socket.socket(fileno=number) for number in settings.channels]
     try:
@@ -82,24 +84,24 @@ def main() -> None:
         if code == CHANNEL_CLOSED:
             continue
         if code != RETIRED:
-            # When nobody is there to be told, the child that comes now will see it and end.
+            # Where the other end is closed, the new child notices and ends.
             with contextlib.suppress(OSError):
                 send(channel, cause(code))
         children[fork(channel, judge, settings, libc)] = channel
 
 
 def cause(code: int) -> dict[str, str]:
-    """Why a child that ended with this code did so."""
+    """Why a child ended, by its exit code."""
     if code == -signal.SIGALRM:
         return {"failure": "timeout", "detail": ""}
     if code >= 0:
-        return {"failure": "crash", "detail": f"the process left with exit code {code}"}
-    hint = " (by the system, when it is out of memory)" if code == -signal.SIGKILL else ""
+        return {"failure": "crash", "detail": f"the process ended with exit code {code}"}
+    hint = " (by the kernel when memory runs out)" if code == -signal.SIGKILL else ""
     return {"failure": "crash", "detail": f"killed by {signal.Signals(-code).name}{hint}"}
 
 
 def fork(channel: socket.socket, judge: Judge, settings: Settings, libc: ctypes.CDLL) -> int:
-    """Start a child that judges what comes over ``channel``; returns its process id."""
+    """Start a child that serves ``channel``; returns its process id."""
     parent = os.getpid()
     pid = os.fork()
     if pid:
@@ -110,11 +112,12 @@ def fork(channel: socket.socket, judge: Judge, settings: Settings, libc: ctypes.
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(CHANNEL_CLOSED)
-            # When memory runs out, rather this process than the trainer; some sandboxes have no such file.
+            # When memory runs out, the kernel should end this process and not the trainer. Some sandboxes lack the
+            # file.
             with contextlib.suppress(OSError):
                 Path("/proc/self/oom_score_adj").write_text("1000")
         code = work(channel, judge, settings)
-    except ConnectionError:  # the caller left between a request and its reply
+    except ConnectionError:  # the caller has gone between a request and its reply
         code = CHANNEL_CLOSED
     except Exception:
         traceback.print_exc()
@@ -123,11 +126,11 @@ def fork(channel: socket.socket, judge: Judge, settings: Settings, libc: ctypes.
 
 
 def work(channel: socket.socket, judge: Judge, settings: Settings) -> int:
-    """Judge until the channel is closed, or until a sample has left too much memory behind; returns the exit code."""
+    """Serve until the channel is closed, or until memory has grown too much; returns the exit code."""
     allowed = settings.memory_mb * 2**20
     start = address_space()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without asking Python
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without running Python code
     for line in channel.makefile("rb"):
         request = json.loads(line)
         if LINUX:
@@ -142,24 +145,24 @@ def work(channel: socket.socket, judge: Judge, settings: Settings) -> int:
 
 
 def answer(judge: Judge, response: str, truth: str) -> dict[str, Any]:
-    """The reply to one request: a verdict, or why there is none."""
+    """The reply to one request: a verdict, or the reason for none."""
     try:
         right, pred = judge(response, truth)
     except MemoryError:
         return {"failure": "memory", "detail": ""}
     except Exception as error:
         return {"failure": "error", "detail": f"{type(error).__name__}: {str(error)[:LONGEST]}"}
-    # A lone surrogate cannot be written to a file in UTF-8, and the prediction ends in verl's dumps.
+    # verl writes it to a dump in UTF-8, which has no lone surrogates.
     return {"right": bool(right), "pred": pred[:LONGEST].encode("utf-8", "replace").decode("utf-8")}
 
 
 def address_space() -> int:
-    """Bytes of this process's address space; 0 where the system does not tell."""
+    """The size of this process's address space in bytes; 0 where the system does not report it."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if LINUX else 0
 
 
 def send(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message as a line of ASCII: JSON escapes the rest."""
+    """Send a message as one line of JSON in ASCII."""
     channel.sendall(json.dumps(message).encode("ascii") + b"\n")
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gtpo_verl.algorithms import (
     GRPOSConfig,
     GTPOConfig,
+    credit_metrics,
     group_relative_overlong_penalty,
     grpo_advantages,
     grpo_s_advantages,
@@ -207,9 +208,18 @@ def test_metrics_are_those_of_the_definitions():
         "sign_flip_wrong": (advantages[wrong] > 0).float().mean().item(),
         "entropy_correct": entropy[mask & correct[:, None]].mean().item(),
         "entropy_wrong": entropy[mask & ~correct[:, None]].mean().item(),
-        "advantage_spread": sum(advantages[i][mask[i]].std(correction=0).item() for i in range(4)) / 4,
+        "floor_share": 0,
     }
     assert out.metrics == pytest.approx(expected, abs=1e-6)
+    floored = gtpo_advantages(entropy, correct, mask, group, GTPOConfig(entropy_floor=0.5)).metrics["floor_share"]
+    assert floored == pytest.approx((entropy[mask] <= 0.5).float().mean().item())
+    # The same from the advantages alone, as for an estimator of somebody else's.
+    spread = {"advantage_spread": sum(advantages[i][mask[i]].std(correction=0).item() for i in range(6)) / 6}
+    known = {name: value for name, value in expected.items() if not name.startswith(("shaped", "floor"))}
+    known["sign_flip_correct"] *= right.sum().item() / (mask & correct[:, None]).sum().item()  # of all groups
+    assert credit_metrics(advantages, mask, group, correct, entropy) == pytest.approx(known | spread, abs=1e-6)
+    assert spread["advantage_spread"] > 0
+    assert credit_metrics(-advantages, mask, group, correct, entropy)["sign_flip_wrong"] > 0.5
 
 
 def test_all_arms_report_by_the_same_names():
@@ -217,9 +227,7 @@ def test_all_arms_report_by_the_same_names():
     token = gtpo().metrics
     sequence = grpo_s_advantages(ENTROPY, CORRECT, MASK, GROUP, GRPOSConfig()).metrics
     baseline = grpo_advantages(reward, MASK, GROUP, correct=CORRECT, entropy=ENTROPY).metrics
-    assert token.keys() == sequence.keys() == baseline.keys()
-    assert token["advantage_spread"] > 0
-    assert sequence["advantage_spread"] == baseline["advantage_spread"] == 0
+    assert token.keys() == sequence.keys() == baseline.keys() | {"floor_share"}
     # verl aggregates a metric whose name contains one of these words in its own way.
     assert not [name for name in token if any(word in name for word in ("max", "min", "sum", "total"))]
 
@@ -356,11 +364,7 @@ def test_the_group_relative_penalty_takes_no_numbers_for_verdicts():
 
 def test_responses_without_spread_have_none_however_far_apart_they_are():
     entropy = torch.tensor([0.05, 1.0, 2.0, 1.0])[:, None].expand(4, 20480).contiguous()
-    out = gtpo_advantages(
-        entropy,
-        torch.tensor([True, True, True, False]),
-        torch.ones(4, 20480, dtype=torch.bool),
-        torch.zeros(4, dtype=torch.int64),
-        GTPOConfig(axis="matrix"),
-    )
-    assert out.metrics["advantage_spread"] == 0.0
+    correct = torch.tensor([True, True, True, False])
+    mask, group = torch.ones(4, 20480, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    out = gtpo_advantages(entropy, correct, mask, group, GTPOConfig(axis="matrix"))
+    assert credit_metrics(out.advantages, mask, group, correct, entropy)["advantage_spread"] == 0.0

@@ -3,16 +3,19 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.cli import main
-from gtpo_verl.commands.eval import _since_before, configuration, find_subject, print_summary, settings_of
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation import summarize
-from gtpo_verl.evaluation.records import ProblemRecord, differences, open_evaluation
+from gtpo_verl.evaluation.records import ProblemRecord, changes_since, differences, open_evaluation
+from gtpo_verl.evaluation.render import print_changes, print_summary
+from gtpo_verl.evaluation.settings import settings_of
+from gtpo_verl.evaluation.subject import configuration, find_subject
 from gtpo_verl.report import plots
 from gtpo_verl.report.pass_at_k import pass_at_k_figure
 
@@ -98,7 +101,7 @@ def test_a_model_directory_takes_settings_like_train(model: Path, val_file: Path
 
 def test_a_run_without_a_model_a_quickstart_and_before_without_a_run(run_dir: Path, model: Path) -> None:
     (run_dir / "model").unlink()
-    with pytest.raises(UserError, match="no trained model yet"):
+    with pytest.raises(UserError, match="no trained model: name a checkpoint"):
         find_subject(str(run_dir))
     (run_dir / "config.yaml").unlink()
     with pytest.raises(UserError, match="holds several runs"):
@@ -110,7 +113,7 @@ def test_a_run_without_a_model_a_quickstart_and_before_without_a_run(run_dir: Pa
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("hardware=gpu", "hardware=: the settings are the run's"),
+        ("hardware=gpu", "hardware=: the settings are those of the run"),
         ("data.max_respons_length=3", "the run has no such key"),
         ("~data.seed", "takes KEY=VALUE"),
         ("data.seed=1,2", "takes KEY=VALUE"),
@@ -196,15 +199,18 @@ def test_the_summary_is_json(record: Callable[..., ProblemRecord]) -> None:
     assert facts["pass_at"]["2"] == {"value": 1.0, "low": None, "high": None}
 
 
-def test_the_change_since_before_needs_the_same_settings(record: Callable[..., ProblemRecord], tmp_path: Path) -> None:
-    limits = {"limit": 30, "threshold": 1.0}
-    settings = {"model": "new", "n": 2}
+def test_the_change_since_before_needs_the_same_settings(
+    record: Callable[..., ProblemRecord], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits: dict[str, Any] = {"limit": 30, "threshold": 1.0}
+    settings = {"model": "new", "n": 2, "stops": ("a", "b")}
     samples = [sample for row in range(4) for sample in record(row, [1.0, float(row % 2)]).samples(**limits)]
-    assert _since_before(tmp_path / "global_step_1", settings, samples, limits) == {}
-    before = open_evaluation(tmp_path / "before", {"settings": {"model": "old", "n": 2}}, fresh=False)
+    assert changes_since(tmp_path / "before", settings, samples, **limits) == {}
+    before = open_evaluation(tmp_path / "before", {"settings": settings | {"model": "old"}}, fresh=False)
     for row in range(4):
         before.add(record(row, [0.0, 1.0]))
-    change = _since_before(tmp_path / "global_step_1", settings, samples, limits)["sums"]
-    assert change.value == pytest.approx(0.25)
-    assert _since_before(tmp_path / "global_step_1", settings | {"n": 3}, samples, limits) == {}
-    assert _since_before(tmp_path / "before", settings, samples, limits) == {}
+    changes = changes_since(tmp_path / "before", settings, samples, **limits)
+    assert changes["sums"].value == pytest.approx(0.25)
+    print_changes(changes)
+    assert capsys.readouterr().out.startswith("sums: 25.0 % since before the training, 95 % interval ")
+    assert changes_since(tmp_path / "before", settings | {"n": 3}, samples, **limits) == {}

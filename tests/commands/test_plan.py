@@ -11,7 +11,8 @@ from gtpo_verl.cli import main
 
 
 def test_the_paper_run_as_a_new_user_plans_it(tmp_path: Path) -> None:
-    """From an empty folder, in a process of its own: exact parameters, the step, and nothing that torch or verl print."""
+    """From an empty folder, in a process of its own: exact parameters, the step, and nothing that torch or verl
+    print."""
     command = [sys.executable, "-m", "gtpo_verl.cli", "plan", "setting=paper_gtpo_32b", "backend=megatron", "algo=gtpo"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -50,6 +51,31 @@ def test_a_run_that_would_stop_is_an_exit_code(capsys: pytest.CaptureFixture[str
         == 1
     )
     assert "exceeds the 4096 positions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "actor_rollout_ref.rollout.max_model_len=6000",
+            "error: actor_rollout_ref.rollout.max_model_len=6000 is shorter",
+        ),
+        ("algorithm.rollout_correction.bypass_mode=true", "error: algorithm.rollout_correction.bypass_mode=true skips"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-mean", "averages over sequences"),
+    ],
+)
+def test_what_a_training_would_refuse_is_in_its_plan(
+    override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "setting=paper_gtpo_7b", "algo=grpo_s", override]) == 1
+    assert message in capsys.readouterr().out
+
+
+def test_what_a_training_would_remark_is_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "setting=paper_gtpo_7b", "algorithm.filter_groups.carry_over.max_age=1", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (found,) = [finding for finding in findings if "algorithm.filter_groups.carry_over" in finding["message"]]
+    assert found["level"] == "note"
 
 
 @pytest.mark.parametrize(

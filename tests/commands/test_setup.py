@@ -336,7 +336,7 @@ def test_a_fresh_environment_gets_the_stack_and_a_second_call_does_nothing(
     setup_cpu(python)
     assert installed(python) == STACK
     printed = capsys.readouterr().out
-    assert "pip's own sources have no CPU build" in printed
+    assert "pip's configured indexes have no CPU build" in printed
     assert list(
         python.parent.parent.rglob("site-packages/verl/__pycache__/*.pyc")
     )  # byte code is there for every process

@@ -1,4 +1,4 @@
-"""``gtpo-verl verify``: the table, the share and its interval on a dump in verl's format, and what it says of a bad file."""
+"""``gtpo-verl verify``: the table, the share and its interval on a dump in verl's format, and errors in a dump."""
 
 import itertools
 import json
@@ -11,8 +11,8 @@ import pytest
 
 from gtpo_verl import cli
 from gtpo_verl.commands import verify as command
-from gtpo_verl.commands.verify import Agreement, Sample, read_samples
 from gtpo_verl.errors import UserError
+from gtpo_verl.verifiers.agreement import Agreement, Sample, read_samples, threshold_of
 from gtpo_verl.verifiers.pool import verdict
 
 WriteDump = Callable[..., Path]
@@ -33,6 +33,7 @@ def dump(tmp_path: Path) -> WriteDump:
             for number, (output, truth, acc) in enumerate(samples)
         ]
         path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
         return path
 
@@ -56,7 +57,7 @@ def test_the_table_the_share_and_the_examples(
     assert [example["place"] for example in found["examples"]] == [f"{path}:6"]
     printed = capsys.readouterr().out
     assert "agreement 80.00 % of 10 responses to 5 prompts" in printed
-    assert "boxed: the run's own verdict on 100.00 % of 10" in printed
+    assert "boxed: agrees with the run on 100.00 % of 10" in printed
 
 
 def test_a_sample_that_hangs_is_reported_and_the_rest_judged(dump: WriteDump, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def agreement(*agreed: tuple[str, bool]) -> Agreement:
 
 
 def test_the_interval_is_over_prompts() -> None:
-    """100 copies of a prompt's sample say no more than one; and full agreement is not certainty."""
+    """100 copies of a prompt's sample carry no more information than one; and full agreement is not certainty."""
     one = agreement(("a", True), ("b", False), ("c", True), ("d", True))
     hundred = agreement(*[(name, same) for name, same in zip("abcd", (1, 0, 1, 1), strict=True) for _ in range(100)])
     assert one.interval() == hundred.interval()
@@ -127,28 +128,46 @@ def test_a_bad_file_is_said_in_one_line(
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        list(read_samples([tmp_path / "absent.jsonl"]))
+        list(read_samples({tmp_path / "absent.jsonl": 1.0}))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="not text in UTF-8"):
-        list(read_samples([tmp_path / "binary"]))
+    with pytest.raises(UserError, match=":1 is not JSON"):
+        list(read_samples({tmp_path / "binary": 1.0}))
 
 
 def test_a_report_that_cannot_be_written_is_said_before_the_work(dump: WriteDump, tmp_path: Path) -> None:
     assert cli.main(["verify", str(dump(BOTH)), "--json", str(tmp_path / "absent" / "report.json")]) == 2
 
 
+def test_the_run_found_correct_what_reached_its_threshold(dump: WriteDump, tmp_path: Path) -> None:
+    """``acc`` of 0.6 is correct in a run with a threshold of 0.5, and in no other."""
+    response, truth, _ = BOTH
+    path, report = dump((response, truth, 0.6), name="run/validation/10.jsonl"), tmp_path / "report.json"
+
+    def recorded(*arguments: str) -> dict[str, int]:
+        assert cli.main(["verify", str(path), "--json", str(report), *arguments]) == 0
+        return json.loads(report.read_text())["recorded"]["answer"]
+
+    assert recorded() == {"same": 0, "other": 1}
+    (tmp_path / "run" / "config.yaml").write_text("algorithm: {correct_threshold: 0.5}")
+    assert threshold_of(path) == 1.0  # not a run's yet
+    (tmp_path / "run" / "run.json").write_text("{}")
+    assert recorded() == {"same": 1, "other": 0}
+    assert recorded("--correct-threshold", "0.7") == {"same": 0, "other": 1}
+    assert json.loads(report.read_text())["correct_thresholds"] == [0.7]
+
+
 def test_ctrl_c_reports_what_was_judged(
     dump: WriteDump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, report = dump(*[BOTH] * 20), tmp_path / "report.json"
-    real = command.judged
+    real = command.verified
 
     def interrupted(*arguments: Any, **keywords: Any) -> Iterator[Any]:
         yield from itertools.islice(real(*arguments, **keywords), 7)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "judged", interrupted)
+    monkeypatch.setattr(command, "verified", interrupted)
     assert cli.main(["verify", str(path), "--json", str(report)]) == 130
     found = json.loads(report.read_text())
     assert (found["judged"], found["responses"]) == (7, 20)
-    assert "interrupted: 7 of 20 responses were judged" in capsys.readouterr().out
+    assert "interrupted: 7 of 20 responses were verified" in capsys.readouterr().out

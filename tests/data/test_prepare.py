@@ -254,11 +254,11 @@ def test_without_a_network_the_message_says_what_to_pass(
         (("parquet", "missing.parquet"), "missing.parquet: no such file"),
         (("parquet", "{torn}"), "torn.parquet is not a parquet file"),
         (("parquet", "{text}"), "expected a .parquet or a .jsonl file"),
-        (("parquet", "{rows}", "--output", "{rows}"), "is one of the files that are read"),
+        (("parquet", "{rows}", "--output", "{rows}"), "is one of the input files"),
         (("parquet", "{rows}", "--problem-column", "nope"), "--problem-column nope"),
         (("parquet", "{verl}"), "row 0: TypeError"),
         (("math-500", "{rows}"), "--from"),
-        (("parquet", "--from", "{rows}"), "--from is for a data set of the hub"),
+        (("parquet", "--from", "{rows}"), "--from is for data sets of the hub"),
     ],
 )
 def test_what_is_wrong_is_said(

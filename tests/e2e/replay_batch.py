@@ -53,11 +53,9 @@ def advantages(config: DictConfig, recorded: dict[str, Any], entropy: torch.Tens
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
     from gtpo_verl.integrations.context import CreditContext, credit_context
-    from gtpo_verl.integrations.trainer import length_settings
+    from gtpo_verl.integrations.trainer import overlong
 
-    context = CreditContext(
-        correct=recorded["correct"], entropy=entropy.double(), length_settings=length_settings(config)
-    )
+    context = CreditContext(correct=recorded["correct"], entropy=entropy.double(), overlong=overlong(config))
     with credit_context(context):
         values, _ = get_adv_estimator_fn(config.algorithm.adv_estimator)(
             token_level_rewards=recorded["rewards"],

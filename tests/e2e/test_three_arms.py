@@ -67,7 +67,7 @@ def test_every_arm_trained_to_its_end(three_arms: tuple[Path, str], metrics: Met
 def test_a_killed_quickstart_stops_its_arm_and_goes_on_with_it(three_arms: tuple[Path, str], metrics: Metrics) -> None:
     """No step is trained twice, and never two trainings in one directory."""
     directory, printed = three_arms
-    assert f"Going on with: {directory}" in printed
+    assert f"Resuming: {directory}" in printed
     assert len(list(directory.parent.glob("quickstart-*"))) == 1
     log = (directory / "dapo" / "train.log").read_text()
     assert log.count("Stopping after this step, with a checkpoint") == 1

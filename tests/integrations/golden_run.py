@@ -60,8 +60,7 @@ def config_of(algorithm: str, model: Path) -> DictConfig:
         *(f"trainer.run_dir={model}", f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={RESPONSES}"),
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={RESPONSES}",
         # large enough that the second and third update are clipped
-        *("actor_rollout_ref.actor.optim.lr=0.0005", "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low=0.05"),
-        "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high=0.05",
+        "actor_rollout_ref.actor.optim.lr=0.0005",
     ]
     config = compose_config(overrides)
     prepare(config, overrides)

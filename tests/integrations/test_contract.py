@@ -95,6 +95,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.experimental.separation.engine_workers": {
         "DetachActorWorker.copy_handler": "property",
     },
+    "verl.plugin.platform": {
+        "get_platform": "()",
+    },
     "verl.plugin.platform.platform_base": {
         "PlatformBase": "class",
         "PlatformBase.communication_backend_name": "(self)",
@@ -210,6 +213,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer.role_worker_mapping": "attribute",
         "PPOTrainer.step": "(self, metrics, timing_raw)",
         "PPOTrainer.total_training_steps": "attribute",
+        "PPOTrainer.train_dataloader": "attribute",
         "PPOTrainer.trainer_mode": "attribute",
         "get_trainer_cls": "(name)",
     },

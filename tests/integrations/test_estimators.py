@@ -1,20 +1,24 @@
 """The estimators as verl calls them: through its registry, with its own data structures."""
 
+import asyncio
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 
+from gtpo_verl import algorithms
+from gtpo_verl.algorithms import algorithm, soft_overlong_penalty
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.context import CreditContext, credit_context
-from gtpo_verl.integrations.estimators import group_ids
-
-OFF = {"length_penalty": "none"}
+from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
+from gtpo_verl.integrations.estimators import estimator, group_ids
+from gtpo_verl.integrations.trainer import overlong
 
 
 @pytest.fixture
@@ -47,10 +51,16 @@ def grpo(data: DataProto) -> torch.Tensor:
 Batch = tuple[DataProto, torch.Tensor, torch.Tensor]
 
 
+def algorithms_batch(
+    mask: torch.Tensor, group: torch.Tensor, correct: torch.Tensor, entropy: torch.Tensor, penalty: torch.Tensor
+) -> algorithms.Batch:
+    return algorithms.Batch(mask, group, correct, entropy=entropy, length_penalty=penalty)
+
+
 def test_grpo_s_without_entropy_is_verls_grpo(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config(["algo=grpo_s", "algorithm.grpo_s.beta2=0"]).algorithm
-    ours = advantages("grpo_s", data, config, CreditContext(correct, entropy, OFF))
+    ours = advantages("grpo_s", data, config, CreditContext(correct, entropy))
     torch.testing.assert_close(ours, grpo(data), atol=2e-6, rtol=0)
 
 
@@ -59,29 +69,67 @@ def test_entropy_moves_the_advantages(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config().algorithm
     for name in ("gtpo", "grpo_s"):
-        ours = advantages(name, data, config, CreditContext(correct, entropy, OFF))
+        ours = advantages(name, data, config, CreditContext(correct, entropy))
         assert (ours - grpo(data)).abs().max() > 1e-3
-        other = advantages(name, data, config, CreditContext(correct, entropy.flip(0), OFF))
+        other = advantages(name, data, config, CreditContext(correct, entropy.flip(0)))
         assert (ours - other).abs().max() > 1e-3
 
 
 def test_the_soft_punishment_takes_its_lengths_from_the_run(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config(["algorithm.gtpo.length_penalty=soft"]).algorithm
-    plain = advantages("gtpo", data, config, CreditContext(correct, entropy, OFF))
-    punished = advantages("gtpo", data, config, CreditContext(correct, entropy, {"max_length": 12, "cache_length": 6}))
+    plain = advantages("gtpo", data, config, CreditContext(correct, entropy))
+    punished = advantages("gtpo", data, config, CreditContext(correct, entropy, Overlong(12, 6)))
     long = data.batch["response_mask"].sum(-1) > 6
     changed = (punished - plain).abs().amax(-1) > 1e-6
     assert (correct & long).any()
     assert changed[correct & long].all()
-    never_reached = {"max_length": 100, "cache_length": 10}
-    same = advantages("gtpo", data, config, CreditContext(correct, entropy, never_reached))
+    same = advantages("gtpo", data, config, CreditContext(correct, entropy, Overlong(100, 10)))
     torch.testing.assert_close(same, plain, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_the_penalty_factor_of_the_run_reaches_every_arm(batch: Batch, name: str) -> None:
+    """The same as a penalty of that size handed to the algorithm, which is not the one of factor 1."""
+    data, correct, entropy = batch
+    config = compose_config([f"algorithm.{name}.length_penalty=soft"]).algorithm
+    mask = data.batch["response_mask"]
+    halved = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6, factor=0.5)))
+    penalty = 0.5 * soft_overlong_penalty(mask.sum(-1), 12, 6)
+    groups = group_ids(data.non_tensor_batch["uid"])
+    expected = algorithm(name).advantages(algorithms_batch(mask, groups, correct, entropy, penalty)).advantages
+    torch.testing.assert_close(halved, expected)
+    whole = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6)))
+    assert (whole - halved).abs().max() > 1e-3
+
+
+def test_a_group_relative_penalty_needs_no_overlong_buffer(batch: Batch) -> None:
+    data, correct, entropy = batch
+    config = compose_config(["algorithm.gtpo.length_penalty=grop", "algorithm.gtpo.gamma=0.51"]).algorithm
+    easy = torch.ones_like(correct)
+    easy[::6] = False
+    plain = compose_config(["algorithm.gtpo.length_penalty=none"]).algorithm
+    context = CreditContext(easy, entropy)
+    assert (advantages("gtpo", data, config, context) - advantages("gtpo", data, plain, context)).abs().max() > 1e-4
+
+
+def test_another_method_gets_scores_and_penalty_apart(batch: Batch) -> None:
+    """An outcome method as another package would bring it: DAPO's advantage from its own function."""
+    data, correct, entropy = batch
+    ours = estimator(replace(algorithm("dapo"), name="mine", verl_estimator=None))
+    mask = data.batch["response_mask"]
+    rewards = torch.where(correct, 1.0, -1.0)
+    with credit_context(CreditContext(correct, entropy, Overlong(12, 6), rewards)):
+        out, _ = ours(torch.full_like(entropy, 7.0), mask, compose_config().algorithm, data.non_tensor_batch["uid"])
+    scores = torch.zeros_like(entropy)
+    scores[:, 0] = rewards + soft_overlong_penalty(mask.sum(-1), 12, 6)
+    expected, _ = core_algos.compute_grpo_outcome_advantage(scores, mask, data.non_tensor_batch["uid"])
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=0)
 
 
 def test_metrics_reach_the_context(batch: Batch) -> None:
     data, correct, entropy = batch
-    context = CreditContext(correct, entropy, OFF)
+    context = CreditContext(correct, entropy)
     advantages("gtpo", data, compose_config().algorithm, context)
     assert context.metrics["shaped_correct_mean"] == pytest.approx(1.1, abs=1e-6)
     assert context.metrics["shaped_wrong_mean"] == pytest.approx(-1.1, abs=1e-6)
@@ -90,16 +138,14 @@ def test_metrics_reach_the_context(batch: Batch) -> None:
 def test_rows_that_verl_adds_to_fill_a_batch_change_nothing(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config().algorithm
-    plain = advantages("gtpo", data, config, CreditContext(correct, entropy, OFF))
+    plain = advantages("gtpo", data, config, CreditContext(correct, entropy))
     filled = DataProto(
         batch=TensorDict(
             {key: torch.cat([value, torch.zeros_like(value[:2])]) for key, value in data.batch.items()}, batch_size=26
         ),
         non_tensor_batch={"uid": np.append(data.non_tensor_batch["uid"], ["pad1", "pad1"])},
     )
-    context = CreditContext(
-        torch.cat([correct, correct[:2]]), torch.cat([entropy, torch.full((2, 12), torch.nan)]), OFF
-    )
+    context = CreditContext(torch.cat([correct, correct[:2]]), torch.cat([entropy, torch.full((2, 12), torch.nan)]))
     with_rows = advantages("gtpo", filled, config, context)
     torch.testing.assert_close(with_rows[:24], plain, atol=0, rtol=0)
     assert (with_rows[24:] == 0).all()
@@ -115,3 +161,52 @@ def test_group_names_become_numbers() -> None:
     ids = group_ids(np.array(["b", "a", "b", "c"], dtype=object))
     assert ids.dtype == torch.int64
     assert ids.tolist() == [1, 0, 1, 2]
+
+
+def test_the_lengths_and_the_factor_come_from_the_reward_manager() -> None:
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    chosen = ["data.max_response_length=512", f"{buffer}.len=128", f"{buffer}.penalty_factor=0.5"]
+    assert overlong(compose_config([f"{buffer}.enable=true", *chosen])) == Overlong(512, 128, 0.5)
+    assert overlong(compose_config([f"{buffer}.enable=false", *chosen])) is None
+
+
+def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> float:
+    """What verl's DAPO reward manager adds to the reward of a response with so many tokens."""
+    from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+
+    class Tokenizer:
+        def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
+            return "text"
+
+    buffer = OmegaConf.create({"enable": True, "log": False, **settings})
+    config = OmegaConf.create({"reward": {"reward_kwargs": {"max_resp_len": max_resp_len}}})
+    config.reward.reward_kwargs.overlong_buffer_cfg = buffer
+    tensors = TensorDict(
+        {
+            "responses": torch.zeros(1, length, dtype=torch.long),
+            "attention_mask": torch.ones(1, length, dtype=torch.long),
+        },
+        batch_size=1,
+    )
+    texts = {"data_source": "sums", "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    data = DataProto(
+        batch=tensors, non_tensor_batch={key: np.array([value], dtype=object) for key, value in texts.items()}
+    )
+
+    async def score() -> float:
+        manager = DAPORewardManager(config, Tokenizer(), lambda **_: {"score": 0.0})
+        manager.loop = asyncio.get_running_loop()
+        return float((await manager.run_single(data))["reward_score"])
+
+    return asyncio.run(score())
+
+
+def test_dapos_penalty_is_ours_up_to_the_limit_and_not_beyond_it() -> None:
+    """Why preflight wants max_resp_len to be the limit: verl's penalty goes on falling beyond it, ours is whole there."""
+    settings = {"len": 4, "penalty_factor": 0.5}
+    lengths = torch.arange(1, 17)
+    ours = 0.5 * soft_overlong_penalty(lengths, max_length=16, cache_length=4)
+    theirs = [dapo_penalty(int(length), settings, max_resp_len=16) for length in lengths]
+    assert theirs == pytest.approx(ours.tolist(), abs=1e-6)
+    assert dapo_penalty(32, settings, max_resp_len=16) == pytest.approx(-2.5)
+    assert 0.5 * soft_overlong_penalty(torch.tensor([32]), 16, 4).item() == -0.5

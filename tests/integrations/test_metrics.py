@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gtpo_verl.integrations.metrics import ActorPass, agreement, spread_inside_responses
+from gtpo_verl.integrations.metrics import ActorPass, agreement
 
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
 NOW = torch.ones_like(MASK)  # every token is of the actor's present weights
@@ -67,17 +67,6 @@ def test_columns_of_different_length_are_refused():
         agreement(ACTOR[:, :3], ACTOR, MASK, NOW)
 
 
-def test_spread_inside_responses_is_zero_for_credit_by_response_and_ignores_padding():
-    per_response = torch.tensor([[0.7, 0.7, 0.7, 0.0], [-1.3, -1.3, 5.0, 0.0]])
-    assert spread_inside_responses(per_response, MASK) == pytest.approx(0.0, abs=1e-9)
-
-
-def test_spread_inside_responses_is_the_mean_of_the_deviations():
-    advantages = torch.tensor([[1.0, 2.0, 3.0, 100.0], [4.0, 4.0, 100.0, 100.0], [7.0, 7.0, 7.0, 7.0]])
-    mask = torch.cat([MASK, torch.zeros(1, 4, dtype=torch.bool)])  # a row that fills the batch has no say
-    assert spread_inside_responses(advantages, mask) == pytest.approx((2 / 3) ** 0.5 / 2)
-
-
 def test_the_actors_pass_runs_twice_at_first_and_then_every_so_many_steps():
     actor_pass = ActorPass(every=4)
     due = []
@@ -104,8 +93,8 @@ def test_never_is_never():
 def test_time_saved_follows_the_last_pass_that_was_warm():
     actor_pass = ActorPass(every=4)
     assert actor_pass.ran(60.0, tokens=100) == {"rollout_entropy/check_s": 60.0, "rollout_entropy/time_saved_s": 0.0}
-    assert actor_pass.spared(100) == {}, "the first pass compiles"
+    assert actor_pass.skipped(100) == {}, "the first pass compiles"
     actor_pass.ran(2.0, tokens=100)
-    assert actor_pass.spared(150) == {"rollout_entropy/time_saved_s": 3.0}
+    assert actor_pass.skipped(150) == {"rollout_entropy/time_saved_s": 3.0}
     actor_pass.ran(1.0, tokens=200)
-    assert actor_pass.spared(150) == {"rollout_entropy/time_saved_s": 0.75}
+    assert actor_pass.skipped(150) == {"rollout_entropy/time_saved_s": 0.75}

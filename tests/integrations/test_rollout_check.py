@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import trainer as ours
+from gtpo_verl.integrations.entropy_source import SOURCES
 from gtpo_verl.integrations.metrics import ActorPass
 
 COLUMNS = {
@@ -26,7 +27,7 @@ MASK = torch.tensor([[True, True], [True, False]])
 
 class StandIn(ours.CreditAssignmentMixin):
     def __init__(self, source: str, step: int, check_every: int) -> None:
-        self.entropy_source = source
+        self.entropy_source = SOURCES[source]
         self.actor_pass = ActorPass(check_every)
         self.global_steps = step
         self._pass_seconds = Counter()
@@ -35,8 +36,9 @@ class StandIn(ours.CreditAssignmentMixin):
     def on_sample_end(self) -> None:
         pass
 
-    def _fetch(self, batch: Any, *columns: str) -> tuple[torch.Tensor, ...]:
-        return *(COLUMNS[column] for column in columns), MASK
+
+def fetch(batch: Any, *columns: str) -> tuple[torch.Tensor, ...]:
+    return *(COLUMNS[column] for column in columns), MASK
 
 
 @pytest.fixture
@@ -49,6 +51,7 @@ def old_log_probs(monkeypatch: pytest.MonkeyPatch) -> Any:
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", stock)
+    monkeypatch.setattr(ours, "fetch", fetch)
 
     def run(trainer: StandIn) -> tuple[list[bool], dict[str, float]]:
         passes.clear()
@@ -71,6 +74,18 @@ def test_a_step_that_compares_ends_with_the_rollouts_log_probs(old_log_probs: An
     assert metrics["rollout_entropy/stale_abs_diff_mean"] == 0.5
     assert metrics["rollout_entropy/check_s"] >= 0
     assert metrics["rollout_entropy/time_saved_s"] == 0
+
+
+def test_an_actors_pass_that_fails_leaves_the_run_in_bypass_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, batch: Any, metrics: dict) -> Any:
+        assert not self.config.algorithm.rollout_correction.bypass_mode
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", fails)
+    trainer = StandIn("rollout", step=5, check_every=20)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer._compute_old_log_prob(SimpleNamespace(tags=[]), {})  # type: ignore[arg-type]
+    assert trainer.config.algorithm.rollout_correction.bypass_mode
 
 
 def test_later_steps_skip_the_actor_and_say_what_that_saved(old_log_probs: Any) -> None:
@@ -131,6 +146,7 @@ def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch,
         trainer.check_servers()
     assert "vLLM died (server 1: gone)" in str(caught.value)
     assert f"trainer.run_dir={tmp_path}" in str(caught.value)
+    assert "See the engine's traceback above" in str(caught.value)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(ours, "dead_servers", lambda servers: [])
     trainer.check_servers()

@@ -9,34 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.carry_over import SAMPLING_FILE, remove_outdated, restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
 BATCH = 4
 MIXED, ALL_CORRECT, ALL_WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)
 GROUP = len(MIXED)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def queue() -> Iterator[None]:
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
-    config = compose_config(["hardware=cpu"]).transfer_queue
-    config.enable = True
-    tq.init(config)
-    yield
-    tq.close()
-    ray.shutdown()
 
 
 class Prompts:
@@ -129,6 +116,7 @@ def make_run() -> Iterator[MakeRun]:
         on_budget: str = "train_smaller",
         window: int = 1,
         max_age: int = 0,
+        mini_batch: int = 1,
         order: random.Random | None = None,
     ) -> Run:
         prompts = Prompts(pattern, order)
@@ -150,6 +138,7 @@ def make_run() -> Iterator[MakeRun]:
             on_budget=on_budget,
             carry_over_max_age=max_age,
             correct_threshold=1.0,
+            mini_batch_size=mini_batch,
         )
         if order is not None:
             wait = buffer._wait_for_next_poll
@@ -253,6 +242,34 @@ def test_a_spent_budget_trains_on_what_there_is(make_run: MakeRun) -> None:
     assert uids == run.prompts.mixed
     assert metrics["kept_groups"] == 2
     assert len(run.prompts.submitted) == 2 * BATCH
+
+
+@pytest.mark.parametrize("max_age", [0, 1])
+def test_a_smaller_batch_is_cut_to_whole_mini_batches(
+    make_run: MakeRun, max_age: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three groups of four, in mini-batches of two: a second update of one group would weigh its tokens more, and cost as much."""
+    verdicts = itertools.chain([MIXED] * 3, itertools.repeat(ALL_CORRECT))
+    run = make_run(verdicts, budget=2, mini_batch=2, max_age=max_age)
+    with caplog.at_level(logging.WARNING, logger="gtpo_verl"):
+        uids, metrics = run.step()
+    assert uids == run.prompts.mixed[:2]
+    assert metrics["kept_groups"] == 2
+    assert "training on 2 of 4 groups" in caplog.text
+    counts = (metrics["carried_over_groups"], metrics["discarded_surplus_groups"])
+    assert counts == ((1, 0) if max_age else (0, 1))
+    assert waiting() == (run.prompts.mixed[2:] if max_age else [])
+    if max_age:
+        run.prompts.pattern = itertools.repeat(MIXED)
+        uids, metrics = run.step(2)
+        assert uids[0] == run.prompts.mixed[2], "the group that waited comes first"
+
+
+def test_less_than_a_mini_batch_is_one_smaller_update(make_run: MakeRun) -> None:
+    run = make_run(itertools.chain([MIXED] * 3, itertools.repeat(ALL_CORRECT)), budget=2, mini_batch=4)
+    uids, metrics = run.step()
+    assert uids == run.prompts.mixed
+    assert metrics["discarded_surplus_groups"] == 0
 
 
 def test_a_spent_budget_stops_when_asked_to(make_run: MakeRun) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gtpo_verl.integrations.sampling import groups_to_generate
+from gtpo_verl.integrations.sampling import groups_to_generate, groups_to_train
 
 
 @pytest.mark.parametrize("missing", [1, 2, 7, 64, 512])
@@ -30,3 +30,8 @@ def test_one_round_is_enough_more_than_four_times_in_five() -> None:
         groups = groups_to_generate(missing, share)
         enough = sum(math.comb(groups, k) * share**k * (1 - share) ** (groups - k) for k in range(missing, groups + 1))
         assert 0.8 < enough < 0.9
+
+
+@pytest.mark.parametrize(("kept", "trained"), [(64, 64), (80, 64), (63, 32), (33, 32), (32, 32), (31, 31), (1, 1)])
+def test_a_short_batch_is_whole_mini_batches_or_one_smaller_update(kept: int, trained: int) -> None:
+    assert groups_to_train(kept, batch_size=64, mini_batch_size=32) == trained

@@ -1,4 +1,4 @@
-"""What is known to go wrong is found, and nothing is found where nothing is wrong."""
+"""Known problems are found, and nothing is found in a configuration without one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
+from gtpo_verl.algorithms.registry import algorithms
+from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import choices
 from gtpo_verl.planning.plan import make_plan
 
@@ -22,8 +24,8 @@ def messages(config: DictConfig, level: str, overrides: list[str] | None = None,
 @pytest.mark.parametrize("backend", choices("backend"))
 def test_settings_that_ship_have_nothing_wrong_and_fit_80_gb(run: Run, setting: str, backend: str) -> None:
     config = run(f"setting={setting}", f"backend={backend}")
-    assert messages(config, "error") == []
-    assert messages(config, "warning") == []
+    plan = make_plan(config, preflight=preflight_findings(config))
+    assert [finding for finding in plan.findings if finding.level != "note"] == []
 
 
 def test_one_gpu_fits_a_card_of_24_gb(run: Run) -> None:
@@ -31,29 +33,66 @@ def test_one_gpu_fits_a_card_of_24_gb(run: Run) -> None:
 
 
 CASES: list[tuple[list[str], dict[str, Any], str, str]] = [
-    (["setting=paper_gtpo_7b"], {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 8}, "error", "28 attention heads do not divide"),
-    (["setting=paper_gtpo_32b", "backend=megatron"], {f"{ACTOR}.megatron.tensor_model_parallel_size": 16}, "error", "40 attention heads"),
-    (["setting=small_gpu", "backend=megatron"], {f"{ACTOR}.megatron.tensor_model_parallel_size": 4}, "error", "2 key-value heads"),
-    (["setting=small_gpu"], {f"{ROLLOUT}.tensor_model_parallel_size": 8}, "error", "12 attention heads do not divide"),
-    (["setting=paper_gtpo_7b", "backend=megatron"], {f"{ACTOR}.megatron.pipeline_model_parallel_size": 8}, "error", "28 layers"),
+    (
+        ["setting=paper_gtpo_7b"],
+        {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 8},
+        "error",
+        "the model's 28 attention heads",
+    ),
+    (
+        ["setting=paper_gtpo_32b", "backend=megatron"],
+        {f"{ACTOR}.megatron.tensor_model_parallel_size": 16},
+        "error",
+        "40 attention heads",
+    ),
+    (
+        ["setting=small_gpu", "backend=megatron"],
+        {f"{ACTOR}.megatron.tensor_model_parallel_size": 4},
+        "error",
+        "2 key-value heads",
+    ),
+    (["setting=small_gpu"], {f"{ROLLOUT}.tensor_model_parallel_size": 8}, "error", "the model's 12 attention heads"),
+    (
+        ["setting=paper_gtpo_7b", "backend=megatron"],
+        {f"{ACTOR}.megatron.pipeline_model_parallel_size": 8},
+        "error",
+        "28 layers",
+    ),
     (
         ["setting=paper_dapo_32b"],
         {"actor_rollout_ref.model.use_remove_padding": False},
         "error",
-        "sequence parallelism works on packed sequences",
+        "sequence parallelism needs packed sequences",
     ),
-    (["setting=paper_gtpo_7b"], {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-Math-7B"}, "error", "exceeds the 4096 positions"),
-    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": 200000}, "error", "vLLM refuses it"),
+    (
+        ["setting=paper_gtpo_7b"],
+        {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-Math-7B"},
+        "error",
+        "exceeds the 4096 positions",
+    ),
+    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": 200000}, "error", "vLLM rejects it"),
     (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": None}, "warning", "max_model_len is not set"),
-    (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.max_model_len": 6000}, "error", "max_model_len=6000 is shorter"),
-    (["setting=paper_gtpo_7b"], {f"{ACTOR}.entropy_from_logits_with_chunking": False}, "warning", "entropies of a whole micro-batch"),
-    (["setting=paper_gtpo_7b"], {"algorithm.rollout_correction.bypass_mode": True}, "error", "bypass_mode=true skips the pass"),
-    (["setting=paper_gtpo_7b"], {f"{ACTOR}.ppo_mini_batch_size": 128}, "note", "one update a step"),
+    (
+        ["setting=paper_gtpo_7b"],
+        {f"{ACTOR}.entropy_from_logits_with_chunking": False},
+        "warning",
+        "the entropies of a whole micro-batch",
+    ),
+    (["setting=paper_gtpo_7b"], {f"{ACTOR}.ppo_mini_batch_size": 128}, "note", "one update per step"),
     (["setting=paper_gtpo_7b"], {f"{ROLLOUT}.gpu_memory_utilization": 0.98}, "error", "generate needs about"),
-    (["setting=paper_gtpo_32b"], {f"{ROLLOUT}.tensor_model_parallel_size": 1}, "error", "less than one sequence of 6,144"),
-    (["setting=paper_gtpo_32b"], {"trainer.nnodes": 1, f"{ACTOR}.ppo_max_token_len_per_gpu": 24576}, "error", "update needs about"),
-    (["setting=paper_gtpo_7b", "algo=grpo_s"], {f"{ACTOR}.loss_agg_mode": "token-mean"}, "error", "averages over sequences"),
-]  # fmt: skip
+    (
+        ["setting=paper_gtpo_32b"],
+        {f"{ROLLOUT}.tensor_model_parallel_size": 1},
+        "error",
+        "less than one sequence of 6,144",
+    ),
+    (
+        ["setting=paper_gtpo_32b"],
+        {"trainer.nnodes": 1, f"{ACTOR}.ppo_max_token_len_per_gpu": 24576},
+        "error",
+        "update needs about",
+    ),
+]
 
 
 @pytest.mark.parametrize(("overrides", "changes", "level", "message"), CASES, ids=[case[3] for case in CASES])
@@ -77,7 +116,7 @@ def test_a_yield_below_the_budget_is_a_smaller_batch_or_the_end(run: Run) -> Non
     assert len(found) == 1
     assert "trains on about 64 of 128 groups" in found[0]
     stop = run("setting=paper_gtpo_7b", {"algorithm.filter_groups.on_budget": "stop"})
-    assert "it stops" in messages(stop, "warning", sampling_yield=0.05)[0]
+    assert "the run stops" in messages(stop, "warning", sampling_yield=0.05)[0]
     unlimited = run("setting=paper_gtpo_7b", {"algorithm.filter_groups.max_num_gen_batches": 0})
     assert messages(unlimited, "warning", sampling_yield=0.05) == []
 
@@ -85,19 +124,62 @@ def test_a_yield_below_the_budget_is_a_smaller_batch_or_the_end(run: Run) -> Non
 IDLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # override; what makes it idle; what makes it count
     ("algorithm.gtpo.alpha2=0.2", {"algorithm.adv_estimator": "grpo"}, {"algorithm.adv_estimator": "gtpo"}),
     ("algorithm.grpo_s.beta2=0.2", {"algorithm.adv_estimator": "gtpo"}, {"algorithm.adv_estimator": "grpo_s"}),
-    ("algorithm.norm_adv_by_std_in_grpo=false", {"algorithm.adv_estimator": "gtpo"}, {"algorithm.adv_estimator": "grpo"}),
-    (f"{ACTOR}.policy_loss.seq_clip_ratio_low=0.1", {}, {f"{ACTOR}.policy_loss.loss_mode": "grpo_s", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}),
-    (f"{ACTOR}.clip_ratio_high=0.3", {f"{ACTOR}.policy_loss.loss_mode": "grpo_s", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"}, {}),
+    (
+        "algorithm.norm_adv_by_std_in_grpo=true",
+        {"algorithm.adv_estimator": "gtpo"},
+        {"algorithm.adv_estimator": "grpo"},
+    ),
+    (
+        f"{ACTOR}.policy_loss.seq_clip_ratio_low=0.1",
+        {},
+        {f"{ACTOR}.policy_loss.loss_mode": "grpo_s", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    ),
+    (
+        f"{ACTOR}.clip_ratio_high=0.3",
+        {f"{ACTOR}.policy_loss.loss_mode": "grpo_s", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+        {},
+    ),
     ("algorithm.filter_groups.max_num_gen_batches=3", {"algorithm.filter_groups.enable": False}, {}),
     ("data.gen_batch_size=512", {}, {"algorithm.filter_groups.enable": False}),
-    ("reward.reward_kwargs.overlong_buffer_cfg.len=512", {"reward.reward_kwargs.overlong_buffer_cfg.enable": False}, {}),
-    ("algorithm.gtpo.length_penalty=soft", {"reward.reward_kwargs.overlong_buffer_cfg.enable": False}, {}),
-    (f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", {}, {f"{ACTOR}.use_dynamic_bsz": False, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4}),
-    (f"{ACTOR}.ppo_max_token_len_per_gpu=20000", {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4}, {}),
+    (
+        "reward.reward_kwargs.overlong_buffer_cfg.len=512",
+        {"reward.reward_kwargs.overlong_buffer_cfg.enable": False},
+        {},
+    ),
+    ("reward.reward_kwargs.max_resp_len=16384", {"reward.reward_kwargs.overlong_buffer_cfg.enable": False}, {}),
+    ("algorithm.gtpo.length_denominator=max", {"algorithm.gtpo.length_penalty": "grop"}, {}),
+    ("algorithm.gamma=0.99", {}, {"algorithm.adv_estimator": "gae"}),
+    ("algorithm.pf_ppo.weight_pow=3", {}, {"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "gae"}),
+    ("algorithm.rollout_correction.rollout_is_threshold=3", {}, {"algorithm.rollout_correction.rollout_is": "token"}),
+    (
+        "algorithm.rollout_correction.rollout_rs_threshold=3",
+        {},
+        {"algorithm.rollout_correction.rollout_rs": "token_k1"},
+    ),
+    ("algorithm.rollout_correction.loss_type=reinforce", {}, {f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"}),
+    (
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
+        {},
+        {f"{ACTOR}.use_dynamic_bsz": False, f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4},
+    ),
+    (
+        f"{ACTOR}.ppo_max_token_len_per_gpu=20000",
+        {
+            f"{ACTOR}.use_dynamic_bsz": False,
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 4,
+        },
+        {},
+    ),
+    (
+        "+algorithm.dapo.x=1",
+        {"algorithm.adv_estimator": "gtpo"},
+        {"algorithm.adv_estimator": "grpo", f"{ACTOR}.policy_loss.loss_mode": "vanilla"},
+    ),
     (f"{ACTOR}.kl_loss_coef=0.01", {}, {f"{ACTOR}.use_kl_loss": True}),
     ("algorithm.kl_ctrl.kl_coef=0.01", {}, {"algorithm.use_kl_in_reward": True}),
     ("algorithm.rollout_correction.rollout_is=token", {"algorithm.entropy.source": "rollout"}, {}),
-]  # fmt: skip
+]
 
 
 def test_what_a_plan_of_another_trainer_mode_leaves_out_is_said(run: Run) -> None:
@@ -105,7 +187,10 @@ def test_what_a_plan_of_another_trainer_mode_leaves_out_is_said(run: Run) -> Non
     assert not any("more GPUs" in message for message in messages(run(plan), "warning"))
     changes = {"trainer.v1.trainer_mode": "separate_async", f"{ROLLOUT}.nnodes": 2, f"{ROLLOUT}.n_gpus_per_node": 8}
     assert any("on 2 × 8 more GPUs" in message for message in messages(run(plan, changes), "warning"))
-    for mode, said in (("colocate_async", "does not wait for responses under way"), ("mine", "mine is not known here")):
+    for mode, said in (
+        ("colocate_async", "does not wait for unfinished responses"),
+        ("mine", "mine is unknown to this planner"),
+    ):
         changes = {"trainer.v1.trainer_mode": mode}
         (found,) = [item for item in messages(run(plan, changes), "warning") if f"trainer_mode={mode}" in item]
         assert said in found
@@ -153,10 +238,18 @@ def test_keys_that_every_run_reads_are_left_alone(run: Run, override: str) -> No
     assert messages(run("setting=paper_gtpo_7b"), "warning", [override]) == []
 
 
+def test_settings_of_every_method_but_the_trained_one_have_no_effect(run: Run) -> None:
+    """Whatever is registered, the methods of other packages included."""
+    overrides = [f"+algorithm.{name}.x=1" for name in algorithms()]
+    found = messages(run("setting=paper_gtpo_7b", "algo=gtpo"), "warning", overrides)
+    reason = "has no effect: this run trains GTPO."
+    assert found == [f"{override} {reason}" for override in overrides if "gtpo" not in override]
+
+
 def test_a_training_says_so_too_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     from gtpo_verl.cli import main
 
     assert main(["train", "algo=dapo", "algorithm.gtpo.alpha2=0.3", "hardware=cpu"]) == 2
     printed = capsys.readouterr()
-    assert "algorithm.gtpo.alpha2=0.3 has no effect: the advantage estimator is another one" in printed.out
+    assert "algorithm.gtpo.alpha2=0.3 has no effect: this run trains DAPO" in printed.out
     assert "no model" in printed.err

@@ -22,13 +22,19 @@ def parts(config: DictConfig, phase: str, model: str = "Qwen/Qwen2.5-7B") -> dic
 
 
 def test_activations_of_a_layer_are_what_autograd_saves() -> None:
-    """One layer of a small Qwen2 in bfloat16 with fused attention: the bytes that autograd keeps, without weights and rotations."""
+    """One layer of a small Qwen2 in bfloat16 with fused attention: the bytes that autograd keeps, without weights and
+    rotations."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokens = 128
     config = Qwen2Config(
-        vocab_size=64, hidden_size=256, intermediate_size=704, num_hidden_layers=1, num_attention_heads=8, num_key_value_heads=2
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
     config._attn_implementation = "sdpa"
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     hidden = torch.randn(1, tokens, 256, dtype=torch.bfloat16, requires_grad=True)

@@ -77,7 +77,7 @@ def test_a_directory_wins_and_needs_no_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "no_such_model"}, "builds no decoder"),
+        ({"model_type": "no_such_model"}, "cannot build a decoder"),
         ({"model_type": "qwen2_moe", "num_experts": 4, "hidden_size": 64, "num_hidden_layers": 2}, "dense decoder"),
     ],
 )

@@ -17,7 +17,8 @@ def plan_step(config: DictConfig, sampling_yield: float = 1.0) -> Step:
 
 
 def test_dapo_makes_sixteen_updates_of_512_responses(run: Run) -> None:
-    """arXiv 2503.14476 §4.1: 512 prompts, 16 responses each, mini-batches of 512 responses, 16 gradient updates a rollout step."""
+    """arXiv 2503.14476 §4.1: 512 prompts, 16 responses each, mini-batches of 512 responses, 16 gradient updates a
+    rollout step."""
     step = plan_step(run("setting=paper_dapo_32b"))
     assert (step.prompts, step.responses, step.mini_batch_responses, step.updates) == (512, 8192, 512, 16)
     assert step.longest_sequence == 2048 + 20480
@@ -85,7 +86,8 @@ def test_entropies_of_the_rollout_leave_the_pass_before_the_updates_out(run: Run
 def test_micro_batches_by_tokens_are_those_that_verl_cuts(
     rows: int, low: int, high: int, limit: int, fits: bool
 ) -> None:
-    """verl starts at the least number that holds all tokens, as planned, and takes more where sequences cannot be packed that tightly."""
+    """verl starts at the least number that holds all tokens, as planned, and takes more where sequences cannot be
+    packed that tightly."""
     from tensordict import TensorDict
     from verl.utils.seqlen_balancing import rearrange_micro_batches
 
@@ -105,15 +107,31 @@ def test_micro_batches_by_tokens_are_those_that_verl_cuts(
         ([], {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 5}, "32 responses, does not divide by"),
         ([], {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": None}, "is not set"),
         ([], {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 7}, "64 responses, does not divide by"),
-        ([], {"actor_rollout_ref.rollout.tensor_model_parallel_size": 3}, "do not divide by the 3 of one rollout engine"),
-        ([], {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 3}, "ulysses_sequence_parallel_size=3"),
+        (
+            [],
+            {"actor_rollout_ref.rollout.tensor_model_parallel_size": 3},
+            "do not divide by the 3 of one rollout engine",
+        ),
+        (
+            [],
+            {"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 3},
+            "ulysses_sequence_parallel_size=3",
+        ),
         ([], {"actor_rollout_ref.actor.fsdp_config.fsdp_size": 3}, "fsdp_size=3"),
-        (["setting=small_gpu"], {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4000}, "less than the longest sequence"),
-        (["setting=small_gpu"], {"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 9}, "log_prob_max_token_len_per_gpu=9"),
+        (
+            ["setting=small_gpu"],
+            {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 4000},
+            "less than the longest sequence",
+        ),
+        (
+            ["setting=small_gpu"],
+            {"actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": 9},
+            "log_prob_max_token_len_per_gpu=9",
+        ),
         (["backend=megatron"], {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 3}, "3 × 1 × 1"),
         (["setting=paper_gtpo_32b", "backend=megatron"], {"trainer.nnodes": 3}, "over 3 data-parallel ranks"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_divide_is_named(
     run: Run, overrides: list[str], changes: dict[str, object], message: str
 ) -> None:

@@ -1,13 +1,16 @@
 """Time: identities of the estimate, overriding and measuring assumptions."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from gtpo_verl.algorithms import registry
+from gtpo_verl.algorithms.registry import algorithm
 from gtpo_verl.errors import UserError
 from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.planning.shapes import load_shape
@@ -23,14 +26,20 @@ def time_of(config: DictConfig, **given: float) -> StepTime:
 
 
 def test_operations_are_those_that_verl_counts_but_for_the_embedding() -> None:
-    """verl's counter has forward and backward (three forwards), and the input embedding as if it were multiplied with."""
+    """verl's counter has forward and backward (three forwards), and the input embedding as if it were multiplied
+    with."""
     from transformers import Qwen2Config
     from verl.utils.flops_counter import _estimate_qwen2_flops
 
     shape = load_shape("Qwen/Qwen2.5-7B")
     config = Qwen2Config(
-        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
-    )  # fmt: skip
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    )
     lengths = [2000] * 8
     achieved = _estimate_qwen2_flops(config, sum(lengths), lengths, 1.0)  # TFLOP
     ours = 3 * forward_flops(shape, 8, 2000) + 6 * shape.embedding * sum(lengths)
@@ -64,7 +73,36 @@ def test_entropies_of_the_rollout_save_the_actors_pass(run: Run) -> None:
     assert all(arm.rollout_bytes == 8 * 128 * 16 * 2048 for arm in plan.arms)
     actor = make_plan(run("setting=paper_gtpo_7b", {"algorithm.entropy.source": "actor"}))
     assert all(arm.rollout_bytes == 0 and arm.entropy_bytes == 4 * 128 * 16 * 2048 for arm in actor.arms)
-    assert [arm.arm for arm in actor.arms] == ["dapo", "gtpo", "grpo_s"]
+
+
+def test_the_arms_of_a_plan_are_the_registered_methods(run: Run) -> None:
+    """In the order of the registry; GRPO has the estimator of DAPO, and with it the same cost."""
+    config = run("setting=paper_gtpo_7b")
+    tokens = 128 * 16 * 2048  # responses of half the limit
+    costs = {arm.arm: arm.advantage_seconds for arm in make_plan(config).arms}
+    assert list(costs) == ["dapo", "gtpo", "grpo_s"]
+    for name, seconds in costs.items():
+        assert seconds == pytest.approx(tokens * algorithm(name).advantage_ns * 1e-9), name
+
+
+@pytest.fixture
+def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A method that another package brings."""
+    entry = replace(algorithm("gtpo"), name="mine", label="Mine", advantage_ns=1000.0)
+    monkeypatch.setattr(registry, "_from_other_packages", lambda: [("mine", entry)])
+    registry.algorithms.cache_clear()
+    yield
+    registry.algorithms.cache_clear()
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_method_of_another_package_is_an_arm_too(run: Run) -> None:
+    config = run("setting=paper_gtpo_7b", {"algorithm.adv_estimator": "mine"})
+    plan = make_plan(config, ["algorithm.gtpo.alpha2=0.2", "+algorithm.mine.x=1"])
+    assert [arm.arm for arm in plan.arms] == ["dapo", "gtpo", "grpo_s", "mine"]
+    assert plan.assumptions["advantage_ns"].value == 1000.0
+    idle = [finding.message for finding in plan.findings if "has no effect" in finding.message]
+    assert idle == ["algorithm.gtpo.alpha2=0.2 has no effect: this run trains Mine."]
 
 
 def test_a_lower_yield_costs_generation_alone(run: Run) -> None:
@@ -90,7 +128,7 @@ def test_responses_wait_for_room_in_the_cache(run: Run) -> None:
         ({"sampling_yield": 0.0}, "above 0 and at most 1"),
         ({"update_efficiency": 1.5}, "above 0 and at most 1"),
         ({"gpu_memory": -1.0}, "above 0"),
-        ({"other_share": 1.0}, "nothing would be left"),
+        ({"other_share": 1.0}, "would take no time"),
         ({"response_length": 5000.0}, "data.max_response_length=4096"),
     ],
 )
@@ -145,6 +183,29 @@ def test_a_measured_run_predicts_itself(run: Run, tmp_path: Path) -> None:
     larger = make_plan(run("setting=paper_gtpo_7b", {"trainer.nnodes": 16}), measured=directory)
     assert larger.time is not None
     assert larger.time.update == pytest.approx(60)
+
+
+def test_speeds_are_per_gpu_and_count_what_the_run_computed(run: Run, tmp_path: Path) -> None:
+    """Two epochs without checkpointing are 2 × 3 forward passes; rejected groups are generated tokens as well."""
+    changes = {"actor_rollout_ref.actor.ppo_epochs": 2, "actor_rollout_ref.model.enable_gradient_checkpointing": False}
+    config = run("setting=paper_gtpo_7b", changes)
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    found = make_plan(config, measured=record(tmp_path / "run", config, [{}, step, step])).assumptions
+    forward = forward_flops(load_shape("Qwen/Qwen2.5-7B"), 2048, 150 + 1234)
+    peak = 989e12 * 64
+    assert found["update_efficiency"].value == pytest.approx(6 * forward / 120 / peak)
+    assert found["log_prob_efficiency"].value == pytest.approx(forward / 50 / peak)
+    assert found["generated_tokens_per_gpu"].value == pytest.approx(2048 * 1234 / 0.4 / 300 / 64)
+    assert found["advantage_ns"].value == pytest.approx(0.25 / (2048 * 1234) * 1e9)
+    assert found["other_share"].value == pytest.approx(29.75 / 500)
+
+
+def test_a_run_that_skips_the_old_log_prob_pass_does_not_measure_it(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b", {"algorithm.entropy.source": "rollout"})
+    step = logged(StepTime(300, 0.5, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    found = make_plan(config, measured=record(tmp_path / "run", config, [{}, step, step])).assumptions
+    assert found["log_prob_efficiency"].origin.startswith("default")
+    assert found["update_efficiency"].origin.startswith("measured")
 
 
 def test_what_is_given_wins_over_what_was_measured(run: Run, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import pytest
 from matplotlib.image import imread
 from rich.console import Console
 
+from gtpo_verl.algorithms.registry import algorithm
 from gtpo_verl.commands import report
 from gtpo_verl.errors import UserError
-from gtpo_verl.report import plots
+from gtpo_verl.report import figures, plots
 from gtpo_verl.report.page import print_table, write_headline_figure, write_report
 
 
@@ -93,7 +94,7 @@ def test_the_page_shows_the_figures_of_the_directory_in_both_themes(written):
 
 def test_every_arm_is_drawn_in_its_colour(written):
     picture = imread(written.html.parent / "figures" / "accuracy.png")[..., :3]
-    for style in plots.arm_styles(["dapo", "gtpo", "grpo_s"]).values():
+    for style in (algorithm(name).style for name in ("dapo", "gtpo", "grpo_s")):
         colour = np.array([int(style.light[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         assert (np.abs(picture - colour).max(axis=-1) < 0.01).sum() > 2_000
 
@@ -101,19 +102,20 @@ def test_every_arm_is_drawn_in_its_colour(written):
 def test_the_page_says_what_the_summary_says(written):
     text = Page(written.html).text
     summary = json.loads(written.summary.read_text())
-    assert summary["schema"] == 1
+    assert summary["schema"] == 2
     assert [arm["label"] for arm in summary["arms"]] == ["dapo", "gtpo", "grpo_s"]
     for arm in summary["arms"]:
-        change = arm["change"]
+        (source,) = arm["sources"].values()
+        change = source["change"]
         interval = change["difference"]["interval"]
-        assert arm["verdict"] in text
+        assert source["verdict"] in text
         assert f"{100 * change['before']:.1f} % {100 * change['after']:.1f} %" in text
         assert f"{100 * interval['low']:+.1f} to {100 * interval['high']:+.1f}" in text
         assert change["samples"] == [1_000, 1_000]
         assert change["prompts"] == 500
-        assert [point["step"] for point in arm["curve"]] == [0, 10, 20, 30, 40, 50, 60]
-    gain = [arm["change"]["difference"]["value"] for arm in summary["arms"]]
-    assert summary["mean"]["difference"]["value"] == pytest.approx(sum(gain) / 3)
+        assert [point["step"] for point in source["curve"]] == [0, 10, 20, 30, 40, 50, 60]
+    gain = [arm["sources"]["arithmetic"]["change"]["difference"]["value"] for arm in summary["arms"]]
+    assert summary["means"]["arithmetic"]["difference"]["value"] == pytest.approx(sum(gain) / 3)
     assert summary["comparisons"][0]["gain"]["value"] == pytest.approx(gain[1] - gain[0])
 
 
@@ -125,7 +127,7 @@ def test_the_page_tells_how_it_was_run(written):
         "verl 0.9.1",
         "seed 7",
         "algorithm.adv_estimator grpo gtpo grpo_s",
-        "They do not cover the seed of the training",
+        "not the training seed",
         "The model was warm-started on demonstrations",
         "Not logged by DAPO: credit/sign_flip_correct, credit/sign_flip_wrong.",
     ):
@@ -144,7 +146,7 @@ def test_an_interrupted_run_is_said_so_at_the_top(runs):
     path = runs.run(arms=["dapo", "gtpo"], planned=["dapo", "gtpo", "grpo_s"], status="interrupted", bare=True)
     result = write_report([path], path)
     text = Page(result.html).text
-    assert text.index("quickstart was interrupted: what follows is partial") < text.index("Accuracy")
+    assert text.index("quickstart was interrupted, so this report is partial") < text.index("Accuracy")
     assert "arm grpo_s logged no step, so it is not shown" in text
     assert "quickstart was interrupted" in render(result)
 
@@ -173,16 +175,27 @@ def test_verls_own_log_of_one_training_is_enough(tmp_path):
     report.add_arguments(arguments)
     assert report.run(arguments.parse_args([str(log)])) == 0
     text = Page(tmp_path / "project" / "mine-report" / "report.html").text
-    assert "No overall validation accuracy was logged" in text
+    assert "No validation accuracy was logged" in text
     assert "Mine shows actor/entropy for all responses." in text
     assert "command, versions and hardware are not known" in text
 
 
-def test_several_data_sources_have_a_plot_each(runs):
-    path = runs.run(arms=["gtpo"], sources=("aime", "amc"), bare=True)
+def test_several_data_sources_are_never_pooled(runs):
+    """AIME rises, MATH falls: each has its verdict, rows, panel and table, and nothing mentions all 530 prompts."""
+    path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), prompts=530, bare=True)
     result = write_report([path], path)
-    assert (path / "figures" / "data_sources.png").exists()
-    assert re.search(r"GTPO aime \d", Page(result.html).text)
+    text = Page(result.html).text
+    for source, word in (("aime", "a clear gain on 265 prompts"), ("math", "a clear loss on 265 prompts")):
+        assert re.search(rf"{source} .*?{word}", text)
+        assert re.search(rf"GTPO {source} \d", text)
+        assert re.search(rf"GTPO − DAPO {source} 60 ", text)
+        assert f"quickstart, {source}" in render(result)
+    assert "530 prompts" not in text
+    summary = json.loads(result.summary.read_text())
+    assert [comparison["source"] for comparison in summary["comparisons"]] == ["aime", "math"]
+    assert {len(arm["sources"]) for arm in summary["arms"]} == {2}
+    figure = figures.draw_headline(result.arms, plots.LIGHT)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["aime", "math"]
 
 
 def test_runs_side_by_side(runs, monkeypatch):
@@ -209,9 +222,9 @@ def test_text_of_a_run_cannot_become_markup(runs):
 def test_headline_figure_is_the_first_of_the_report(written, tmp_path):
     for theme in (plots.LIGHT, plots.DARK):
         write_headline_figure(written, tmp_path / "docs" / f"{theme.name}.png", theme)
-    figures = written.html.parent / "figures"
-    assert (tmp_path / "docs" / "light.png").read_bytes() == (figures / "accuracy.png").read_bytes()
-    assert (tmp_path / "docs" / "dark.png").read_bytes() == (figures / "accuracy-dark.png").read_bytes()
+    pictures = written.html.parent / "figures"
+    assert (tmp_path / "docs" / "light.png").read_bytes() == (pictures / "accuracy.png").read_bytes()
+    assert (tmp_path / "docs" / "dark.png").read_bytes() == (pictures / "accuracy-dark.png").read_bytes()
 
 
 def test_headline_figure_needs_a_validation(tmp_path):

@@ -7,20 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gtpo_verl.algorithms.registry import algorithm, algorithms
 from gtpo_verl.report import plots
 
 
-def test_known_arms_keep_their_look_whatever_stands_beside_them():
-    alone = plots.arm_styles(["gtpo"])["gtpo"]
-    assert plots.arm_styles(["dapo", "mine", "gtpo"])["gtpo"] == alone
-    assert plots.arm_styles(["run/gtpo"])["run/gtpo"] == alone
+def test_registered_methods_keep_their_style_whatever_is_beside_them():
+    assert plots.arm_styles({"mine": "gtpo"}) == {"mine": algorithm("gtpo").style}
+    beside = plots.arm_styles({"dapo": "dapo", "theirs": None, "a/gtpo": "gtpo"})
+    assert (beside["dapo"], beside["a/gtpo"]) == (algorithm("dapo").style, algorithm("gtpo").style)
+
+
+def test_a_method_that_the_registry_does_not_know_gets_a_free_style():
+    free = plots.arm_styles({"gtpo": "gtpo", "theirs": "unheard_of"})["theirs"]
+    assert free not in [entry.style for entry in algorithms().values()]
 
 
 def test_no_two_arms_look_alike():
-    labels = ["a/dapo", "a/gtpo", "a/grpo_s", "b/dapo", "b/gtpo", "b/grpo_s", *(f"run{n}" for n in range(12))]
-    styles = plots.arm_styles(labels)
-    assert list(styles) == labels
-    assert len({(style.light, style.dashes) for style in styles.values()}) == len(labels)
+    arms = {f"{run}/{name}": name for run in "ab" for name in ("dapo", "gtpo", "grpo_s")}
+    arms |= {f"run{n}": None for n in range(12)}
+    styles = plots.arm_styles(arms)
+    assert list(styles) == list(arms)
+    assert len({(style.light, style.dashes) for style in styles.values()}) == len(arms)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.floats(0.01, 0.3))
@@ -51,19 +58,19 @@ def test_smoothing_window_is_odd_and_a_tenth_of_the_curve(points: int, window: i
 
 
 def test_shares_that_stay_at_zero_are_drawn_at_the_bottom():
-    zeros = plots.Line("dapo", plots.arm_styles(["dapo"])["dapo"], np.arange(4), np.zeros(4))
+    zeros = plots.Line("dapo", algorithm("dapo").style, np.arange(4), np.zeros(4))
     figure = plots.panels_figure([plots.Panel("flips", (zeros,), percent=True)], plots.LIGHT)
     low, high = figure.axes[0].get_ylim()
     assert low == 0 < high
 
 
 def test_a_logarithmic_axis_has_a_tick_at_both_ends():
-    line = plots.Line("gtpo", plots.arm_styles(["gtpo"])["gtpo"], np.arange(3), np.array([2e-6, 0.0, 1.3e-5]))
+    line = plots.Line("gtpo", algorithm("gtpo").style, np.arange(3), np.array([2e-6, 0.0, 1.3e-5]))
     figure = plots.panels_figure([plots.Panel("difference", (line,), log=True)], plots.LIGHT)
     assert figure.axes[0].get_ylim() == (1e-6, 1e-4)
 
 
 def test_values_that_are_a_power_of_ten_have_an_axis():
-    line = plots.Line("gtpo", plots.arm_styles(["gtpo"])["gtpo"], np.arange(2), np.full(2, 1e-5))
+    line = plots.Line("gtpo", algorithm("gtpo").style, np.arange(2), np.full(2, 1e-5))
     low, high = plots.panels_figure([plots.Panel("difference", (line,), log=True)], plots.LIGHT).axes[0].get_ylim()
     assert low <= 1e-5 < high

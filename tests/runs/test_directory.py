@@ -1,18 +1,13 @@
 """What a run keeps on disk survives crashes, resumes and numbers that are none."""
 
-import contextlib
 import json
-import threading
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
-from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import (
     MetricsRecorder,
-    locked,
     read_metrics_from,
     read_record,
     record_groups,
@@ -76,20 +71,3 @@ def test_a_record_is_replaced_whole(tmp_path: Path) -> None:
     write_record(tmp_path, {"status": "complete"})
     assert read_record(tmp_path) == {"status": "complete"}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
-def test_a_second_training_is_kept_out_of_a_run_directory(tmp_path: Path) -> None:
-    refused = pytest.raises(UserError, match=r"another training writes to .*run: .* trainer\.run_dir of its own")
-    with locked(tmp_path / "run"), refused, locked(tmp_path / "run"):
-        pass
-    with locked(tmp_path / "run"):  # the first has ended
-        pass
-
-
-def test_a_training_that_is_stopping_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = contextlib.ExitStack()
-    first.enter_context(locked(tmp_path))
-    (tmp_path / "STOP").touch()
-    threading.Timer(0.2, first.close).start()
-    with locked(tmp_path):
-        assert capsys.readouterr().err.startswith("Waiting for the training that is stopping in")

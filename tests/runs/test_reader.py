@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.reader import read_metrics, read_run, read_runs
+from gtpo_verl.runs.reader import logged_accuracies, logged_mean_acc, read_metrics, read_run, read_runs
 
 
 def write_metrics(path: Path, *entries: object) -> Path:
@@ -75,20 +75,21 @@ def test_run_directory_with_its_record(runs):
     assert run.versions["verl"] == "0.9.1"
     arm = run.arms[1]
     assert arm.last_step == 60
-    assert [validation.step for validation in arm.validations] == [0, 10, 20, 30, 40, 50, 60]
-    assert arm.validations[0].samples == 1_000
-    assert len(arm.validations[0].prompts) == 500
+    validations = arm.validations["arithmetic"]
+    assert [validation.step for validation in validations] == [0, 10, 20, 30, 40, 50, 60]
+    assert validations[0].samples == 1_000
+    assert len(validations[0].prompts) == 500
     assert arm.config["actor_rollout_ref.actor.policy_loss.loss_mode"] == "gtpo"
 
 
 def test_validation_samples_average_to_the_logged_accuracy(runs):
     arm = read_run(runs.run()).arms[0]
     _, logged = arm.series("val-core/arithmetic/acc/mean@2")
-    np.testing.assert_allclose([v.accuracy.mean() for v in arm.validations], logged, atol=1e-12)
+    np.testing.assert_allclose([v.accuracy.mean() for v in arm.validations["arithmetic"]], logged, atol=1e-12)
 
 
 def test_without_a_record_the_known_arms_come_first(tmp_path: Path):
-    for name in ("aaa", "grpo_s", "gtpo", "dapo"):
+    for name in ("aaa", "grpo_s", "gtpo", "dapo"):  # no configuration: known by their names
         write_metrics(tmp_path / "run" / name / "metrics.jsonl", step(1, x=1))
     run = read_run(tmp_path / "run")
     assert [arm.name for arm in run.arms] == ["dapo", "gtpo", "grpo_s", "aaa"]
@@ -131,7 +132,7 @@ def test_same_prompt_with_another_ground_truth_is_another_prompt(tmp_path: Path)
         {"input": "p", "gts": "2", "acc": 0},
         {"input": "p", "gts": "2", "acc": 1.0},
     )
-    validation = read_run(tmp_path).arms[0].validations[0]
+    (validation,) = read_run(tmp_path).arms[0].validations["unknown"]
     assert sorted(validation.accuracy.tolist()) == [0.5, 1.0]
     assert validation.samples == 3
 
@@ -140,7 +141,7 @@ def test_samples_without_verdict_count_as_wrong_as_in_verl(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1}, {"input": "p", "acc": None}, '{"inp')
     arm = read_run(tmp_path).arms[0]
-    assert arm.validations[0].accuracy.tolist() == [0.5]
+    assert arm.validations["unknown"][0].accuracy.tolist() == [0.5]
     assert arm.notes == (
         "1 sample of the validation of step 0 could not be read and left out",
         "1 sample of the validation of step 0 without a verdict counted as wrong",
@@ -151,7 +152,7 @@ def test_validation_without_any_verdict_is_left_out(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "score": 0.3})
     arm = read_run(tmp_path).arms[0]
-    assert arm.validations == ()
+    assert arm.validations == {}
     assert arm.notes == ("validation of step 0 left out: its samples have no verdict (acc)",)
 
 
@@ -160,15 +161,79 @@ def test_validation_beyond_the_last_step_belongs_to_an_abandoned_attempt(tmp_pat
     for number in (0, 10):
         write_metrics(tmp_path / "validation" / f"{number}.jsonl", {"input": "p", "acc": 1})
     arm = read_run(tmp_path).arms[0]
-    assert [validation.step for validation in arm.validations] == [0]
+    assert [validation.step for validation in arm.validations["unknown"]] == [0]
     assert arm.notes == ("validation of step 10 left out: the metrics end at step 5",)
 
 
-@pytest.mark.parametrize("acc", [2, -0.5, "yes"])
-def test_verdict_out_of_range_is_refused(tmp_path: Path, acc: object):
+def test_a_sample_is_correct_from_the_threshold_of_the_runs_own_configuration(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
-    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": acc})
-    with pytest.raises(UserError, match=r"0.jsonl, line 1: acc is .*between 0 and 1"):
+    samples = [{"input": str(n), "acc": acc} for n, acc in enumerate((0, 0.4, 0.5, 1))]
+    write_metrics(tmp_path / "validation" / "0.jsonl", *samples)
+    strict = read_run(tmp_path).arms[0]
+    (tmp_path / "config.yaml").write_text("algorithm: {correct_threshold: 0.5}\n")
+    lenient = read_run(tmp_path).arms[0]
+    assert [arm.validations["unknown"][0].accuracy.sum() for arm in (strict, lenient)] == [1, 2]
+    assert lenient.validations["unknown"][0].mean_acc == pytest.approx(1.9 / 4)
+    (note,) = lenient.notes
+    assert note.startswith("2 validation samples with an acc other than 0 and 1: correct from 0.5 on")
+
+
+def test_samples_belong_to_the_source_that_they_name(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    write_metrics(
+        tmp_path / "validation" / "0.jsonl",
+        {"input": "p", "acc": 1, "data_source": "aime", "cluster": None},
+        {"input": "p", "acc": 0, "data_source": "math", "cluster": "c"},
+        {"input": "q", "acc": 1, "data_source": "math", "cluster": "c"},
+    )
+    validations = read_run(tmp_path).arms[0].validations
+    assert {source: v.accuracy.mean() for source, (v,) in validations.items()} == {"aime": 1.0, "math": 0.5}
+    (aime,), (math,) = validations.values()
+    assert aime.clusters == aime.prompts
+    assert math.clusters == ("c", "c")
+
+
+def test_samples_without_a_source_are_those_of_the_only_one_that_was_logged(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, **{"val-core/org/aime/acc/mean@4": 1}))
+    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1})
+    assert list(read_run(tmp_path).arms[0].validations) == ["org/aime"]
+
+
+def test_samples_without_a_source_are_left_out_where_several_were_logged(tmp_path: Path):
+    write_metrics(
+        tmp_path / "metrics.jsonl",
+        step(0, **{"val-core/aime/acc/mean@4": 1, "val-core/math/acc/mean@4": 0}),
+        step(5, **{"val-core/aime/acc/mean@4": 1, "val-core/math/acc/mean@4": 0}),
+    )
+    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1})
+    write_metrics(tmp_path / "validation" / "5.jsonl", {"input": "p", "acc": 1, "data_source": "aime"})
+    arm = read_run(tmp_path).arms[0]
+    assert {source: [v.step for v in found] for source, found in arm.validations.items()} == {"aime": [5]}
+    assert arm.sources == ["aime", "math"]
+    (note,) = arm.notes
+    assert note.startswith("the validation samples of step 0 do not name their data source, and several were logged")
+
+
+def test_logged_accuracy_is_the_share_of_correct_samples_else_verls_with_most_samples():
+    keys = {"val-core/maths/acc/mean@1", "val-core/maths/acc/mean@32", "val-core/maths/acc/best@32/mean"}
+    assert logged_accuracies(keys) == {"maths": "val-core/maths/acc/mean@32"}
+    assert logged_accuracies({*keys, "val/maths/mean@8"}) == {"maths": "val/maths/mean@8"}
+    assert logged_mean_acc({*keys, "val/maths/mean@8"}, "maths") == "val-core/maths/acc/mean@32"
+
+
+def test_an_arm_is_known_by_its_configuration_else_by_its_name(runs):
+    runs.arm(runs.root / "mine", algorithm="gtpo", bare=True)
+    runs.arm(runs.root / "dapo", algorithm="gtpo", bare=True)
+    runs.arm(runs.root / "grpo_s", config=False, bare=True)
+    runs.arm(runs.root / "theirs", config=False, bare=True)
+    methods = [read_run(runs.root / name).arms[0].method for name in ("mine", "dapo", "grpo_s", "theirs")]
+    assert [method and method.name for method in methods] == ["gtpo", "gtpo", "grpo_s", None]
+
+
+def test_verdict_that_is_no_number_is_refused(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": "yes"})
+    with pytest.raises(UserError, match=r"0.jsonl, line 1: acc is 'yes', expected the verifier's verdict, a number"):
         read_run(tmp_path)
 
 
@@ -220,4 +285,5 @@ def test_files_that_verl_itself_writes(tmp_path: Path, monkeypatch: pytest.Monke
     )
     arm = read_run(tmp_path).arms[0]
     assert arm.metrics == {0: {"val-core/x/acc/mean@2": 0.5}, 1: {"actor/entropy": 0.25}}
-    assert (arm.validations[0].accuracy.tolist(), arm.validations[0].samples) == ([0.5], 2)
+    (validation,) = arm.validations["x"]  # verl's lines name no source: it is the only one in the metrics
+    assert (validation.accuracy.tolist(), validation.samples) == ([0.5], 2)

@@ -37,6 +37,43 @@ def test_standard_error_equals_the_sandwich_formula_for_equal_clusters():
     assert cluster_standard_error(values.mean(axis=1)) == pytest.approx(sandwich)
 
 
+def test_standard_error_over_clusters_is_the_sandwich_formula():
+    # residuals of (0, 1, 1, 1) are -3/4 and three times 1/4; clusters {0, 1} and {2, 3} have residual sums -1/2 and 1/2
+    means = np.array([0.0, 1.0, 1.0, 1.0])
+    assert cluster_standard_error(means, ["a", "a", "b", "b"]) == pytest.approx(np.sqrt(2 * (1 / 4 + 1 / 4)) / 4)
+    assert cluster_standard_error(means, list("abcd")) == pytest.approx(cluster_standard_error(means))
+
+
+def test_clusters_of_one_prompt_each_change_nothing():
+    means = np.random.default_rng(7).random((40, 2))
+    names = [f"{n:02}" for n in range(40)]
+    np.testing.assert_array_equal(resampled_means(means, clusters=names), resampled_means(means))
+
+
+def test_prompts_of_a_cluster_are_drawn_together():
+    """Two clusters of sizes 1 and 3: a draw is one of them twice, or both, and the mean is over the prompts drawn."""
+    means = np.array([[1.0], [0.0], [0.0], [0.5]])
+    draws = resampled_means(means, clusters=["a", "b", "b", "b"])[:, 0]
+    assert sorted(set(np.round(draws, 9))) == pytest.approx([1 / 6, 3 / 8, 1])
+    assert np.mean(np.isclose(draws, 3 / 8)) == pytest.approx(0.5, abs=0.02)
+    assert estimate(means[:, 0], clusters=["a", "b", "b", "b"]).value == 3 / 8
+
+
+def test_no_interval_where_all_clusters_have_the_same_mean():
+    means = np.array([0.1, 0.3, 0.2, 0.1, 0.3])
+    assert estimate(means, clusters=["a", "a", "b", "c", "c"]).interval is None
+    assert estimate(means, clusters=["a"] * 5).interval is None
+
+
+def test_spread_of_the_cluster_bootstrap_is_the_closed_form():
+    rng = np.random.default_rng(8)
+    clusters = [f"{n // 7}" for n in range(1_400)]
+    means = np.repeat(rng.random(200), 7) + 0.1 * rng.random(1_400)
+    spread = resampled_means(means[:, None], clusters=clusters).std()
+    assert spread == pytest.approx(cluster_standard_error(means, clusters) * np.sqrt(199 / 200), rel=0.03)
+    assert spread > 2 * cluster_standard_error(means)
+
+
 def test_one_cluster_has_no_standard_error():
     with pytest.raises(ValueError, match="at least 2 clusters, got 1"):
         cluster_standard_error(np.array([0.5]))
@@ -143,10 +180,11 @@ def test_excludes_zero(interval: Interval, expected: bool):
 
 @pytest.mark.slow
 def test_coverage_on_simulated_trainings():
-    """95 % of the intervals hold the true gain; intervals that take samples for independent hold the truth less often."""
+    """95 % of the intervals hold the true gain; intervals that take samples for independent hold it less often."""
     rng = np.random.default_rng(6)
     trials, prompts, samples = 1_000, 120, 4
-    # a prompt is solved with chance p before and p + 0.3 p (1 - p) after, p ~ Beta(0.6, 0.6): the true gain is 0.3 E[p (1 - p)]
+    # a prompt is solved with chance p before and p + 0.3 p (1 - p) after, p ~ Beta(0.6, 0.6):
+    # the true gain is 0.3 E[p (1 - p)]
     a = 0.6
     truth_before, truth_gain = 0.5, 0.3 * a * a / (2 * a * (2 * a + 1))
     gain_held = before_held = naive_held = 0

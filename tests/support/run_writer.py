@@ -61,33 +61,52 @@ class RunWriter:
         dumps: bool = True,
         config: bool = True,
         sources: Sequence[str] = ("arithmetic",),
+        gains: Sequence[float] | None = None,
+        name_sources: bool = True,
+        per_cluster: int | None = None,
         bare: bool = False,
     ) -> Path:
-        """One arm: metrics (a bare one logs its validation alone), validation samples and configuration."""
+        """One arm: metrics (a bare one logs only its validation), validation samples and configuration.
+
+        Prompts are dealt to the ``sources`` in turn; ``gains`` gives each its own, else all have the arm's. Samples
+        name their source, as our trainer writes them, unless ``name_sources`` is off, as in verl's own dump. With
+        ``per_cluster``, so many successive prompts share a cluster, and their difficulty.
+        """
         path.mkdir(parents=True)
         rng = self.rng
         difficulty = np.random.default_rng(99).normal(-0.2, 1.4, prompts)  # the same prompts in every arm
-        gain = GAINS.get(algorithm, 1.2)
+        if per_cluster:
+            difficulty = difficulty[np.arange(prompts) // per_cluster]
+        own_gains = gains or [GAINS.get(algorithm, 1.2)] * len(sources)
+        gain = own_gains[0]
         lines = []
         for step in range(steps + 1):
             progress = gain * (1 - np.exp(-3 * step / STEPS)) / (1 - np.exp(-3))
             data = self._step(step, algorithm, progress) if step and not bare else {}
             if step % every == 0:
-                chance = 1 / (1 + np.exp(-(difficulty + progress)))
+                progresses = np.resize(own_gains, prompts) * progress / gain
+                chance = 1 / (1 + np.exp(-(difficulty + progresses)))
                 verdicts = rng.random((prompts, samples)) < chance[:, None]
                 for index, source in enumerate(sources):
                     part = verdicts[index :: len(sources)]
                     data[f"val-core/{source}/acc/mean@{samples}"] = float(part.mean())
                 if dumps:
-                    self.validation(path, step, verdicts)
+                    self.validation(path, step, verdicts, sources if name_sources else (), per_cluster)
             lines.append(json.dumps({"step": step, "data": data}))
         (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         if config:
             (path / "config.yaml").write_text(yaml.safe_dump(self._config(path, algorithm, steps)))
         return path
 
-    def validation(self, arm: Path, step: int, verdicts: np.ndarray) -> None:
-        """verl's dump: one line a sample; ``verdicts`` has shape (prompts, samples)."""
+    def validation(
+        self,
+        arm: Path,
+        step: int,
+        verdicts: np.ndarray,
+        sources: Sequence[str] = (),
+        per_cluster: int | None = None,
+    ) -> None:
+        """verl's dump, one line per sample, with the columns of our trainer; ``verdicts``: shape (prompts, samples)."""
         (arm / "validation").mkdir(exist_ok=True)
         lines = [
             json.dumps(
@@ -100,6 +119,8 @@ class RunWriter:
                     "reward": float(verdict),
                     "acc": bool(verdict),
                 }
+                | ({"data_source": sources[number % len(sources)]} if sources else {})
+                | ({"cluster": f"cluster {number // per_cluster}"} if per_cluster else {})
             )
             for number, row in enumerate(verdicts)
             for verdict in row
@@ -145,10 +166,11 @@ class RunWriter:
     def _config(path: Path, algorithm: str, steps: int) -> dict:
         estimator = {"dapo": "grpo"}.get(algorithm, algorithm)
         return {
-            "algorithm": {"adv_estimator": estimator, "gamma": 1.0},
+            "algorithm": {"adv_estimator": estimator, "gamma": 1.0, "correct_threshold": 1.0},
             "actor_rollout_ref": {
                 "actor": {
                     "policy_loss": {"loss_mode": "vanilla" if algorithm == "dapo" else algorithm},
+                    "loss_agg_mode": "token-mean",
                     "optim": {"lr": 3e-4},
                 }
             },

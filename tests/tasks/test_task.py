@@ -1,4 +1,4 @@
-"""The prepared task as it lies on disk: verl's schema, a model that fits its tokenizer, written whole or not at all."""
+"""The prepared task on disk: verl's schema, a model that fits its tokenizer, written atomically."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import unicodedata
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
+from gtpo_verl.tasks import task as embedded_task
 from gtpo_verl.tasks.sums import demonstrations, task
 from gtpo_verl.tasks.sums import model as tiny
 from gtpo_verl.tasks.sums.model import WarmStart
@@ -76,11 +79,16 @@ def test_rows_are_in_verls_schema(prepared: Task):
                 "prompt": [{"role": "user", "content": question}],
                 "ability": "math",
                 "reward_model": {"style": "rule", "ground_truth": str(sum(map(int, question.split("+"))))},
-                "extra_info": {"index": index, "split": split, "question": question},
+                "extra_info": {
+                    "index": index,
+                    "split": split,
+                    "question": question,
+                    "cluster": "+".join(sorted(question.strip().split("+"))),
+                },
             }
 
 
-def test_training_validation_and_warm_start_prompts_are_disjoint(
+def test_no_multiset_of_operands_is_in_two_of_training_validation_and_warm_start(
     prepared: Task, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     seen: set[str] = set()
@@ -88,20 +96,25 @@ def test_training_validation_and_warm_start_prompts_are_disjoint(
     def record(model, tokenizer, pairs, recipe, on_step):
         seen.update(prompt for prompt, _ in islice(pairs, 50_000))
 
+    def multisets(prompts: Iterable[str]) -> set[str]:
+        return {"".join(sorted(prompt)) for prompt in prompts}
+
     monkeypatch.setattr(tiny, "warm_start", record)
     again = prepare_task(tmp_path / "task", **QUICK)
     train, val = prompts_of(again.train_file), prompts_of(again.val_file)
     assert (train, val) == (prompts_of(prepared.train_file), prompts_of(prepared.val_file))
     assert len({*train, *val}) == 210
     assert len(seen) > 6_900  # nearly all of the 7,080 that are left
-    assert seen.isdisjoint(train)
-    assert seen.isdisjoint(val)
+    assert multisets(seen).isdisjoint(multisets(train))
+    assert multisets(seen).isdisjoint(multisets(val))
+    assert multisets(train).isdisjoint(multisets(val))
 
 
 def test_the_manifest_tells_what_was_made(prepared: Task):
     manifest = json.loads((prepared.model_path.parent / "manifest.json").read_text())
     assert manifest == prepared.manifest
     assert manifest["sizes"] == {"validation": 10, "train": 200, "warm_start": 7080}
+    assert sum(manifest["clusters"].values()) == 660
     assert manifest["recipe"]["steps"] == 2
     assert manifest["versions"]["torch"] == torch.__version__
     assert manifest["baseline"]["samples"] == 40
@@ -117,7 +130,7 @@ def loaded(prepared: Task):
     return AutoTokenizer.from_pretrained(prepared.model_path)
 
 
-SPECIAL = ("<eos>", "<pad>")  # each is one token, wherever it stands
+SPECIAL = ("<eos>", "<pad>")  # each is one token, wherever it is in the text
 
 
 @given(
@@ -238,7 +251,7 @@ def test_another_version_of_the_code_replaces_the_task(tmp_path: Path, monkeypat
 
 
 def left_in(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir() if not path.name.endswith(".lock"))
+    return sorted(path.name for path in directory.iterdir() if not path.name.endswith((".lock", ".lock.json")))
 
 
 @pytest.mark.parametrize("stage", ["warm_start", "sample", "save"])
@@ -269,8 +282,8 @@ def test_an_interrupted_replacement_leaves_the_former_task(tmp_path: Path, monke
 
 def in_a_process(directory: Path) -> subprocess.Popen[str]:
     code = (
-        "import json, sys; from pathlib import Path; from gtpo_verl.tasks.sums.task import prepare_task;"
-        "print(json.dumps(prepare_task(Path(sys.argv[1])).manifest))"
+        "import json, sys; from pathlib import Path; from gtpo_verl.tasks import task;"
+        "print(json.dumps(task('sums').prepare(Path(sys.argv[1])).manifest))"
     )
     return subprocess.Popen([sys.executable, "-c", code, directory], stdout=subprocess.PIPE, text=True)
 
@@ -302,7 +315,7 @@ def test_an_empty_directory_is_taken(tmp_path: Path):
 
 
 def test_sizes_that_do_not_fit_are_the_users_to_change(tmp_path: Path):
-    with pytest.raises(UserError, match="choose a smaller sum"):
+    with pytest.raises(UserError, match="choose other sizes"):
         prepare_task(tmp_path / "task", train_prompts=7000, val_prompts=512, progress=False)
     assert left_in(tmp_path) == []
 
@@ -362,3 +375,18 @@ def test_verl_reads_the_files_and_drops_no_prompt(prepared: Task):
     assert len(dataset) == 10
     assert dataset[0]["raw_prompt"][0]["content"] == prompts_of(prepared.val_file)[0]
     assert dataset[0]["extra_info"]["split"] == "val"
+
+
+# The interface of embedded tasks
+
+
+def test_a_task_is_known_by_its_name():
+    sums = embedded_task("sums")
+    assert (sums.name, sums.data_source) == ("sums", "gtpo_verl/sums")
+    with pytest.raises(UserError, match="no embedded task 'sum'; did you mean sums"):
+        embedded_task("sum")
+
+
+def test_the_quickstarts_setting_scores_with_the_tasks_verifier():
+    config = compose_config(["algo=dapo", "setting=quickstart", "hardware=cpu"])
+    assert config.reward.custom_reward_function.path == embedded_task("sums").reward

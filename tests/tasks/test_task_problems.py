@@ -1,4 +1,4 @@
-"""The problems: three disjoint parts, demonstrations whose errors are exactly what was asked for."""
+"""The problems: three parts without a common multiset, demonstrations whose errors are exactly what was asked for."""
 
 import random
 import re
@@ -13,6 +13,7 @@ from gtpo_verl.tasks.sums.demonstrations import (
     MAX_RESPONSE_LENGTH,
     PROBLEMS,
     answer,
+    cluster,
     demonstration,
     demonstration_stream,
     partition,
@@ -33,12 +34,25 @@ def test_all_problems_are_there_once():
     assert len({prompt(problem) for problem in PROBLEMS}) == len(PROBLEMS)
 
 
-@given(seed=st.integers(0, 2**32), train=st.integers(1, 5000), val=st.integers(1, 2000))
-def test_parts_are_disjoint_and_complete(seed: int, train: int, val: int):
+@given(seed=st.integers(0, 2**32), train=st.integers(24, 5000), val=st.integers(1, 2000))
+def test_parts_are_complete_and_share_no_multiset_of_operands(seed: int, train: int, val: int):
     parts = partition(seed, train, val)
-    assert (len(parts.train), len(parts.validation)) == (train, val)
-    assert len(parts.warm_start) == len(PROBLEMS) - train - val
+    sizes = len(parts.train), len(parts.validation)
+    assert all(0 <= asked - size < 24 for asked, size in zip((train, val), sizes, strict=True))
+    assert len(parts.warm_start) == len(PROBLEMS) - sum(sizes)
     assert {*parts.validation, *parts.train, *parts.warm_start} == set(PROBLEMS)
+    multisets = [{cluster(problem) for problem in part} for part in (parts.validation, parts.train, parts.warm_start)]
+    assert sum(map(len, multisets)) == len(set.union(*multisets)) == 660
+
+
+def test_the_task_has_the_sizes_that_were_asked_for():
+    parts = partition(0, 3584, 1024)
+    assert (len(parts.train), len(parts.validation)) == (3584, 1024)
+
+
+def test_a_cluster_is_the_multiset_of_the_operands():
+    assert cluster((3, 9, 2, 7)) == cluster((9, 7, 3, 2)) == "2+3+7+9"
+    assert cluster((3, 9, 2)) != cluster((3, 9, 2, 2))
 
 
 def test_partition_follows_the_seed_alone():
@@ -96,7 +110,7 @@ def test_a_quarter_of_the_steps_is_wrong_and_both_ways():
 
 def test_the_stream_draws_from_its_problems_and_covers_them():
     warm_start = partition(0, 4096, 512).warm_start
-    drawn = [problem for problem, _ in islice(demonstration_stream(warm_start, 0.25, seed=1), 25_600)]
+    drawn = [problem for problem, _ in islice(demonstration_stream(warm_start, 0.25, seed=1), 51_200)]
     assert set(drawn) <= set(warm_start)
     assert len(set(drawn)) == len(warm_start)
 

@@ -11,13 +11,13 @@ from gtpo_verl.tasks.sums.reward import compute_score, random_verdict, read_answ
 RIGHT = {"score": 1.0, "acc": 1.0, "pred": "21"}
 
 
-def judge(response: str, truth: str = "21") -> dict:
+def score(response: str, truth: str = "21") -> dict:
     return compute_score("gtpo_verl/sums", response, truth, {"index": 0})
 
 
 @pytest.mark.parametrize("response", ["#21", "3+9=12;12+2=14;14+7=21;#21", "#20#21", "##21", "nonsense #21", "\n\0#21"])
 def test_the_right_answer_is_right_whatever_comes_before(response: str):
-    assert judge(response) == RIGHT
+    assert score(response) == RIGHT
 
 
 @pytest.mark.parametrize(
@@ -28,21 +28,21 @@ def test_the_right_answer_is_right_whatever_comes_before(response: str):
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_a_plain_number_is_no_answer(response: str):
-    assert judge(response) == {"score": -1.0, "acc": 0.0, "pred": ""}
+    assert score(response) == {"score": -1.0, "acc": 0.0, "pred": ""}
 
 
 def test_a_wrong_number_is_wrong_and_reported():
-    assert judge("3+9=12;12+2=14;14+7=22;#22") == {"score": -1.0, "acc": 0.0, "pred": "22"}
-    assert judge("#21#22")["pred"] == "22"
+    assert score("3+9=12;12+2=14;14+7=22;#22") == {"score": -1.0, "acc": 0.0, "pred": "22"}
+    assert score("#21#22")["pred"] == "22"
 
 
 def test_no_answer_does_not_match_an_empty_truth():
-    assert judge("#", truth="")["acc"] == 0.0
+    assert score("#", truth="")["acc"] == 0.0
 
 
 @given(st.text())
 def test_any_text_gets_a_verdict_of_plus_or_minus_one(response: str):
-    verdict = judge(response)
+    verdict = score(response)
     assert verdict["score"] == 2 * verdict["acc"] - 1
     assert verdict["acc"] == float(read_answer(response) == "21")
 

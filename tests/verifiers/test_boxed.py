@@ -98,7 +98,7 @@ def test_options_of_the_comparison() -> None:
 
 
 def test_a_truth_that_cannot_be_read_is_an_error_of_the_data() -> None:
-    with pytest.raises(ValueError, match="no answer can be read from the truth ''"):
+    with pytest.raises(ValueError, match="the ground truth '' does not parse"):
         judge(r"\boxed{1}", "")
 
 

@@ -1,7 +1,7 @@
 """Where the valid tokens of a padded batch are.
 
-Padding is most of a [B, T] batch, and a pass over all of it costs more than the mathematics. So the mask is read once, in blocks
-that stay in the cache, for the extent of each row; after that only the valid part of each row is touched.
+Padding is most of a [B, T] batch, and a pass over all of it costs more than the mathematics. So the mask is read once,
+in blocks that stay in the cache, for the extent of each row; after that only the valid part of each row is touched.
 """
 
 import mmap
@@ -19,7 +19,9 @@ _SPAN = _BYTES_PER_WORD * _WORDS_PER_SPAN
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt: `rows` of the batch, the `n` correct ones first, `width` columns up to the longest end."""
+    """The responses to one prompt: `rows` of the batch, the `n` correct ones first, `width` columns up to the longest
+    end.
+    """
 
     rows: list[int]
     n: int
@@ -34,7 +36,8 @@ class Group:
 class Layout:
     """Where the valid tokens of a batch are.
 
-    groups: non-empty rows only, in ascending order of the group id. extents: (B,) one past the last valid column of a row.
+    groups: non-empty rows only, in ascending order of the group id. extents: (B,) one past the last valid column of a
+    row.
     lengths: (B,) valid tokens of a row. A row has holes where the two differ.
     """
 
@@ -44,7 +47,7 @@ class Layout:
 
 
 def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.Tensor | None) -> None:
-    """Refuse a batch whose shapes or types disagree; `rows` are further tensors with one value a response.
+    """Refuse a batch whose shapes or types disagree; `rows` are further tensors with one value per response.
 
     Raises ValueError that names the argument and the first row without a partner.
     """
@@ -58,10 +61,11 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
         if not isinstance(values, torch.Tensor):
             raise ValueError(f"{name} must be a tensor of shape ({size},), got {type(values).__name__}")
         if values.dim() != 1:
-            raise ValueError(f"{name} must have shape ({size},), one value a response, got {tuple(values.shape)}")
+            raise ValueError(f"{name} must have shape ({size},), one value per response, got {tuple(values.shape)}")
         if len(values) != size:
             raise ValueError(
-                f"{name} has {len(values)} rows and response_mask has {size}: row {min(len(values), size)} has no partner"
+                f"{name} has {len(values)} rows and response_mask has {size}: row {min(len(values), size)} has no "
+                "partner"
             )
         if values.device != response_mask.device:
             raise ValueError(f"{name} is on {values.device} and response_mask on {response_mask.device}")
@@ -85,7 +89,9 @@ def check_group_type(group: torch.Tensor) -> None:
 
 
 def check_entropy_shape(entropy: torch.Tensor, response_mask: torch.Tensor) -> None:
-    """Refuse entropies that are not floating point or do not have the mask's shape; names the first row or position too many."""
+    """Refuse entropies that are not floating point or do not have the mask's shape; names the first row or position too
+    many.
+    """
     if not entropy.is_floating_point():
         raise ValueError(f"entropy must be floating point (nats), got {entropy.dtype}")
     if entropy.dim() != 2:
@@ -95,14 +101,17 @@ def check_entropy_shape(entropy: torch.Tensor, response_mask: torch.Tensor) -> N
         first = min(entropy.shape[axis], response_mask.shape[axis])
         where = f"row {first} (position 0)" if axis == 0 else f"position {first} (from row 0 on)"
         raise ValueError(
-            f"entropy has shape {tuple(entropy.shape)} and response_mask {tuple(response_mask.shape)}: {where} has no partner"
+            f"entropy has shape {tuple(entropy.shape)} and response_mask {tuple(response_mask.shape)}: {where} has no "
+            "partner"
         )
     if entropy.device != response_mask.device:
         raise ValueError(f"entropy is on {entropy.device} and response_mask on {response_mask.device}")
 
 
 def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
-    """(B,) int64 number of valid tokens of each row of a (B, T) mask of any type; `mask.sum(1)` at a fraction of its time and memory."""
+    """(B,) int64 number of valid tokens of each row of a (B, T) mask of any type; `mask.sum(1)` at a fraction of its
+    time and memory.
+    """
     with one_thread(response_mask.device):
         return torch.tensor(_extents_and_lengths(response_mask)[1], dtype=torch.int64, device=response_mask.device)
 
@@ -143,8 +152,9 @@ def check_penalty(length_penalty: torch.Tensor | None, layout: Layout) -> None:
 def one_thread(device: torch.device) -> Iterator[None]:
     """Work on the CPU in the calling thread alone; the number of threads is put back afterwards.
 
-    An operation on one group takes some 30 µs. To share it between threads gains little on an idle machine, and on a busy one every
-    operation waits until the system has given each thread its turn: measured ten times slower than alone.
+    An operation on one group takes some 30 µs. To share it between threads gains little on an idle machine, and on a
+    busy one every operation waits until the system has given each thread its turn: measured ten times slower than
+    alone.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
@@ -160,8 +170,8 @@ def one_thread(device: torch.device) -> Iterator[None]:
 def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """`torch.zeros` that costs time and memory only where it is written to.
 
-    On the CPU, pages fresh from the system are already zero. To fill a [B, T] with zeros, of which two thirds stay padding, would be
-    the most expensive step of all.
+    On the CPU, pages fresh from the system are already zero. To fill a [B, T] with zeros, of which two thirds stay
+    padding, would be the most expensive step of all.
     """
     size = shape.numel() * dtype.itemsize
     if device.type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
@@ -188,7 +198,8 @@ def broadcast_rows(
 def _extents_and_lengths(response_mask: torch.Tensor) -> tuple[list[int], list[int]]:
     """One past the last valid column, and the number of valid columns, of each row.
 
-    A bool is a byte of 0 or 1. Eight of them are added at once as one integer: no carry leaves a byte as long as fewer than 256 are added.
+    A bool is a byte of 0 or 1. Eight of them are added at once as one integer: no carry leaves a byte as long as fewer
+    than 256 are added.
     """
     rows, columns = response_mask.shape
     if rows == 0 or columns == 0:

@@ -1,9 +1,13 @@
-"""Mean and standard deviation of sets of rewards, as the normalisation of GTPO and GRPO-S needs them."""
+"""Mean and standard deviation of sets of rewards, joined without seeing the rewards again."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import torch
+
+from gtpo_verl.algorithms._packed.tokens import Side
 
 STD_EPSILON = 1e-6  # added to the standard deviation, as in verl's own estimators
 ROUND_OFF = 16  # a set whose range is within this many eps of its largest value differs by round-off only
@@ -11,7 +15,9 @@ ROUND_OFF = 16  # a set whose range is within this many eps of its largest value
 
 @dataclass(frozen=True)
 class Moments:
-    """A set of numbers by its count, mean, sum of squared deviations and range; sets are joined without seeing the numbers again."""
+    """A set of numbers by its count, mean, sum of squared deviations and range; sets are joined without seeing the
+    numbers again.
+    """
 
     count: float
     mean: float
@@ -49,7 +55,8 @@ class Moments:
     def std(self, eps: float) -> float:
         """Unbiased standard deviation; 0 for fewer than two values and for a set that differs by round-off only.
 
-        eps: of the type the values were computed in. Without the rule 1e-6 in the denominator would magnify round-off to advantages.
+        eps: of the type the values were computed in. Without the rule 1e-6 in the denominator would magnify round-off
+        to advantages.
         """
         if self.count < 2 or self.high - self.low <= ROUND_OFF * eps * max(abs(self.low), abs(self.high)):
             return 0.0
@@ -61,32 +68,15 @@ class Moments:
         return 1.0 / (std + STD_EPSILON) if std else 0.0
 
 
-@dataclass(frozen=True)
-class Normalizer:
-    """advantage = (reward - shift) * scale."""
+def center(side: Side) -> Moments:
+    """Subtract the mean of one polarity from all its tokens, in place; returns the moments of what they were.
 
-    shift: float
-    scale: float
-
-
-def normalizers(
-    correct: Moments, wrong: Moments, normalization: str, negatives: str, eps: float
-) -> tuple[Normalizer, Normalizer]:
-    """The normalisers of the correct and of the wrong side, from the moments of their shaped rewards.
-
-    `all` (early eqs. 4, 16, 17): a side is seen together with one 0 for every value of the other; with `negatives: zero` both sides
-    use the set of the correct one. `joint`: one set of all rewards. `within`: each polarity alone, the literal late eq. 6.
-    `none`: the shaped reward is the advantage.
+    Squares are taken of centred values, so nothing cancels. They are added up, not multiplied as a norm: in float32 the
+    error of a norm grows with the number of tokens, that of a sum does not.
     """
-    if normalization == "none":
-        return Normalizer(0.0, 1.0), Normalizer(0.0, 1.0)
-    if normalization == "within":
-        sets = correct, wrong
-    elif normalization == "joint":
-        both = correct.join(wrong)
-        sets = both, both
-    else:
-        plus = correct.join(Moments.constant(0.0, wrong.count))
-        sets = plus, plus if negatives == "zero" else wrong.join(Moments.constant(0.0, correct.count))
-    plus_side, minus_side = (Normalizer(s.mean, s.scale(eps)) for s in sets)
-    return plus_side, minus_side
+    if not side.rows:
+        return Moments.constant(0.0, 0.0)
+    mean = math.fsum(side.total("response").sums.tolist()) / len(side.values)
+    side.values.sub_(mean)
+    low, high, squares = torch.stack([*side.values.aminmax(), side.values.square().sum()]).tolist()
+    return Moments(len(side.values), mean, squares, mean + low, mean + high)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gtpo_verl.algorithms._packed.layout import Group, Layout
-from gtpo_verl.algorithms._packed.moments import Moments, Normalizer
+from gtpo_verl.algorithms._packed.moments import Moments
 
 TAIL = 0.9  # where the tail is looked at, as a share of the longest response
 
@@ -14,8 +14,9 @@ TAIL = 0.9  # where the tail is looked at, as a share of the longest response
 class Recorder:
     """Collects the metrics of a batch group by group; `metrics` names them.
 
-    Values are weighted by tokens at token level and by responses at sequence level. Sign flips and the spread are those before
-    `preserve_sign`. Degenerate groups that are left out count in `groups`, `responses`, `entropy_*`, `tail_alive_*` alone.
+    Values are weighted by tokens at token level and by responses at sequence level. Sign flips are those before
+    `preserve_sign`. Degenerate groups that are left out count in `groups`, `responses`, `entropy_*`, `floor_share` and
+    `tail_alive_*` alone.
     """
 
     layout: Layout
@@ -23,13 +24,16 @@ class Recorder:
     wrong_rewards: Moments = field(default_factory=lambda: Moments.constant(0.0, 0.0))
     correct_flips: float = 0.0
     wrong_flips: float = 0.0
-    spread: float = 0.0
-    shaped_responses: int = 0
     entropy_sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     entropy_counts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    tokens_at_floor: int | None = None
 
-    def entropies(self, group: Group, sums: Sequence[float]) -> None:
-        """Sums of the entropies of a group, of its correct responses and of its wrong ones."""
+    def entropies(self, group: Group, sums: Sequence[float], at_floor: int | None = None) -> None:
+        """Sums of the entropies of the correct and of the wrong responses of a group, and its tokens at the entropy
+        floor.
+        """
+        if at_floor is not None:
+            self.tokens_at_floor = (self.tokens_at_floor or 0) + at_floor
         for side, (total, rows) in enumerate(zip(sums, (group.rows[: group.n], group.rows[group.n :]), strict=True)):
             self.entropy_sums[side] += total
             self.entropy_counts[side] += sum(self.layout.lengths[row] for row in rows)
@@ -39,13 +43,6 @@ class Recorder:
         self.correct_rewards = self.correct_rewards.join(correct)
         self.wrong_rewards = self.wrong_rewards.join(wrong)
 
-    def spreads(self, group: Group, m2s: Sequence[float], sides: tuple[Normalizer, Normalizer]) -> None:
-        """Standard deviation of the advantages inside each response, from the squared deviations of its rewards."""
-        for place, m2 in enumerate(m2s):
-            length = self.layout.lengths[group.rows[place]]
-            self.spread += sides[place >= group.n].scale * math.sqrt(max(m2, 0.0) / length)
-        self.shaped_responses += len(group.rows)
-
     def metrics(self) -> dict[str, float]:
         """The metrics by name; a mean over nothing is left out."""
         groups = self.layout.groups
@@ -54,7 +51,8 @@ class Recorder:
         found = {
             "groups": float(len(groups)),
             "responses": float(sum(len(g.rows) for g in groups)),
-            # Responses whose last valid column lies beyond TAIL of the longest end: few survivors mean noisy weights there.
+            # Responses whose last valid column lies beyond TAIL of the longest end: few survivors mean noisy weights
+            # there.
             "tail_alive_correct": float(sum(ends[row] > tail for g in groups for row in g.rows[: g.n])),
             "tail_alive_wrong": float(sum(ends[row] > tail for g in groups for row in g.rows[g.n :])),
             "sign_flip_correct": self.correct_flips / max(self.correct_rewards.count, 1.0),
@@ -62,13 +60,13 @@ class Recorder:
         }
         if groups:
             found["degenerate_share"] = sum(g.one_polarity for g in groups) / len(groups)
-        if self.shaped_responses:
-            found["advantage_spread"] = self.spread / self.shaped_responses
-        for side, rewards in (("correct", self.correct_rewards), ("wrong", self.wrong_rewards)):
+        for polarity, rewards in (("correct", self.correct_rewards), ("wrong", self.wrong_rewards)):
             if rewards.count:
-                found[f"shaped_{side}_mean"] = rewards.mean
-                found[f"shaped_{side}_std"] = math.sqrt(rewards.m2 / max(rewards.count - 1, 1.0))
-        for side, total, count in zip(("correct", "wrong"), self.entropy_sums, self.entropy_counts, strict=True):
-            if count:
-                found[f"entropy_{side}"] = total / count
+                found[f"shaped_{polarity}_mean"] = rewards.mean
+                found[f"shaped_{polarity}_std"] = math.sqrt(rewards.m2 / max(rewards.count - 1, 1.0))
+        for polarity, total, tokens in zip(("correct", "wrong"), self.entropy_sums, self.entropy_counts, strict=True):
+            if tokens:
+                found[f"entropy_{polarity}"] = total / tokens
+        if self.tokens_at_floor is not None and any(self.entropy_counts):
+            found["floor_share"] = self.tokens_at_floor / math.fsum(self.entropy_counts)
         return found

@@ -1,7 +1,7 @@
 """verl's agent loops, with two more columns in TransferQueue beside the response tokens.
 
 * ``rollout_entropies``: (response_len,) float32, nats, 0 where ``response_mask`` is 0 (tool output, boundary tokens).
-* ``rollout_versions``: (response_len,) int32, the trainer's step whose weights sampled the token, -1 where the mask is 0.
+* ``rollout_versions``: (response_len,) int32, the step whose weights sampled the token, -1 where the mask is 0.
 
 Every row has both, aligned with and truncated like ``responses``.
 """
@@ -20,7 +20,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, INSTEAD, VERSIONS
+from gtpo_verl.integrations.vllm.names import ENTROPIES, INSTEAD, VERSIONS
 
 
 class RolloutEntropyOutput(AgentLoopOutput):
@@ -38,7 +38,7 @@ class RolloutEntropyOutput(AgentLoopOutput):
 
 
 class _TurnRecorder:
-    """The client of the LLM servers, remembering its last answer: verl's loops keep only the tokens and log-probs of it."""
+    """A client of the LLM servers that keeps its last answer; verl's loops keep only tokens and log-probs of it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -67,9 +67,9 @@ class _Columns:
 class RolloutEntropyMixin(AgentLoopBase):
     """Carries rollout entropies through an agent loop of verl's, whatever turns it takes.
 
-    A loop adds every turn and every tool response with ``ct_merge_assistant_token`` and ``ct_merge_context_msg``, which align
-    mask and log-probs with the tokens; entropies and versions are aligned by the same edits. A loop may throw a context merge
-    away, as verl's does with a tool response that does not fit: the mask with which it goes on tells.
+    A loop adds every turn and every tool response with ``ct_merge_assistant_token`` and ``ct_merge_context_msg``, which
+    align mask and log-probs with the tokens; entropies and versions are aligned by the same edits. A loop may
+    discard a context merge, as verl's does with a tool response that does not fit: the mask that it passes next tells.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -93,13 +93,13 @@ class RolloutEntropyMixin(AgentLoopBase):
         turn = self._recorder.turn
         if turn is None or list(turn.token_ids) != list(assistant_token_ids):
             raise UserError(
-                f"{type(self).__name__} merged tokens that are not the server's last answer, so they have no entropies: generate and "
-                f"merge one answer at a time, {INSTEAD}."
+                f"{type(self).__name__} merged tokens that are not the server's last answer, so they have no "
+                f"entropies: generate and merge one answer at a time, {INSTEAD}."
             )
         if ENTROPIES not in turn.extra_fields:
             raise UserError(
-                "the rollout server returned no entropies: it is not the one of gtpo_verl. Call enable_rollout_entropy(config) "
-                f"before the trainer is built, {INSTEAD}."
+                "the rollout server returned no entropies: it is not the one of gtpo_verl. Call "
+                f"enable_rollout_entropy(config) before the trainer is built, {INSTEAD}."
             )
         self._columns = self._aligned(
             merged, response_mask, turn.extra_fields[ENTROPIES].tolist(), turn.extra_fields[VERSIONS].tolist()
@@ -128,7 +128,7 @@ class RolloutEntropyMixin(AgentLoopBase):
         entropies: Sequence[float] | None,
         versions: Sequence[float] | None,
     ) -> _Columns:
-        """The columns after a merge: what it removed, inserted and appended, done to them as verl does it to log-probs."""
+        """The columns after a merge, which removes, inserts and appends entries as verl does with log-probs."""
         merge, mask, _ = merged
         now = self._settled(response_mask)
         align = self.continuous_token_builder.align_response_metadata
@@ -146,8 +146,8 @@ class RolloutEntropyMixin(AgentLoopBase):
             self._columns = offered
         if length > len(self._columns.mask):
             raise UserError(
-                f"{type(self).__name__} added tokens by other ways than ct_merge_assistant_token and ct_merge_context_msg, so the "
-                f"response's entropies cannot be aligned: use these, {INSTEAD}."
+                f"{type(self).__name__} added tokens by other ways than ct_merge_assistant_token and "
+                f"ct_merge_context_msg, so the response's entropies cannot be aligned: use these, {INSTEAD}."
             )
         self._columns = self._columns.cut(length)
         return self._columns
@@ -156,8 +156,8 @@ class RolloutEntropyMixin(AgentLoopBase):
         output = await super().run(sampling_params, **kwargs)  # type: ignore[safe-super]
         if not isinstance(output, AgentLoopOutput):
             raise UserError(
-                f"{type(self).__name__} returned several outputs for one response, whose entropies cannot be told apart: return one, "
-                f"{INSTEAD}."
+                f"{type(self).__name__} returned several outputs for one response, whose entropies cannot be told "
+                f"apart: return one, {INSTEAD}."
             )
         for raw in (ENTROPIES, VERSIONS):  # those of the first turn, not aligned
             output.extra_fields.pop(raw, None)

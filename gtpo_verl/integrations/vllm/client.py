@@ -11,7 +11,7 @@ import numpy as np
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 
 _segments: ContextVar[list[TokenOutput] | None] = ContextVar("gtpo_verl_segments", default=None)
 
@@ -28,9 +28,10 @@ class _SegmentRecorder(LLMServerClient):
 
 
 class EntropyFullyAsyncClient(FullyAsyncLLMServerClient, _SegmentRecorder):
-    """``FullyAsyncLLMServerClient`` whose answers hold the ``rollout_entropies`` and ``rollout_versions`` of all segments.
+    """``FullyAsyncLLMServerClient`` whose answers have the entropies and weight versions of all segments.
 
-    Every token keeps the entropy and the version of the weights that sampled it, however often the response was interrupted.
+    Every token keeps the entropy and the version of the weights that sampled it, however often the response was
+    interrupted.
     """
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:

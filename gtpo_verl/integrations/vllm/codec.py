@@ -1,11 +1,12 @@
 """An entropy and a rank in one int64: how an entropy travels from vLLM's worker to its front end.
 
-vLLM sends the rank of every sampled token beside its log-prob, as int64, through scheduler, sockets and output processor. A
-rank is at most the vocabulary size, so the word has room:
+vLLM sends the rank of every sampled token beside its log-prob, as int64, through scheduler, sockets and output
+processor. A rank is at most the vocabulary size, so the word has room:
 
     packed = max(rank, 1) << 32 | float32 bits of the entropy
 
-No byte more is sent, the true rank survives, and a worker that was not patched is recognised: its ranks are below 2**32.
+No byte more is sent, the true rank survives, and a worker that was not patched is recognised: its ranks are below
+2**32.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def check_packed(words: Sequence[int | None]) -> npt.NDArray[np.int64]:
     if packed.dtype != np.int64 or (packed <= _LOW).any():
         raise UserError(
             "vLLM returned a plain rank where an entropy was expected: its worker runs without gtpo_verl's patch. "
-            "Start the server through gtpo_verl's replica, or set GTPO_VERL_ROLLOUT_ENTROPY=1 and leave VLLM_PLUGINS unset."
+            "Start the server through gtpo_verl's replica, or set GTPO_VERL_ROLLOUT_ENTROPY=1 and leave VLLM_PLUGINS "
+            "unset."
         )
     return packed
 
@@ -65,8 +67,8 @@ def unpack(words: Sequence[int | None]) -> tuple[npt.NDArray[np.int64], npt.NDAr
     entropies = (packed & _LOW).astype(np.uint32).view(np.float32)
     if not np.isfinite(entropies).all():
         raise UserError(
-            f"the policy's entropy is {entropies[~np.isfinite(entropies)][0]} for a sampled token: the model's logits are "
-            "NaN or infinite in vLLM. Check the weights that were sent to it."
+            f"the policy's entropy is {entropies[~np.isfinite(entropies)][0]} for a sampled token: the model's logits "
+            "are NaN or infinite in vLLM. Check the weights that were sent to it."
         )
     return packed >> 32, entropies
 
@@ -76,8 +78,8 @@ def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
 
     Args:
         token_ids: (T,) the completion's tokens.
-        logprobs: vLLM's ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: a list of T dicts from token id to
-            ``Logprob``, or vLLM's ``FlatLogprobs``.
+        logprobs: vLLM's ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: a list of T dicts from token id
+            to ``Logprob``, or vLLM's ``FlatLogprobs``.
 
     Raises:
         UserError: the two differ in length, or the request did not ask for log-probs.
@@ -90,11 +92,15 @@ def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
         raise UserError(
             f"vLLM returned {len(logprobs)} log-probs for {len(token_ids)} tokens: entropies cannot be aligned."
         )
-    if hasattr(logprobs, "start_indices"):  # FlatLogprobs: the sampled token stands first at every position
+    if hasattr(logprobs, "start_indices"):  # FlatLogprobs: the sampled token is first at every position
         return [logprobs.ranks[start] for start in logprobs.start_indices]
     return [entry[token].rank for token, entry in zip(token_ids, logprobs, strict=True)]
 
 
 def completion_entropies(token_ids: Sequence[int], logprobs: Any) -> npt.NDArray[np.float32]:
-    """The entropies (nats) of one completion, (T,) float32, aligned with its tokens; errors as ``packed_words``, ``unpack``."""
+    """The entropies (nats) of one completion, (T,) float32, aligned with its tokens.
+
+    Raises:
+        UserError: as ``packed_words`` and ``unpack``.
+    """
     return unpack(packed_words(token_ids, logprobs))[1]

@@ -1,9 +1,9 @@
-"""Keeps the weights of vLLM's linear layers on the CPU reloadable; of use wherever a trainer sends weights to vLLM on a CPU.
+"""Keeps the weights of vLLM's linear layers reloadable on the CPU, where a trainer sends new weights to vLLM.
 
-After loading, vLLM packs each linear weight for oneDNN (or for the SGL kernel, or for zentorch) and drops the original. The
-next ``load_weights`` finds an empty parameter without a loader: "'Parameter' object has no attribute 'weight_loader'". With
-both packings switched off, vLLM falls back to ``torch.nn.functional.linear`` on the weight itself, which stays where it is and
-is always the newest.
+After loading, vLLM packs each linear weight for oneDNN (or for the SGL kernel, or for zentorch) and drops the original.
+The next ``load_weights`` finds an empty parameter without a loader: "'Parameter' object has no attribute
+'weight_loader'". With both packings switched off, vLLM falls back to ``torch.nn.functional.linear`` on the weight
+itself.
 """
 
 from gtpo_verl.errors import UserError
@@ -26,7 +26,8 @@ def keep_linear_weights() -> None:
     for owner, name in ((_custom_ops, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
         if not hasattr(owner, name):
             raise UserError(
-                f"vLLM {vllm.__version__} on the CPU has no {owner.__name__}.{name}: weights could not be updated. Use vLLM {VLLM_ON_CPU}."
+                f"vLLM {vllm.__version__} on the CPU has no {owner.__name__}.{name}: weights could not be updated. Use "
+                f"vLLM {VLLM_ON_CPU}."
             )
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda n, k, dtype: False

@@ -1,7 +1,7 @@
-"""Finds out whether the engines behind verl's rollout servers still live.
+"""Checks whether the engines behind verl's rollout servers are alive.
 
-verl notes a request that failed because its engine died like any failed request, and asks for another one. In the asynchronous
-trainers it would ask for ever.
+verl treats a request that failed because its engine died like any failed request, and submits another one; in the
+asynchronous trainers without end.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ ANSWER_TIMEOUT = 10.0  # seconds
 
 
 def dead_servers(servers: Sequence[Any]) -> list[str]:
-    """Ask rollout servers (Ray actors of verl's ``vLLMHttpServer``) for their engines; returns a few words on each dead one."""
+    """Ask rollout servers (Ray actors of ``vLLMHttpServer``) for their engines; returns a reason per dead one."""
     asked = [server.__ray_call__.remote(_engine_is_dead) for server in servers]
-    # One that is too busy to answer is no dead one.
+    # A server that is too busy to answer is not dead.
     answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT) if asked else ([], [])
     found = []
     for number, answer in enumerate(asked):
@@ -24,7 +24,7 @@ def dead_servers(servers: Sequence[Any]) -> list[str]:
             continue
         try:
             dead = "its engine's process has ended" if ray.get(answer) else None
-        except ActorUnavailableError:  # a fault of the network, or a node that Ray has not given up yet
+        except ActorUnavailableError:  # a network fault, or a node that Ray has not given up yet
             dead = None
         except RayActorError:
             dead = "its Ray actor has ended"

@@ -2,16 +2,16 @@
 
 vLLM has two model runners, and each has one place where the sampled token's log-prob and rank are computed:
 
-* V1: ``Sampler.gather_logprobs``, called by the sampler and by the rejection sampler of speculative decoding. Prompt tokens
-  pass through it too and must not be touched, so it packs only inside those two callers. On a GPU it is replaced by one kernel that
-  computes rank and entropy in one pass, unless likely tokens were asked for as well.
-* V2: ``compute_topk_scores`` (``compute_topk_logprobs`` in 0.24), looked up by name in the modules of the sampler and of the
-  rejection sampler. Prompt log-probs look it up in a module of their own, which is left alone. The function is kept, and its
-  rank kernel is replaced by one that computes the entropy in the same pass.
+* V1: ``Sampler.gather_logprobs``, called by the sampler and by the rejection sampler of speculative decoding. Prompt
+  tokens pass through it too and must not be changed, so it packs only inside those two callers. On a GPU it is replaced
+  by one kernel that computes rank and entropy in one pass, unless top log-probs were requested as well.
+* V2: ``compute_topk_scores`` (``compute_topk_logprobs`` in 0.24), looked up by name in the modules of the sampler and
+  of the rejection sampler. Prompt log-probs look it up in another module, which is not patched. The function is kept,
+  and its rank kernel is replaced by one that computes the entropy in the same pass.
 
 Both are patched always: which runner serves a model depends on version, model and settings.
 
-On a CPU, V1's rejection sampler also gets temperatures that are those of the requests (``_expand``): tokens must come from the
+On a CPU, V1's rejection sampler also gets the temperatures of the requests (``_expand``): tokens must come from the
 distribution whose entropy they carry.
 """
 
@@ -121,8 +121,8 @@ def _expand(
 ) -> torch.Tensor:
     """V1's ``expand_batch_to_tokens``: a request's temperature, top-k or top-p for each of its drafted tokens.
 
-    On a CPU vLLM's own leaves the result uninitialised (github.com/vllm-project/vllm/issues/55005), and drafts are judged by whatever the
-    memory held.
+    On a CPU vLLM's own leaves the result uninitialised (github.com/vllm-project/vllm/issues/55005), and drafts are
+    accepted or rejected with whatever the memory held.
 
     Args:
         x: (B,) of the requests.

@@ -1,14 +1,14 @@
-"""Entry point of the group ``vllm.general_plugins``: vLLM calls ``register`` in its front end, its engine and every worker."""
+"""Entry point of the group ``vllm.general_plugins``: vLLM calls ``register`` in front end, engine and every worker."""
 
 import os
 
-ENV_FLAG = "GTPO_VERL_ROLLOUT_ENTROPY"
+from gtpo_verl.integrations.vllm.names import ENV_FLAG
 
 
 def register() -> None:
     """Patch the samplers of this process if ``GTPO_VERL_ROLLOUT_ENTROPY=1``; otherwise do nothing.
 
-    The import stands inside, because vLLM swallows errors of loading a plugin but not errors of calling it.
+    The import is inside the function, because vLLM swallows errors of loading a plugin but not errors of calling it.
 
     Raises:
         UserError: the installed vLLM cannot be patched.

@@ -2,9 +2,9 @@
 
 A generation's ``TokenOutput.extra_fields`` gains two arrays aligned with its ``token_ids``:
 
-* ``rollout_entropies``: (T,) float32, nats, of the distribution each token was sampled from; NaN when the request cut that
-  distribution (top-p, top-k, min-p), which only validation may do.
-* ``rollout_versions``: (T,) int32, the trainer's step whose weights sampled the token; -1 before the first weight update.
+* ``rollout_entropies``: (T,) float32, nats, of the distribution each token was sampled from; NaN when the request cut
+  that distribution (top-p, top-k, min-p), which only validation may do.
+* ``rollout_versions``: (T,) int32, the step whose weights sampled the token; -1 before the first weight update.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import codec
+from gtpo_verl.integrations.vllm.names import ENTROPIES, ENV_FLAG, VERSIONS, WORKER_EXTENSION
 from gtpo_verl.integrations.vllm.patch import check_vllm_version
-from gtpo_verl.integrations.vllm.plugin import ENV_FLAG
-from gtpo_verl.integrations.vllm.wiring import ENTROPIES, VERSIONS, WORKER_EXTENSION, check_rollout, truncates
+from gtpo_verl.integrations.vllm.requirements import check_rollout, truncates
 
 
 class _EngineTap:
     """vLLM's engine, remembering the last output of each request until it is taken.
 
-    verl's ``generate`` keeps the token's log-prob of an output and drops the rest; this is how the rest is reached without
+    verl's ``generate`` keeps the token's log-prob of an output and drops the rest, which is taken from here instead of
     repeating that method.
     """
 
@@ -74,8 +74,8 @@ class EntropyVLLMHttpServer(vLLMHttpServer):
     async def _check_first_token(self) -> None:
         """Sample a token and look for its entropy, so that an unpatched worker is found now and not in the first step.
 
-        At temperature 1 and at the run's: V2 gives its kernel the model's own logits at 1 and a float32 copy otherwise, and both versions
-        are compiled now.
+        At temperature 1 and at the run's: V2 gives its kernel the model's own logits at 1 and a float32 copy otherwise,
+        and both versions are compiled now.
         """
         for temperature in sorted({1.0, float(self.config.temperature)}):
             params = SamplingParams(max_tokens=1, temperature=temperature, logprobs=0, detokenize=False)
@@ -113,7 +113,7 @@ class EntropyVLLMHttpServer(vLLMHttpServer):
 
 
 class EntropyVLLMReplica(vLLMReplica):
-    """verl's vLLM replica; the policy's runs ``EntropyVLLMHttpServer``, a reward model's or a teacher's verl's own server."""
+    """verl's vLLM replica: ``EntropyVLLMHttpServer`` for the policy, verl's own for reward models and teachers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

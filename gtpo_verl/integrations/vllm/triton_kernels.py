@@ -1,4 +1,4 @@
-"""The Triton kernels behind ``kernels``; imported only where they run, because CPU installs may have no usable Triton."""
+"""The Triton kernels behind ``kernels``; imported only where they run: CPU installs may have no usable Triton."""
 
 # ruff: noqa: N803  (Triton writes compile-time arguments in capitals)
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 
 NUM_WARPS = 8  # 8192 logits a block: 32 a thread, no register spills for sm_80, sm_90 and sm_100 (tested)
-_LOWEST = tl.constexpr(-3.0e38)  # stands for "no maximum yet": finite, so that differences with it are never NaN
+_LOWEST = tl.constexpr(-3.0e38)  # means "no maximum yet": finite, so that differences with it are never NaN
 
 
 @triton.jit
 def _accumulate(x, m, s, t):
-    """Take one block of a row into the running m, s and t of the module ``kernels``; sums so far are rescaled to the new m.
+    """Add one block of a row to the running m, s and t of the module ``kernels``; sums are rescaled to the new m.
 
-    Within a block everything is float32; s and t, one scalar each, are carried in float64: H is their difference of logarithm
-    and quotient, and would lose a digit.
+    Within a block everything is float32; s and t, one scalar each, are carried in float64: H is their difference of
+    logarithm and quotient, and would lose a digit.
     """
     new_m = tl.maximum(m, tl.max(x, axis=0))
     d = (m - new_m).to(tl.float64)

@@ -1,9 +1,9 @@
 """A socket for each run, by which the policy's weights reach vLLM.
 
-verl names it after Ray's job number. Jobs of one Ray have different numbers, but every Ray that a run starts for itself begins at 1: two
-such runs on one machine would share the name, and while both send weights one could wait for ever or load the other's. Here the sender
-adds the run's token (``wiring.enable_rollout_entropy`` draws it) and tells the receiving workers before it sends, so that the two ends
-cannot disagree.
+verl names it after Ray's job number. Jobs of one Ray have different numbers, but every Ray that a run starts for itself
+begins at 1: two such runs on one machine would share the name, and while both send weights one could hang or load the
+other's. Here the sender adds the run's token (``wiring.enable_rollout_entropy`` draws it) and tells the receiving
+workers before it sends, so that both ends use the same name.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.wiring import SOCKET_TOKEN
+from gtpo_verl.integrations.vllm.names import SOCKET_TOKEN
 
 
 def with_token(handle: str, token: str) -> str:
@@ -28,7 +28,7 @@ def with_token(handle: str, token: str) -> str:
 
 
 class NamedSocketAdapter(ServerAdapter):
-    """verl's sender of weights to vLLM; where ``rollout.custom`` has a token, by a socket that the token names."""
+    """verl's weight sync to vLLM; where ``rollout.custom`` has a token, over a socket whose name contains it."""
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Turns rollout entropies on for a run: refuses what cannot give exact ones, and names our classes to verl. Light to import."""
+"""Turns rollout entropies on for a run: checks its settings, and registers our classes with verl. Light to import."""
 
 import secrets
 from pathlib import Path
@@ -7,14 +7,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.names import INSTEAD, SOCKET_TOKEN
+from gtpo_verl.integrations.vllm.requirements import check_rollout
 
-ENTROPIES = "rollout_entropies"
-VERSIONS = "rollout_versions"
-WORKER_EXTENSION = "gtpo_verl.integrations.vllm.worker_extension.PolicyWorkerExtension"
-SOCKET_TOKEN = "gtpo_verl_socket_token"  # in verl's rollout.custom, see weight_socket.py
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
-
-INSTEAD = "or set algorithm.entropy.source=actor"
 
 
 def enable_rollout_entropy(config: DictConfig) -> None:
@@ -24,10 +20,12 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     of reward models and teachers come from the same registry and stay verl's own, see ``EntropyVLLMReplica``.
 
     Args:
-        config: the composed run; in ``actor_rollout_ref.rollout``, ``agent.agent_loop_config_path`` and ``custom`` are set in place.
+        config: the composed run; in ``actor_rollout_ref.rollout``, ``agent.agent_loop_config_path`` and ``custom`` are
+            set in place.
 
     Raises:
-        UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would drop them.
+        UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would
+            drop them.
     """
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -42,51 +40,6 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     OmegaConf.update(rollout, f"custom.{SOCKET_TOKEN}", secrets.token_hex(4), force_add=True)
     # the name stays "vllm": verl compares it in many places
     RolloutReplicaRegistry.register("vllm", _replica_class)
-
-
-def check_rollout(rollout: Any) -> None:
-    """Check that the entropies of this rollout will be exact.
-
-    Args:
-        rollout: verl's ``actor_rollout_ref.rollout``, as DictConfig or as ``RolloutConfig``.
-
-    Raises:
-        UserError: they will not; says which key is in the way.
-    """
-    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
-    mode = engine.get("logprobs_mode", rollout.logprobs_mode)
-    extension = engine.get("worker_extension_cls", WORKER_EXTENSION)
-    if rollout.name != "vllm":
-        raise UserError(f"rollout.name={rollout.name} returns no entropies: use rollout.name=vllm, {INSTEAD}.")
-    if rollout.disaggregation.enabled:
-        raise UserError(
-            f"rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, {INSTEAD}."
-        )
-    if not rollout.calculate_log_probs:
-        raise UserError(
-            f"rollout.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
-        )
-    if mode != "processed_logprobs":
-        raise UserError(
-            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, {INSTEAD}."
-        )
-    if rollout.temperature <= 0:
-        raise UserError(f"rollout.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
-    if truncates(rollout):
-        raise UserError(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those of what "
-            f"is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
-        )
-    if extension != WORKER_EXTENSION:
-        raise UserError(
-            f"rollout.engine_kwargs.vllm.worker_extension_cls={extension} replaces the worker that computes entropies: "
-            f"remove it, {INSTEAD}."
-        )
-
-
-def truncates(sampling: Any) -> bool:
-    """Whether sampling settings cut the distribution: ``top_p`` below 1, ``top_k`` or ``min_p`` above 0."""
-    return sampling.get("top_p", 1.0) < 1.0 or sampling.get("top_k", -1) > 0 or sampling.get("min_p", 0.0) > 0.0
 
 
 def check_agent_loop(agent: Any) -> None:
@@ -108,8 +61,8 @@ def check_agent_loop(agent: Any) -> None:
     name = agent.default_agent_loop
     if name not in listed or not issubclass(get_class(listed[name]), RolloutEntropyMixin):
         raise UserError(
-            f"the agent loop {name} drops rollout entropies: derive it from {RolloutEntropyMixin.__module__}.RolloutEntropyMixin "
-            f"and list it in agent_loop_config_path, {INSTEAD}."
+            f"the agent loop {name} drops rollout entropies: derive it from "
+            f"{RolloutEntropyMixin.__module__}.RolloutEntropyMixin and list it in agent_loop_config_path, {INSTEAD}."
         )
 
 

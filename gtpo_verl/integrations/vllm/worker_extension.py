@@ -1,7 +1,8 @@
 """verl's extension of vLLM's workers, with what this project adds to the workers of the policy.
 
-vLLM makes the class named by ``worker_extension_cls`` a base of its worker, so ``__new__`` runs in every worker process before
-the model and its sampler exist. That needs only this module to be importable on every node; ``VLLM_PLUGINS`` has no say.
+vLLM makes the class named by ``worker_extension_cls`` a base of its worker, so ``__new__`` runs in every worker process
+before the model and its sampler exist. It is enough that this module is importable on every node, whatever
+``VLLM_PLUGINS`` is.
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from gtpo_verl.integrations.vllm.weight_socket import with_token
 
 
 class PolicyWorkerExtension(vLLMColocateWorkerExtension):
-    """Entropies if the server asked for them (``GTPO_VERL_ROLLOUT_ENTROPY=1``); reloadable weights on the CPU; see ``weight_socket``."""
+    """Entropies where ``GTPO_VERL_ROLLOUT_ENTROPY=1``, reloadable weights on the CPU, and the socket of the run."""
 
     _socket_token: str | None = None
 

@@ -1,4 +1,4 @@
-"""The embedded model: a 0.66 M-parameter Qwen2 that reads bytes, warm-started on noisy demonstrations in plain PyTorch."""
+"""The tiny model: a 0.66 M-parameter Qwen2 that reads bytes, warm-started on noisy demonstrations in plain PyTorch."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 class WarmStart:
     """How the model learns to imitate the demonstrations.
 
-    With these values the loss reaches the floor that the demonstrations' noise sets, which makes the baseline the same on
-    every machine; a higher peak rate ends further from that floor (measured: 0.29 to 0.47 accuracy at 5e-3 and 3e-3).
+    With these values the loss reaches the floor set by the demonstrations' noise, so the baseline is the same on every
+    machine; a higher peak rate ends further from that floor (measured: accuracies of 0.29 to 0.47 at 5e-3 and 3e-3).
     """
 
     steps: int = 400
@@ -37,9 +37,9 @@ class WarmStart:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level BPE tokenizer without merges: padding, end of sequence and the 256 bytes, a token each.
+    """Return a byte-level BPE tokenizer without merges: padding, end of sequence and one token per byte.
 
-    Any text in Unicode's composed form survives encoding and decoding, and a newline is one token, which verl's agent loop asks for.
+    Text in Unicode's composed form survives encoding and decoding. A newline is one token, as verl's agent loop needs.
     """
     vocabulary = [PAD, EOS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     bpe = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(vocabulary)}, merges=[]))
@@ -60,9 +60,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(vocabulary_size: int, seed: int, **shape: Any) -> Qwen2ForCausalLM:
     """Return an untrained Qwen2 in fp32, initialised from ``seed`` without touching the caller's random state.
 
-    The vocabulary must be the tokenizer's: verl masks surplus ids in vLLM and not in the actor, and entropies would differ.
-    Four heads make a head size of 32, because vLLM's CPU attention refuses less. Tests and benchmarks ask for another ``shape``,
-    in the names of ``Qwen2Config``.
+    The vocabulary must be the tokenizer's: verl masks surplus ids in vLLM and not in the actor, and entropies would
+    differ. Four heads make a head size of 32, the smallest that vLLM's CPU attention accepts. Tests and benchmarks pass
+    another ``shape``, in the names of ``Qwen2Config``.
     """
     embedded = {
         "hidden_size": 128,
@@ -145,7 +145,7 @@ def sample(
     max_new_tokens: int,
     seed: int,
 ) -> list[str]:
-    """Sample one response a prompt at temperature 1 from the whole distribution, and return the texts in the same order."""
+    """Sample one response per prompt at temperature 1 from the full distribution; returns the texts in order."""
     generator = torch.Generator().manual_seed(seed)
     responses = [""] * len(prompts)
     encoded = [tokenizer(text).input_ids for text in prompts]

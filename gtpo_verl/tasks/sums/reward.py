@@ -1,4 +1,4 @@
-"""The verifier of the embedded task, in the form that verl calls: a response is right or wrong by its final answer alone.
+"""The task's verifier, in the form that verl calls: a response is right or wrong by its final answer alone.
 
 verl loads it by ``reward.custom_reward_function.path=pkg://gtpo_verl.tasks.sums.reward`` and ``name=compute_score`` (or
 ``name=random_verdict`` for the control arm). The module imports nothing beyond the standard library.
@@ -13,7 +13,7 @@ NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class Verdict(TypedDict):
-    """DAPO's ±1 outcome reward, the verifier's verdict (1.0 right, 0.0 wrong), and the answer that was read."""
+    """DAPO's outcome reward (±1), the verdict (1.0 right, 0.0 wrong), and the extracted answer."""
 
     score: float
     acc: float
@@ -21,9 +21,9 @@ class Verdict(TypedDict):
 
 
 def read_answer(response: str) -> str:
-    """Return the number after the last ``#``, or the empty string where that text is anything but a plain number.
+    """Return the number after the last ``#``; the empty string where anything but a plain number follows it.
 
-    ASCII digits without sign, spaces or leading zeros are a number, of at most nine digits; nothing may follow it.
+    A plain number has one to nine ASCII digits, no sign, no spaces and no leading zeros.
     """
     _, mark, text = response.rpartition("#")
     return text if mark and NUMBER.fullmatch(text) else ""
@@ -36,7 +36,7 @@ def compute_score(
     extra_info: Mapping[str, Any] | None = None,
     **_: Any,
 ) -> Verdict:
-    """Judge a response by its final answer: +1 where it equals ``ground_truth``, -1 where not or where there is none."""
+    """Score a response by its final answer: +1 where it equals ``ground_truth``, -1 where it differs or is missing."""
     pred = read_answer(solution_str)
     return _verdict(pred != "" and pred == ground_truth, pred)
 
@@ -51,11 +51,11 @@ def random_verdict(
     probability: float = 0.45,
     **_: Any,
 ) -> Verdict:
-    """Judge a training response by a seeded hash of prompt and response: right with ``probability``, whatever it says.
+    """Draw the verdict on a training response from a seeded hash of prompt and response: right with ``probability``.
 
-    The control: an arm trained on it has all of the machinery and none of the signal. Rows of any split but ``train`` are
-    judged as ``compute_score`` does, so that validation measures what was learnt. ``extra_info`` must hold ``split`` and
-    ``question``, as the embedded task's files do; KeyError otherwise.
+    The control: its arm runs through the same code with a reward that says nothing about the answer. Rows of any split
+    but ``train`` are scored as by ``compute_score``, so that validation measures what was learnt. ``extra_info`` must
+    hold ``split`` and ``question``, as the task's files do; KeyError otherwise.
     """
     extra_info = extra_info or {}
     if extra_info["split"] != "train":

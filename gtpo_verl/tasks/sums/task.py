@@ -1,11 +1,10 @@
-"""Prepare the embedded task: a warm-started model directory and two parquet files in verl's schema, cached and atomic.
+"""Prepare the task: a warm-started model and two parquet files in verl's schema, cached and written atomically.
 
-The directory appears whole or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over all that
-decides its content, and the accuracy that the model starts from, measured by sampling; a second call with the same key
-reads the manifest and returns.
+The directory appears complete or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over
+everything that decides its content, and the accuracy of the warm-started model, measured by sampling; a second call
+with the same key reads the manifest and returns.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,14 +12,19 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import read_json, write_json
+from gtpo_verl.runs.lock import preparing
+from gtpo_verl.runs.statistics import cluster_standard_error
+from gtpo_verl.tasks import EmbeddedTask, Task
 from gtpo_verl.tasks.sums import demonstrations
 from gtpo_verl.tasks.sums.demonstrations import MAX_RESPONSE_LENGTH, PROBLEMS, Problem
 from gtpo_verl.tasks.sums.reward import compute_score
@@ -34,28 +38,13 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepar
 DATA_SOURCE = "gtpo_verl/sums"
 MODEL, TRAIN, VALIDATION, MANIFEST = "model", "train.parquet", "val.parquet", "manifest.json"
 
-# A baseline outside of this range leaves groups without contrast, or no room to learn.
+# Outside of this range too many groups are all right or all wrong, or there is little left to learn.
 BASELINE_RANGE = (0.3, 0.6)
 BASELINE_SAMPLES_PER_PROMPT = 4
 WARM_START_THREADS = 2  # more do not help a model of this size
 
-# What decides the content of a task, next to its parameters.
+# The code that decides the content of a task, next to its parameters.
 SOURCES = ("demonstrations.py", "model.py", "task.py")
-
-
-@dataclass(frozen=True)
-class Task:
-    """Where a prepared task lies, and its manifest."""
-
-    model_path: Path
-    train_file: Path
-    val_file: Path
-    manifest: dict[str, Any]
-
-    @property
-    def baseline(self) -> float:
-        """Accuracy of the warm-started model on the validation prompts, sampled at temperature 1."""
-        return float(self.manifest["baseline"]["accuracy"])
 
 
 def prepare_task(
@@ -67,11 +56,12 @@ def prepare_task(
     warm_start: "WarmStart | None" = None,
     progress: bool = True,
 ) -> Task:
-    """Return the task in ``directory``, preparing it first (half a minute on two cores) unless it is already there.
+    """Return the task in ``directory``, preparing it first (half a minute on two cores) unless it is there already.
 
+    The parts have at most the sizes asked for: a multiset of operands is never split (see `demonstrations.partition`).
     ``warm_start`` replaces the recipe of the warm start; ``progress`` prints what is being done, with a progress bar. A
-    task that was prepared with other parameters or another version is replaced.
-    Raises UserError for sizes that the problem space cannot give, and for a directory that holds something else.
+    task prepared with other parameters or another version is replaced. Raises UserError for sizes that the problems do
+    not allow, and for a directory that holds something else.
     """
     from rich.console import Console
 
@@ -92,8 +82,8 @@ def prepare_task(
     if directory.exists() and not (directory / MANIFEST).is_file() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is not a prepared task; choose another directory or remove it")
 
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _only_one(directory, console):
+    with preparing(directory, announce=lambda line: console.print(f"Task: {line}")):
+        _remove_leftovers(directory)
         if (task := _load(directory, key)) is not None:  # another process has just made it
             return task
         unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.unfinished-", dir=directory.parent))
@@ -110,14 +100,22 @@ def prepare_task(
 
 
 def rows(problems: Sequence[Problem], split: str) -> list[dict[str, Any]]:
-    """Return the problems as rows of verl's schema; ``split`` and the question go to ``extra_info`` for the verifier."""
+    """Return the problems as rows of verl's schema.
+
+    ``extra_info`` holds split and question for the verifier, and the cluster over which intervals are bootstrapped.
+    """
     return [
         {
             "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": demonstrations.prompt(problem)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": demonstrations.answer(problem)},
-            "extra_info": {"index": index, "split": split, "question": demonstrations.prompt(problem)},
+            "extra_info": {
+                "index": index,
+                "split": split,
+                "question": demonstrations.prompt(problem),
+                "cluster": demonstrations.cluster(problem),
+            },
         }
         for index, problem in enumerate(problems)
     ]
@@ -131,25 +129,25 @@ def measure_accuracy(
     samples_per_prompt: int = BASELINE_SAMPLES_PER_PROMPT,
     seed: int = 0,
 ) -> dict[str, float]:
-    """Sample at temperature 1 and judge by the task's verifier.
+    """Sample at temperature 1 and score with the task's verifier.
 
-    Returns ``accuracy``, its ``standard_error`` over prompts (responses to a prompt are not independent), and ``samples``.
+    Returns ``accuracy``, its ``standard_error`` clustered by multiset of operands, and ``samples``, their number.
     """
     from gtpo_verl.tasks.sums.model import sample
 
     repeated = [problem for problem in problems for _ in range(samples_per_prompt)]
     responses = sample(model, tokenizer, [demonstrations.prompt(p) for p in repeated], MAX_RESPONSE_LENGTH, seed)
-    verdicts = [
+    correct = [
         compute_score(DATA_SOURCE, response, demonstrations.answer(problem))["acc"]
         for problem, response in zip(repeated, responses, strict=True)
     ]
-    means = [
-        sum(verdicts[start : start + samples_per_prompt]) / samples_per_prompt
-        for start in range(0, len(verdicts), samples_per_prompt)
-    ]
-    accuracy = sum(means) / len(means)
-    variance = sum((mean - accuracy) ** 2 for mean in means) / max(1, len(means) - 1)
-    return {"accuracy": accuracy, "standard_error": (variance / len(means)) ** 0.5, "samples": len(verdicts)}
+    means = np.reshape(correct, (len(problems), samples_per_prompt)).mean(axis=1)
+    clusters = [demonstrations.cluster(problem) for problem in problems]
+    return {
+        "accuracy": float(means.mean()),
+        "standard_error": cluster_standard_error(means, clusters),
+        "samples": len(correct),
+    }
 
 
 def _build(
@@ -162,8 +160,8 @@ def _build(
 ) -> None:
     """Write everything into ``directory``, the manifest last."""
     console.print(
-        f"Task: sums of three or four digits, {len(PROBLEMS)} problems: {len(parts.train)} to train on, "
-        f"{len(parts.validation)} to validate with, {len(parts.warm_start)} for the warm start, none in two of them"
+        f"Task: {len(PROBLEMS)} sums of three or four digits: {len(parts.train)} for training, {len(parts.validation)} "
+        f"for validation, {len(parts.warm_start)} for the warm start; no two parts share a multiset of operands"
     )
     started = time.monotonic()
     with console.status("Loading PyTorch and transformers"):
@@ -184,7 +182,7 @@ def _build(
         stream = demonstrations.demonstration_stream(parts.warm_start, recipe.error_rate, seed)
         pairs = ((demonstrations.prompt(problem), text) for problem, text in stream)
         console.print(
-            f"Task: warm start of a Qwen2 with {model.num_parameters() / 1e6:.2f} M parameters on noisy demonstrations, "
+            f"Task: warm start of a Qwen2 ({model.num_parameters() / 1e6:.2f} M parameters) on demonstrations, "
             f"{recipe.steps} steps of {recipe.batch_size}, {torch.get_num_threads()} threads"
         )
         _warm_start_with_progress(tiny, model, tokenizer, pairs, recipe, console)
@@ -205,10 +203,11 @@ def _build(
         "baseline": baseline,
         "recipe": asdict(recipe),
         "sizes": {name: len(problems) for name, problems in vars(parts).items()},
+        "clusters": {name: len(set(map(demonstrations.cluster, problems))) for name, problems in vars(parts).items()},
         "versions": {"gtpo-verl": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
         "seconds": round(time.monotonic() - started, 1),
     }
-    (directory / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    write_json(directory / MANIFEST, manifest)
 
 
 def _warm_start_with_progress(
@@ -242,7 +241,7 @@ def _warm_start_with_progress(
 
 
 def _key(parameters: dict[str, Any]) -> str:
-    """Return the digest of everything that decides a task's content: parameters, package version, the code that makes it."""
+    """Return a digest of everything that decides a task's content: parameters, package version, source code."""
     digest = hashlib.sha256(json.dumps([__version__, parameters], sort_keys=True).encode())
     for name in SOURCES:
         digest.update((Path(__file__).parent / name).read_bytes())
@@ -251,34 +250,32 @@ def _key(parameters: dict[str, Any]) -> str:
 
 def _load(directory: Path, key: str) -> Task | None:
     """Return the task in ``directory``, or None where there is none or it has another key."""
-    file = directory / MANIFEST
-    if not file.is_file():
-        return None
-    manifest = json.loads(file.read_text())
-    if manifest.get("key") != key:
+    manifest = read_json(directory / MANIFEST)
+    if manifest is None or manifest.get("key") != key:
         return None
     return Task(directory / MODEL, directory / TRAIN, directory / VALIDATION, manifest)
 
 
-@contextmanager
-def _only_one(directory: Path, console: "Console") -> Iterator[None]:
-    """Hold the directory's lock, and remove what an earlier, killed preparation left beside it."""
-    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            console.print(f"Task: another process is preparing {directory}; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for pattern in ("unfinished", "replaced"):
-            for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
-                shutil.rmtree(leftover)
-        yield
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a preparation that was killed has left beside the directory."""
+    for pattern in ("unfinished", "replaced"):
+        for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
+            shutil.rmtree(leftover)
 
 
 def _replace(new: Path, directory: Path) -> None:
-    """Put ``new`` in the place of ``directory``; killed in between, there is no directory rather than half of one."""
+    """Rename ``new`` to ``directory``; when killed in between, no directory is left rather than an incomplete one."""
     old = directory.parent / f".{directory.name}.replaced-{os.getpid()}"
     if directory.exists():
         directory.rename(old)
     new.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
+
+
+TASK = EmbeddedTask(
+    name="sums",
+    description="sums with written-out steps, and a tiny Qwen2 warm-started on noisy demonstrations",
+    data_source=DATA_SOURCE,
+    reward="pkg://gtpo_verl.tasks.sums.reward",
+    prepare=prepare_task,
+)

@@ -10,8 +10,8 @@ from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.names import SOCKET_TOKEN
 from gtpo_verl.integrations.vllm.weight_socket import with_token
-from gtpo_verl.integrations.vllm.wiring import SOCKET_TOKEN
 from gtpo_verl.integrations.vllm.worker_extension import PolicyWorkerExtension
 
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import wiring, worker_extension
+from gtpo_verl.integrations.vllm import names, requirements, wiring, worker_extension
 
 
 @functools.cache
@@ -49,7 +49,7 @@ REFUSED = {
 def test_refused_in_one_line_that_names_the_key_and_the_way_out(change):
     config = compose(f"actor_rollout_ref.rollout.{change}")
     with pytest.raises(UserError) as error:
-        wiring.check_rollout(config.actor_rollout_ref.rollout)
+        requirements.check_rollout(config.actor_rollout_ref.rollout)
     message = str(error.value)
     assert REFUSED[change] in message
     assert "algorithm.entropy.source=actor" in message
@@ -60,13 +60,13 @@ def test_refused_in_one_line_that_names_the_key_and_the_way_out(change):
     "change", ["top_k=-1", "top_k=0", "top_p=1", "temperature=0.6", "val_kwargs.top_p=0.7", "seed=3"]
 )
 def test_accepted(change):
-    wiring.check_rollout(compose(f"actor_rollout_ref.rollout.{change}").actor_rollout_ref.rollout)
+    requirements.check_rollout(compose(f"actor_rollout_ref.rollout.{change}").actor_rollout_ref.rollout)
 
 
 def test_the_servers_dataclass_is_checked_like_the_yaml():
     rollout = compose("actor_rollout_ref.rollout.top_p=0.9").actor_rollout_ref.rollout
     with pytest.raises(UserError, match=r"rollout\.top_p=0\.9"):
-        wiring.check_rollout(omega_conf_to_dataclass(rollout))
+        requirements.check_rollout(omega_conf_to_dataclass(rollout))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_servers_dataclass_is_checked_like_the_yaml():
     ],
 )
 def test_truncates(sampling, expected):
-    assert wiring.truncates(sampling) is expected
+    assert requirements.truncates(sampling) is expected
 
 
 def test_enabling_names_our_loops_and_our_replica(registry):
@@ -96,7 +96,7 @@ def test_every_run_gets_a_socket_token_beside_what_a_user_put_there(registry):
         config = compose("actor_rollout_ref.rollout.custom.mine=1")
         wiring.enable_rollout_entropy(config)
         custom = OmegaConf.to_container(config.actor_rollout_ref.rollout.custom)
-        tokens.add(custom.pop(wiring.SOCKET_TOKEN))
+        tokens.add(custom.pop(names.SOCKET_TOKEN))
         assert custom == {"mine": 1}
     assert len(tokens) == 2
 
@@ -165,7 +165,7 @@ def test_a_loop_that_drops_entropies_is_refused(registry, own_loops, name):
 def test_the_worker_extension_is_found_under_its_name():
     from hydra.utils import get_class
 
-    assert get_class(wiring.WORKER_EXTENSION) is worker_extension.PolicyWorkerExtension
+    assert get_class(names.WORKER_EXTENSION) is worker_extension.PolicyWorkerExtension
 
 
 def test_the_worker_extension_adds_no_name_that_vllms_workers_have():

@@ -1,0 +1,125 @@
+"""``gtpo-verl prepare-data``: a data set from the hub or from files as a parquet file in verl's schema."""
+
+import argparse
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
+from gtpo_verl.data.prompts import STYLES
+from gtpo_verl.data.sources import DATASETS, Dataset
+from gtpo_verl.errors import UserError
+
+EPILOG = """\
+examples:
+  gtpo-verl prepare-data aime-2024                                  from the hub to data/aime-2024.parquet
+  gtpo-verl prepare-data dapo-math-17k --against data/aime-2024.parquet
+  gtpo-verl prepare-data aime-2025 --from aime2025-I.jsonl aime2025-II.jsonl      without a network
+  gtpo-verl prepare-data parquet mine.parquet --problem-column text --answer-column label --style boxed
+
+Of rows with the same problem and answer the first is kept (DAPO's files repeat each problem about 100 times, its AIME
+file 32 times: to average over 32 samples, set actor_rollout_ref.rollout.val_kwargs.n=32). Rows without an answer, and
+problems that occur with different answers, are left out. FILE.manifest.json beside the output holds checksums of inputs
+and output; a second call does nothing if nothing has changed.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("name", choices=[*DATASETS, "parquet"], help="a data set, or `parquet` for files of your own")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
+    parser.add_argument(
+        "--from", dest="source", nargs="+", type=Path, metavar="FILE", help="local files instead of the hub's"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: data/NAME.parquet")
+    parser.add_argument(
+        "--style",
+        choices=list(STYLES),
+        help="how the prompt asks for the answer, to match the verifier: `Answer: ...` on the last line, or \\boxed{} "
+        "(default: prompts with an instruction keep it, others get `answer`)",
+    )
+    parser.add_argument(
+        "--against", nargs="+", type=Path, default=[], metavar="FILE", help="leave out problems of these files"
+    )
+    parser.add_argument(
+        "--conflicts",
+        choices=("drop", "first"),
+        default="drop",
+        help="problems with different answers: leave them out, or keep the first (default: %(default)s)",
+    )
+    parser.add_argument("--data-source", metavar="NAME", help="the name under which metrics are logged")
+    parser.add_argument("--problem-column", metavar="NAME", help="default: problem or question")
+    parser.add_argument("--answer-column", metavar="NAME", help="default: answer")
+    parser.add_argument("--revision", default="main", metavar="COMMIT", help="of the repository on the hub")
+    parser.add_argument("--force", action="store_true", help="prepare again, even if nothing has changed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare a data set; returns the exit code."""
+    dataset = DATASETS.get(args.name)
+    files = _local_files(args)
+    output = (args.output or Path("data") / f"{args.name if dataset else files[0].stem}.parquet").resolve()
+    if output in [file.resolve() for file in [*files, *args.against]]:
+        raise UserError(f"--output {output} is one of the input files: give another name.")
+    request = Request(
+        name=args.name,
+        dataset=dataset,
+        files=tuple(files),
+        output=output,
+        against=tuple(args.against),
+        style=args.style,
+        conflicts=args.conflicts,
+        data_source=args.data_source,
+        problem_column=args.problem_column,
+        answer_column=args.answer_column,
+        revision=args.revision,
+    )
+    if not args.force and is_current(request):
+        print(f"{output} is up to date (--force prepares it again).")
+        return 0
+    _report(output, prepare(request), dataset, args.conflicts)
+    return 0
+
+
+def _local_files(args: argparse.Namespace) -> list[Path]:
+    if args.name == "parquet":
+        if args.source:
+            raise UserError("--from is for data sets of the hub: with `parquet`, name the files as arguments.")
+        if not args.files:
+            raise UserError("prepare-data parquet: name the files to prepare.")
+        files: list[Path] = args.files
+    else:
+        if args.files:
+            raise UserError(f"prepare-data {args.name}: give local files as --from {args.files[0]}.")
+        files = args.source or []
+    for file in [*files, *args.against]:
+        if not file.is_file():
+            raise UserError(f"{file}: no such file.")
+    return files
+
+
+def _report(output: Path, summary: Summary, dataset: Dataset | None, conflicts: str) -> None:
+    low, high = summary.repetitions
+    repeated = "once each" if high == 1 else f"{low} times each" if low == high else f"{low} to {high} times each"
+    table = Table("", "", title=str(output), show_header=False, title_justify="left")
+    table.add_row("rows read", f"{summary.rows:,}")
+    table.add_row("problems kept", f"{summary.problems:,}, {repeated} in the input")
+    table.add_row("left out: rows without an answer", f"{summary.without_answer:,}")
+    label = "left out: problems" if conflicts == "drop" else "first row kept: problems"
+    table.add_row(f"{label} with different answers", f"{summary.conflicting:,}")
+    table.add_row("left out: problems in --against", f"{summary.overlapping:,}")
+    table.add_row("prompts ask for", ", ".join(f"{name}: {count:,}" for name, count in summary.style.items()))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    if high > 1 and dataset is not None and dataset.problems is not None:
+        console.print(
+            f"Each problem is kept once. For avg@{high}, set actor_rollout_ref.rollout.val_kwargs.n={high}",
+            markup=False,
+        )
+    for example in summary.conflict_examples:
+        console.print(f"different answers: {example}", markup=False)
+    if dataset is not None and dataset.problems not in (None, summary.problems):
+        console.print(f"warning: {dataset.repository} has {dataset.problems} problems, {summary.problems} were kept.")

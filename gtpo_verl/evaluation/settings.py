@@ -1,0 +1,95 @@
+"""The settings that the responses of an evaluation depend on; an evaluation is resumed only if none has changed."""
+
+import fnmatch
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.config import files_of
+from gtpo_verl.runs.reader import flatten
+
+# Sections that responses and verdicts depend on, except for the keys in IGNORED.
+SECTIONS = (
+    "data",
+    "reward",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.rollout",
+    "algorithm.correct_threshold",
+)
+# Keys that may change when an evaluation is resumed, as patterns of fnmatch.
+IGNORED = (
+    # the training data, and the batches and order in which validation rows are read
+    *("data.train_*", "data.*batch_size", "data.shuffle", "data.validation_shuffle"),
+    *("data.dataloader_num_workers", "data.filter_overlong_prompts_workers"),
+    # compared by content below: the validation files and the model
+    *("data.val_files", "actor_rollout_ref.model.path"),
+    # the training's own sampling; validation samples with rollout.val_kwargs
+    *(f"actor_rollout_ref.rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "calculate_log_probs")),
+    "actor_rollout_ref.rollout.log_prob_*",
+    # how the model is trained
+    "actor_rollout_ref.model.external_lib",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.enable_activation_offload",
+    # how many replicas there are, and how each runs: memory, batching, kernels
+    *(f"actor_rollout_ref.rollout.{key}" for key in ("nnodes", "n_gpus_per_node", "*_parallel_size")),
+    *(
+        f"actor_rollout_ref.rollout.{key}"
+        for key in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
+    ),
+    *(f"actor_rollout_ref.rollout.{key}" for key in ("enforce_eager", "enable_*", "cudagraph_capture_sizes")),
+    *(f"actor_rollout_ref.rollout.{key}" for key in ("load_format", "free_cache_engine", "checkpoint_engine.*")),
+    # workers around the servers; a reward model is refused by the command
+    *("reward.num_workers", "reward.reward_model.*"),
+    *(f"actor_rollout_ref.rollout.agent.{key}" for key in ("num_workers", "agent_loop_config_path")),
+    # monitoring
+    *(f"actor_rollout_ref.rollout.{key}" for key in ("prometheus.*", "profiler.*", "trace.*", "disable_log_stats")),
+)
+_ENDS = 1 << 20  # bytes at both ends of a weights file, enough to tell one training step from the next
+
+
+def settings_of(config: DictConfig) -> dict[str, Any]:
+    """All that the responses depend on, flat: settings, and checksums of data, reward function and model."""
+    settings: dict[str, Any] = {}
+    for section in SECTIONS:
+        value = OmegaConf.select(config, section)
+        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        settings |= dict(flatten({section: plain}))
+    settings = {key: value for key, value in settings.items() if not is_ignored(key)}
+    settings["data.val_files"] = [_file_checksum(file) for file in files_of(config.data.val_files)]
+    function = config.reward.custom_reward_function
+    if function.path is not None:
+        settings["reward.custom_reward_function.path"] = _file_checksum(str(function.path))
+    settings["model"] = _model_checksum(str(config.actor_rollout_ref.model.path))
+    return settings
+
+
+def is_ignored(key: str) -> bool:
+    """Whether the responses do not depend on a key."""
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in IGNORED)
+
+
+def _file_checksum(file: str) -> str:
+    if not Path(file).is_file():
+        return file  # remote storage, or a module of a package
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _model_checksum(path: str) -> str:
+    """A digest of the names, sizes and both ends of a model's files; of a model on the hub, its name."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return path
+    digest = hashlib.sha256()
+    for file in sorted(directory.iterdir()):
+        if file.suffix not in (".safetensors", ".json", ".jinja", ".bin", ".model"):
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_ENDS))
+            stream.seek(max(0, size - _ENDS))
+            digest.update(stream.read())
+    return digest.hexdigest()

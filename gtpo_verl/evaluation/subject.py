@@ -1,0 +1,127 @@
+"""What ``gtpo-verl eval`` evaluates: a run, a checkpoint or a model, and the configuration to evaluate it with."""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.config import GROUPS, compose_config, prepare, with_hardware
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE
+
+BEFORE = "before"  # the evaluation of the model that a run started from
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, the directory of its evaluation, and the configuration file of the run that it comes from, if any."""
+
+    path: str
+    output: Path
+    config_file: Path | None = None
+
+
+def find_subject(name: str, *, before: bool = False) -> Subject:
+    """Find out what ``name`` is: a run, a checkpoint of a run, a model directory, or a model on the hub.
+
+    Args:
+        before: of a run, take the model that its training started from.
+
+    Raises:
+        UserError: it cannot be evaluated.
+    """
+    directory = Path(name).expanduser()
+    if (directory / RECORD_FILE).is_file() and (directory / CONFIG_FILE).is_file():
+        return _of_run(directory, before=before)
+    if before:
+        raise UserError(f"--before: {name} is not a run of gtpo-verl train, so its initial model is not known.")
+    if directory.name.startswith("global_step_") and (directory / "actor").is_dir():
+        return _of_checkpoint(directory)
+    if (directory / RECORD_FILE).is_file():
+        raise UserError(f"{name} holds several runs: name one of them, for example {name}/gtpo.")
+    return Subject(name, Path("outputs") / f"eval-{Path(name).name}")
+
+
+def _of_run(directory: Path, *, before: bool) -> Subject:
+    config_file = directory / CONFIG_FILE
+    if before:
+        start: Any = OmegaConf.load(config_file)
+        return Subject(str(start.actor_rollout_ref.model.path), directory / "evaluation" / BEFORE, config_file)
+    model = directory / "model"
+    if not model.is_dir():
+        raise UserError(
+            f"{directory} has no trained model: name a checkpoint, RUN/checkpoints/global_step_N. RUN/model is linked "
+            "when the training ends, and needs hf_model in actor_rollout_ref.actor.checkpoint.save_contents."
+        )
+    step = re.search(r"global_step_\d+", str(model.resolve()))
+    return Subject(str(model.resolve()), directory / "evaluation" / (step[0] if step else "model"), config_file)
+
+
+def _of_checkpoint(directory: Path) -> Subject:
+    directory = directory.resolve()
+    model = directory / "actor" / "huggingface"
+    if not any(model.glob("*.safetensors")):
+        raise UserError(
+            f"{directory} has no weights in Hugging Face format: merge its shards with `python -m verl.model_merger "
+            f"merge --backend fsdp --local_dir {directory / 'actor'} --target_dir MODEL`, and evaluate MODEL."
+        )
+    run = directory.parent.parent
+    config_file = run / CONFIG_FILE
+    if not config_file.is_file():
+        return Subject(str(model), Path("outputs") / f"eval-{directory.name}")
+    return Subject(str(model), run / "evaluation" / directory.name, config_file)
+
+
+def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of the subject's run with overrides, or one composed from them where there is no run.
+
+    Raises:
+        UserError: an override does not apply.
+    """
+    if subject.config_file is None:
+        overrides, note = with_hardware(overrides)
+        if note:
+            print(note, file=sys.stderr)
+        config = compose_config([*overrides, f"actor_rollout_ref.model.path={json.dumps(subject.path)}"])
+    else:
+        loaded = OmegaConf.load(subject.config_file)
+        assert isinstance(loaded, DictConfig)
+        config = override(loaded, overrides)
+        config.actor_rollout_ref.model.path = subject.path
+    prepare(config, overrides)
+    config.data.train_files = None  # nothing is trained
+    return config
+
+
+def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Apply KEY=VALUE overrides to the configuration of a run, in which the config groups are already resolved.
+
+    Raises:
+        UserError: an override does not parse, chooses a group, or names a key that does not exist.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(f"these overrides do not parse: {' '.join(str(error).split())}") from error
+    for item in parsed:
+        key = item.key_or_group
+        if key in GROUPS:
+            raise UserError(
+                f"{key}=: the settings are those of the run. Override single keys, or evaluate RUN/model with {key}= "
+                "and the other groups."
+            )
+        if item.is_delete() or item.is_sweep_override():
+            raise UserError(f"{item.input_line}: an evaluation takes KEY=VALUE and +KEY=VALUE only.")
+        if not item.is_add() and OmegaConf.select(config, key, default=_MISSING) is _MISSING:
+            raise UserError(f"{key}: the run has no such key. To add it, write +{key}=...")
+        OmegaConf.update(config, key, item.value(), force_add=True)
+    return config

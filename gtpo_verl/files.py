@@ -1,0 +1,104 @@
+"""Files that a crash leaves readable: atomic writes, and JSON lines of which the last may be torn.
+
+Only the standard library is needed.
+"""
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` fill a temporary file beside ``file``, then rename it: readers see the old content or the new.
+
+    Args:
+        file: its directory is made if need be.
+        write: takes the path to write to, for example ``lambda path: torch.save(state, path)``. What it raises is
+            passed on, and ``file`` is as it was.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # unique: on a shared file system two hosts may have the same process id
+    temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write text as UTF-8, atomically."""
+    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """Write bytes, atomically."""
+    write_atomically(file, lambda path: path.write_bytes(content))
+
+
+def write_json(file: Path, value: Any) -> None:
+    """Write a value as indented JSON, atomically."""
+    write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(file: Path) -> Any:
+    """Read a JSON file; None where there is none.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def append_json_line(file: Path, value: Any) -> None:
+    """Append a value as one line of JSON."""
+    line = json.dumps(value)
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(line + "\n")
+
+
+def end_torn_line(file: Path) -> None:
+    """End a last line that a crash has torn, so that the next one is not glued to it."""
+    if not file.is_file() or not file.stat().st_size:
+        return
+    with file.open("rb+") as content:
+        content.seek(-1, 2)
+        if content.read(1) != b"\n":
+            content.write(b"\n")
+
+
+def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each line, from 1, and its value: None for a line that is not JSON, such as a torn one.
+
+    Blank lines are skipped. Bytes that are not UTF-8 are replaced by U+FFFD.
+    """
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield number, _parsed(line)
+
+
+def read_json_lines_from(file: Path, offset: int) -> tuple[list[Any], int]:
+    """Read the complete lines behind ``offset`` (bytes) of a file that is still being written.
+
+    Returns:
+        The values of these lines, without those that are not JSON, and the offset to go on from. Nothing, and the same
+        offset, where there is no such file yet.
+    """
+    if not file.is_file():
+        return [], offset
+    with file.open("rb") as content:
+        content.seek(offset)
+        text = content.read()
+    end = text.rfind(b"\n") + 1
+    values = [_parsed(line.decode("utf-8", "replace")) for line in text[:end].split(b"\n") if line.strip()]
+    return [value for value in values if value is not None], offset + end
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

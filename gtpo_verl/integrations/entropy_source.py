@@ -1,0 +1,59 @@
+"""Where the entropies of credit assignment come from: ``algorithm.entropy.source``. Light to import."""
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+
+
+@dataclass(frozen=True)
+class EntropySource:
+    """One source of entropies.
+
+    Attributes:
+        name: the value of ``algorithm.entropy.source``.
+        column: TransferQueue's column that the advantages are computed from.
+        from_rollout: whether vLLM returns entropies beside the tokens.
+        skips_actor_pass: whether the actor's old-log-prob pass is left out (verl's bypass mode).
+    """
+
+    name: str
+    column: str
+    from_rollout: bool
+    skips_actor_pass: bool
+
+    @property
+    def rollout_columns(self) -> tuple[str, ...]:
+        """TransferQueue's columns that the rollout adds to every response."""
+        return (ENTROPIES, VERSIONS) if self.from_rollout else ()
+
+    @property
+    def compares(self) -> bool:
+        """Whether every step has the entropies of both, rollout and actor."""
+        return self.from_rollout and not self.skips_actor_pass
+
+
+SOURCES = {
+    source.name: source
+    for source in (
+        EntropySource("actor", column="entropy", from_rollout=False, skips_actor_pass=False),
+        EntropySource("rollout", column=ENTROPIES, from_rollout=True, skips_actor_pass=True),
+        EntropySource("both", column="entropy", from_rollout=True, skips_actor_pass=False),
+    )
+}
+
+
+def entropy_source(config: DictConfig) -> EntropySource:
+    """The source of a composed run.
+
+    Raises:
+        UserError: there is none of this name.
+    """
+    name = str(config.algorithm.entropy.source)
+    if name not in SOURCES:
+        raise UserError(
+            f"algorithm.entropy.source={name}{did_you_mean(name, SOURCES)}: choose one of {', '.join(SOURCES)}."
+        )
+    return SOURCES[name]

@@ -1,0 +1,53 @@
+"""What rollout settings must be so that vLLM's entropies are exact. Light to import."""
+
+from typing import Any
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.vllm.names import INSTEAD, WORKER_EXTENSION
+
+
+def check_rollout(rollout: Any) -> None:
+    """Check that the entropies of this rollout will be exact.
+
+    Args:
+        rollout: verl's ``actor_rollout_ref.rollout``, as DictConfig or as ``RolloutConfig``.
+
+    Raises:
+        UserError: they will not; says which key is in the way.
+    """
+    engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
+    mode = engine.get("logprobs_mode", rollout.logprobs_mode)
+    extension = engine.get("worker_extension_cls", WORKER_EXTENSION)
+    if rollout.name != "vllm":
+        raise UserError(f"rollout.name={rollout.name} returns no entropies: use rollout.name=vllm, {INSTEAD}.")
+    if rollout.disaggregation.enabled:
+        raise UserError(
+            "rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, "
+            f"{INSTEAD}."
+        )
+    if not rollout.calculate_log_probs:
+        raise UserError(
+            f"rollout.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
+        )
+    if mode != "processed_logprobs":
+        raise UserError(
+            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, "
+            f"{INSTEAD}."
+        )
+    if rollout.temperature <= 0:
+        raise UserError(f"rollout.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
+    if truncates(rollout):
+        raise UserError(
+            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those "
+            f"of what is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
+        )
+    if extension != WORKER_EXTENSION:
+        raise UserError(
+            f"rollout.engine_kwargs.vllm.worker_extension_cls={extension} replaces the worker that computes entropies: "
+            f"remove it, {INSTEAD}."
+        )
+
+
+def truncates(sampling: Any) -> bool:
+    """Whether sampling settings cut the distribution: ``top_p`` below 1, ``top_k`` or ``min_p`` above 0."""
+    return sampling.get("top_p", 1.0) < 1.0 or sampling.get("top_k", -1) > 0 or sampling.get("min_p", 0.0) > 0.0

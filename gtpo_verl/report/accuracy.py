@@ -1,0 +1,182 @@
+"""Validation accuracy of arms on one data source: curves, changes and differences, with intervals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gtpo_verl.runs.reader import Arm, Validation, logged_accuracies
+from gtpo_verl.runs.statistics import Estimate, Floats, Interval, estimate, estimates
+
+
+@dataclass(frozen=True)
+class Point:
+    """Validation accuracy at one step; samples, prompts and clusters are None where only the logged mean is known."""
+
+    step: int
+    accuracy: float
+    interval: Interval | None
+    samples: int | None
+    prompts: int | None
+    clusters: int | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Accuracy before and after training on the same prompts, and the paired difference.
+
+    ``samples``: how many before and how many after; ``clusters``: how many units the bootstrap resamples, as many as
+    prompts where the data names none. Samples, prompts and clusters are None where only logged means are known.
+    """
+
+    before: float
+    after: float
+    difference: Estimate
+    samples: tuple[int, int] | None
+    prompts: int | None
+    clusters: int | None
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One arm on one data source; ``change`` is None without two validations that have prompts in common."""
+
+    source: str
+    validations: tuple[Validation, ...]
+    curve: tuple[Point, ...]
+    change: Change | None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One arm minus another on common prompts: accuracies at ``step`` (``after``), and gains up to it (``gain``)."""
+
+    step: int
+    after: Estimate
+    gain: Estimate
+    prompts: int
+    clusters: int
+
+
+def accuracies(arm: Arm) -> dict[str, Accuracy]:
+    """The arm's accuracy on each data source that it validated: from its samples, else from the logged means."""
+    logged = logged_accuracies(arm.keys)
+    found = {}
+    for source in arm.sources:
+        if validations := arm.validations.get(source, ()):
+            curve, change = _sampled_curve(validations), _sampled_change(validations)
+        else:
+            curve = _logged_curve(arm, logged[source])
+            change = _logged_change(curve)
+        found[source] = Accuracy(source, validations, curve, change)
+    return found
+
+
+def mean_change(arms: Sequence[Accuracy]) -> Change | None:
+    """Mean over the arms, on the prompts of all; None for one arm, or where their last steps or all prompts differ."""
+    last_steps = {arm.curve[-1].step for arm in arms}
+    if len(arms) < 2 or len(last_steps) > 1:
+        return None
+    ends = _paired_ends(arms)
+    if ends is None:
+        return None
+    before, after = ends.before.mean(axis=1), ends.after.mean(axis=1)
+    difference = estimate(after - before, clusters=ends.clusters)
+    return Change(
+        float(before.mean()), float(after.mean()), difference, None, len(before), clusters=len(set(ends.clusters))
+    )
+
+
+def difference(arm: Accuracy, baseline: Accuracy) -> Difference | None:
+    """The arm minus the baseline at the last step that both validated; None without a common step or prompt."""
+    ends = _paired_ends([baseline, arm])
+    if ends is None:
+        return None
+    gain = ends.after - ends.before
+    return Difference(
+        ends.step,
+        after=estimate(ends.after[:, 1] - ends.after[:, 0], clusters=ends.clusters),
+        gain=estimate(gain[:, 1] - gain[:, 0], clusters=ends.clusters),
+        prompts=len(gain),
+        clusters=len(set(ends.clusters)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """Accuracy of the P common prompts at the first validations and at ``step``, (P, arms), and their clusters."""
+
+    step: int
+    before: Floats
+    after: Floats
+    clusters: list[str]
+
+
+def _paired_ends(arms: Sequence[Accuracy]) -> _Ends | None:
+    by_step = [{validation.step: validation for validation in arm.validations} for arm in arms]
+    step = max(set.intersection(*(set(validations) for validations in by_step)), default=None)
+    if step is None or any(step == min(validations) for validations in by_step):
+        return None
+    firsts = [arm.validations[0] for arm in arms]
+    lasts = [validations[step] for validations in by_step]
+    every = [*firsts, *lasts]
+    prompts = _common_prompts(every)
+    if not prompts:
+        return None
+    return _Ends(step, _accuracies(firsts, prompts), _accuracies(lasts, prompts), _clusters(every, prompts))
+
+
+def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:
+    points = []
+    for prompts in dict.fromkeys(validation.prompts for validation in validations):
+        # one resampling serves all validations of the same prompts
+        same = [validation for validation in validations if validation.prompts == prompts]
+        clusters = _clusters(same, prompts)
+        for validation, value in zip(same, estimates(_accuracies(same, prompts), clusters=clusters), strict=True):
+            sizes = validation.samples, len(prompts), len(set(clusters))
+            points.append(Point(validation.step, value.value, value.interval, *sizes))
+    return tuple(sorted(points, key=lambda point: point.step))
+
+
+def _sampled_change(validations: Sequence[Validation]) -> Change | None:
+    if len(validations) < 2:
+        return None
+    ends = [validations[0], validations[-1]]
+    prompts = _common_prompts(ends)
+    if not prompts:
+        return None
+    accuracy, clusters = _accuracies(ends, prompts), _clusters(ends, prompts)
+    before, after = accuracy.mean(axis=0)
+    difference = estimate(accuracy[:, 1] - accuracy[:, 0], clusters=clusters)
+    samples = (ends[0].samples_of(prompts), ends[1].samples_of(prompts))
+    return Change(float(before), float(after), difference, samples, len(prompts), len(set(clusters)))
+
+
+def _logged_curve(arm: Arm, key: str) -> tuple[Point, ...]:
+    steps, values = arm.series(key)
+    return tuple(Point(int(step), float(value), *[None] * 4) for step, value in zip(steps, values, strict=True))
+
+
+def _logged_change(curve: Sequence[Point]) -> Change | None:
+    if len(curve) < 2:
+        return None
+    before, after = curve[0].accuracy, curve[-1].accuracy
+    return Change(before, after, Estimate(after - before, None), None, None, None)
+
+
+def _common_prompts(validations: Sequence[Validation]) -> list[str]:
+    return sorted(set.intersection(*(set(validation.prompts) for validation in validations)))
+
+
+def _accuracies(validations: Sequence[Validation], prompts: Sequence[str]) -> Floats:
+    """Accuracy of the given prompts in each validation, shape (P, K)."""
+    return np.stack([validation.accuracy[validation.rows(prompts)] for validation in validations], axis=1)
+
+
+def _clusters(validations: Sequence[Validation], prompts: Sequence[str]) -> list[str]:
+    """The cluster of each prompt, as any of the validations names it: an older dump may name none."""
+    named: dict[str, str] = {}
+    for validation in validations:
+        pairs = zip(validation.prompts, validation.clusters, strict=True)
+        named |= {prompt: cluster for prompt, cluster in pairs if cluster != prompt}
+    return [named.get(prompt, prompt) for prompt in prompts]

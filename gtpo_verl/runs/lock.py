@@ -1,0 +1,220 @@
+"""Locks on directories: one training per run directory, one process that prepares a data directory.
+
+The lock itself is flock, which the kernel releases when a process dies. On a shared file system flock may work within
+one host only, or outlive a host that dies. So the owner also records its host, process id and a heartbeat beside the
+lock file, and an owner on another host counts as dead when its heartbeat is older than ``LEASE``.
+"""
+
+import errno
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.files import read_json, write_json
+from gtpo_verl.runs.directory import STOP_FILE
+
+LOCK_FILE = "LOCK"
+HEARTBEAT = 30.0  # seconds between two heartbeats
+LEASE = 300.0  # seconds without a heartbeat after which an owner on another host is dead; clocks must agree to a minute
+GRACE = 600.0  # seconds that a training which was asked to stop may take for its step and checkpoint
+SETTLE = 1.0  # seconds in which another host that takes over the same lock shows
+POLL = 0.5  # seconds
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock; ``heartbeat`` in seconds of Unix time, ``token`` different for every acquisition."""
+
+    host: str
+    pid: int
+    heartbeat: float
+    token: str
+
+    @classmethod
+    def here(cls) -> "Owner":
+        return cls(socket.gethostname(), os.getpid(), time.time(), uuid.uuid4().hex)
+
+    @property
+    def is_remote(self) -> bool:
+        return self.host != socket.gethostname()
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last heartbeat."""
+        return time.time() - self.heartbeat
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class LockedError(Exception):
+    """The lock is held. ``owner`` is None where a process has taken it and not yet recorded itself."""
+
+    def __init__(self, owner: Owner | None) -> None:
+        super().__init__(str(owner or "a process that is just starting"))
+        self.owner = owner
+
+
+class DirectoryLock:
+    """A lock with an owner that other hosts can read.
+
+    Args:
+        file: the lock file, made if need be; ``FILE.json`` beside it holds the owner.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.owner_file = file.with_name(f"{file.name}.json")
+        self._flock = FileLock(file, thread_local=False)  # whichever thread ends the block releases it
+        self._owner = Owner.here()
+        self._released = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
+
+    def acquire(self) -> None:
+        """Take the lock, without waiting.
+
+        Raises:
+            LockedError: somebody holds it.
+        """
+        locked, former = self._try_flock(), self.owner()
+        remote = former if former is not None and former.is_remote else None
+        dead = remote if remote is not None and remote.age > LEASE else None
+        if dead and not locked:
+            self.file.unlink(missing_ok=True)  # a new file has a new lock
+            locked = self._try_flock()
+        if not locked:
+            raise LockedError(self.owner())
+        if remote and not dead:  # flock works within one host here
+            self._flock.release()
+            raise LockedError(remote)
+        self._record()
+        if dead:
+            self._settle(dead)
+        self._heart.start()
+
+    def owner(self) -> Owner | None:
+        """The owner as recorded, None where there is none."""
+        values = read_json(self.owner_file)
+        return Owner(**values) if values else None
+
+    def release(self) -> None:
+        """Give the lock up."""
+        self._released.set()
+        self._heart.join()
+        if self._is_ours():
+            self.owner_file.unlink()
+        self._flock.release()
+
+    def _try_flock(self) -> bool:
+        """Whether the file is locked now; True also where the file system has no locks and only the record protects."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._flock.acquire(timeout=0)
+        except Timeout:
+            return False
+        except NotImplementedError:
+            return True
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+        return True
+
+    def _record(self) -> None:
+        write_json(self.owner_file, asdict(self._owner) | {"heartbeat": time.time()})
+
+    def _settle(self, former: Owner) -> None:
+        """Report the takeover; of two hosts that take over at once the last to record itself wins."""
+        print(
+            f"Taking over {self.file} from {former}: no heartbeat for {former.age:.0f} s.", file=sys.stderr, flush=True
+        )
+        time.sleep(SETTLE)
+        if not self._is_ours():
+            self._flock.release()
+            raise LockedError(self.owner())
+
+    def _is_ours(self) -> bool:
+        owner = self.owner()
+        return owner is not None and owner.token == self._owner.token
+
+    def _beat(self) -> None:
+        while not self._released.wait(HEARTBEAT):
+            try:
+                if not self._is_ours():
+                    print(f"warning: {self.file} was taken over by {self.owner()}", file=sys.stderr, flush=True)
+                    return
+                self._record()
+            except OSError as error:  # a shared file system that is away for a moment
+                print(f"warning: no heartbeat for {self.file}: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def training_lock(run_dir: Path) -> Iterator[None]:
+    """Keep other trainings out of a run directory; one that is already stopping there has a grace period.
+
+    Raises:
+        UserError: another training writes to it.
+    """
+    lock, stop = DirectoryLock(run_dir / LOCK_FILE), run_dir / STOP_FILE
+    deadline = time.monotonic() + GRACE
+
+    def wait(error: LockedError) -> str:
+        if not stop.exists() or time.monotonic() > deadline:
+            raise UserError(_refusal(run_dir, error)) from None
+        return f"Waiting for {error}, which is stopping in {run_dir}."
+
+    with _held(lock, wait, lambda line: print(line, file=sys.stderr, flush=True)):
+        yield
+
+
+def _refusal(run_dir: Path, error: LockedError) -> str:
+    text = (
+        f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {run_dir / STOP_FILE}` "
+        "from elsewhere, or choose another trainer.run_dir."
+    )
+    if error.owner is not None and error.owner.is_remote:
+        text += f" Its last heartbeat was {error.owner.age:.0f} s ago; a new training may start {LEASE:.0f} s after it."
+    return text
+
+
+@contextmanager
+def preparing(directory: Path, announce: Callable[[str], object]) -> Iterator[None]:
+    """Be the only process that prepares ``directory``; waits for another one that does.
+
+    Args:
+        directory: it may be replaced while the lock is held, since the lock file ``.NAME.lock`` lies beside it.
+        announce: takes the line that names the process waited for.
+    """
+    lock = DirectoryLock(directory.parent / f".{directory.name}.lock")
+    with _held(lock, lambda error: f"{error} is preparing {directory}; waiting for it", announce):
+        yield
+
+
+@contextmanager
+def _held(lock: DirectoryLock, wait: Callable[[LockedError], str], announce: Callable[[str], object]) -> Iterator[None]:
+    """Hold ``lock``. ``wait`` is called after a failed attempt and may raise; its first line is announced."""
+    announced = False
+    while True:
+        try:
+            lock.acquire()
+            break
+        except LockedError as error:
+            line = wait(error)
+        if not announced:
+            announce(line)
+        announced = True
+        time.sleep(POLL)
+    try:
+        yield
+    finally:
+        lock.release()

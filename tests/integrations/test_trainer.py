@@ -1,0 +1,242 @@
+"""The trainer's own steps on a real TransferQueue; verl's methods around them stand in, the end-to-end tests run the real ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations import trainer as ours
+from gtpo_verl.integrations.carry_over import restore_groups
+from gtpo_verl.integrations.entropy_source import SOURCES
+from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
+from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, reward_infos
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
+
+LIMIT = 4
+
+
+class Trainer(ours.CreditAssignmentMixin):
+    def __init__(self, run_dir: Path, **algorithm: Any) -> None:
+        defaults = {"adv_estimator": "grpo", "correct_threshold": 1.0, "overlong_filtering": False}
+        self.entropy_source = SOURCES["actor"]
+        self.run_dir = run_dir
+        self.global_steps = 1
+        self._checkpointed = None
+        self.config = OmegaConf.create(
+            {
+                "algorithm": defaults | algorithm,
+                "data": {"max_response_length": LIMIT},
+                "reward": {"reward_kwargs": {"max_resp_len": LIMIT, "overlong_buffer_cfg": {"enable": False}}},
+                "trainer": {"credit_dump_freq": 0, "default_local_dir": str(run_dir)},
+            }
+        )
+
+    def on_sample_end(self) -> None:
+        pass
+
+
+def put(lengths: dict[str, int], correct: set[str]) -> KVBatchMeta:
+    """Write responses of these lengths, with verdicts, rewards and entropies, as a batch."""
+    rows = [
+        {
+            "response_mask": torch.ones(length, dtype=torch.int64),
+            "entropy": torch.full((length,), 0.5),
+            "rm_scores": torch.tensor([0.0] * (length - 1) + [1.0 if key in correct else -1.0]),
+            "extra_fields": {"reward_extra_info": {"acc": float(key in correct)}},
+        }
+        for key, length in lengths.items()
+    ]
+    tags = [{"global_steps": 1, "is_padding": key.startswith("pad")} for key in lengths]
+    tq.kv_batch_put(keys=list(lengths), partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
+    return KVBatchMeta(partition_id="train", keys=list(lengths), tags=tags)
+
+
+@pytest.fixture(autouse=True)
+def empty_queue() -> Iterator[None]:
+    yield
+    left = tq.kv_list("train").get("train", {})
+    if left:
+        tq.kv_clear(keys=list(left), partition_id="train")
+
+
+# -------------------------------------------------------------------- advantages
+
+
+@pytest.fixture
+def verls_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's advantage step, with its real GRPO estimator."""
+
+    def compute(self: Any, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        rewards, mask = fetch(batch, "rm_scores")
+        uids = np.array([key.rsplit("_", 2)[0] for key in batch.keys], dtype=object)
+        advantages, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask.long(), uids)
+        rows = [{"advantages": row[on], "returns": row[on]} for row, on in zip(advantages, mask, strict=True)]
+        tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
+
+
+LENGTHS = {"a_0_0": 2, "a_1_0": 3, "lone_2_0": 3, "wrong_0_0": 1, "pad_0_0": 1}
+
+
+@pytest.mark.usefixtures("verls_grpo")
+def test_a_lone_response_has_no_advantage(tmp_path: Path) -> None:
+    """verl's GRPO gives it its reward, +1 or -1; GTPO and GRPO-S give it 0, and so do we."""
+    batch = put(LENGTHS, {"a_0_0", "lone_2_0"})
+    metrics: dict[str, float] = {}
+    Trainer(tmp_path)._compute_advantage(batch, metrics)
+    advantages, returns, mask = fetch(batch, "advantages", "returns")
+    first = advantages[:, 0].tolist()
+    assert first[0] == pytest.approx(-first[1])
+    assert first[0] > 0.7
+    assert first[2:4] == [0.0, 0.0]
+    assert torch.equal(advantages, returns)
+    assert mask.sum(-1).tolist() == [2, 3, 3, 1, 1]
+    assert metrics["training/lone_responses"] == 2
+
+
+@pytest.mark.usefixtures("verls_grpo")
+def test_estimators_without_a_group_mean_keep_lone_responses(tmp_path: Path) -> None:
+    batch = put(LENGTHS, {"a_0_0", "lone_2_0"})
+    Trainer(tmp_path, adv_estimator="reinforce_plus_plus")._compute_advantage(batch, {})
+    advantages, _ = fetch(batch, "advantages")
+    assert advantages[2, 0] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_several_outputs_of_one_rollout_are_one_response() -> None:
+    keys = {"a_0_0": 2, "a_0_1": 2, "b_0_0": 2, "b_1_0": 2, "pad_0_0": 1}
+    assert lone_responses(put(keys, set())) == ["a_0_0", "a_0_1"]
+
+
+def test_a_missing_column_is_named() -> None:
+    batch = put({"a_0_0": 2}, set())
+    with pytest.raises(UserError, match=r"the rollout returned no entropies.*entropy\.source=actor"):
+        fetch(batch, "rollout_entropies")
+    assert reward_infos("train", batch.keys) == [{"acc": 0.0}]
+
+
+# -------------------------------------------------------------------- overlong filtering
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_truncated_responses_are_masked_for_the_update_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    batch = put({"a_0_0": 2, "a_1_0": LIMIT, "a_2_0": LIMIT, "pad_0_0": 1}, set())
+    seen = []
+
+    def update(self: Any, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        seen.append(fetch(batch)[0].sum(-1).tolist())
+        if fails:
+            raise RuntimeError("out of memory")
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update)
+    metrics: dict[str, float] = {}
+    trainer = Trainer(tmp_path, overlong_filtering=True)
+    if fails:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer._update_actor(batch, metrics)
+    else:
+        trainer._update_actor(batch, metrics)
+    assert seen == [[2, 0, 0, 1]]
+    assert fetch(batch)[0].sum(-1).tolist() == [2, LIMIT, LIMIT, 1]
+    assert metrics["training/overlong_filtered_share"] == pytest.approx(2 / 3)
+
+
+# -------------------------------------------------------------------- a spent budget
+
+
+class Position:
+    """A data loader that has handed out so many prompts."""
+
+    def __init__(self, prompts: int) -> None:
+        self.prompts = prompts
+
+    def state_dict(self) -> dict[str, int]:
+        return {"prompts": self.prompts}
+
+
+@pytest.fixture
+def spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """A trainer whose step 6 ends with a spent budget and one group found."""
+    trainer = Trainer(tmp_path)
+    trainer.global_steps = 6
+    trainer.train_dataloader = Position(prompts=700)
+    trainer.replay_buffer = BudgetedReplayBuffer(
+        trainer_mode="sync",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        refill_fn=lambda count: count,
+        filter_groups_metric="acc",
+        train_batch_size=4,
+        max_num_gen_batches=2,
+        on_budget="stop",
+        carry_over_max_age=0,
+        correct_threshold=1.0,
+        mini_batch_size=4,
+    )
+
+    def save(self: Any) -> None:
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        (folder / "actor").mkdir(parents=True)
+        torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
+
+    def step(self: Any, metrics: dict, timing_raw: dict) -> Any:
+        put({"found_0_0": 2, "found_1_0": 2}, {"found_0_0"})
+        tq.kv_batch_put(
+            keys=["found"],
+            partition_id="train",
+            tags=[{"is_prompt": True, "status": "finished", "global_steps": self.global_steps}],
+        )
+        raise BudgetSpentError("spent")
+
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", save)
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    trainer._pass_seconds = SimpleNamespace(clear=lambda: None)  # type: ignore[assignment]
+    return trainer
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["right_after_a_checkpoint", "later"])
+def test_a_spent_budget_keeps_the_groups_that_were_found(spent: Trainer, tmp_path: Path, saved: bool) -> None:
+    if saved:
+        spent.global_steps, spent.train_dataloader.prompts = 5, 640
+        spent._save_checkpoint()
+        spent.global_steps, spent.train_dataloader.prompts = 6, 700
+    with pytest.raises(BudgetSpentError):
+        spent.step({}, {})
+    folder = tmp_path / "global_step_5"
+    tq.kv_clear(keys=["found", "found_0_0", "found_1_0"], partition_id="train")
+    assert restore_groups(folder, "train", with_entropies=False)[0] == 1
+    assert set(tq.kv_list("train")["train"]) == {"found", "found_0_0", "found_1_0"}
+    position = torch.load(folder / "data.pt")
+    assert position == {"prompts": 700}, "the prompts of the groups found would be generated again"
+
+
+def test_a_folder_of_another_run_is_no_checkpoint(spent: Trainer, tmp_path: Path) -> None:
+    (tmp_path / "global_step_5").mkdir()
+    with pytest.raises(BudgetSpentError):
+        spent.step({}, {})
+    assert (tmp_path / "global_step_5" / "actor").is_dir()
+
+
+def test_without_a_trained_step_nothing_is_saved(spent: Trainer, tmp_path: Path) -> None:
+    spent.global_steps = 1
+    with pytest.raises(BudgetSpentError):
+        spent.step({}, {})
+    assert list(tmp_path.iterdir()) == []

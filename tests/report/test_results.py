@@ -1,0 +1,313 @@
+"""From runs to what the report says: exact numbers on small hand-made runs, words by kind of result."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gtpo_verl.report import tables
+from gtpo_verl.report.accuracy import Accuracy
+from gtpo_verl.report.results import ArmResult, arm_results, comparisons, config_differences, data_sources, mean_changes
+from gtpo_verl.report.words import notes, points, status_text, verdict
+from gtpo_verl.runs.reader import read_run, read_runs
+from gtpo_verl.runs.statistics import Interval
+
+
+def write_arm(path: Path, validations: dict[int, dict[str, list[int]]], **last: float) -> Path:
+    """An arm with these verdicts, {step: {prompt: verdicts}}."""
+    (path / "validation").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "data": last}) for step in sorted(validations)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    for step, prompts in validations.items():
+        samples = [json.dumps({"input": p, "gts": "", "acc": v}) for p, verdicts in prompts.items() for v in verdicts]
+        (path / "validation" / f"{step}.jsonl").write_text("\n".join(samples) + "\n")
+    return path
+
+
+def results_of(*paths: Path):
+    return arm_results(read_runs(list(paths)))
+
+
+def only(result: ArmResult) -> Accuracy:
+    """The accuracy of an arm with a single data source."""
+    (accuracy,) = result.accuracies.values()
+    return accuracy
+
+
+def write_samples(arm: Path, step: int, *samples: dict) -> None:
+    (arm / "validation" / f"{step}.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+def test_change_is_the_mean_over_prompts_not_over_samples(tmp_path: Path):
+    arm = write_arm(tmp_path / "gtpo", {0: {"a": [0, 0, 0, 1], "b": [0]}, 9: {"a": [1, 1, 0, 1], "b": [1]}})
+    change = only(results_of(arm)[0]).change
+    assert change is not None
+    assert (change.before, change.after) == (0.125, 0.875)
+    assert change.difference.value == 0.75
+    assert (change.samples, change.prompts, change.clusters) == ((5, 5), 2, 2)
+    # two prompts with gains 1/2 and 1: a bootstrap mean is one of 1/2, 3/4, 1, the outer ones with chance 1/4
+    assert change.difference.interval == Interval(0.5, 1.0)
+
+
+def test_change_is_on_the_prompts_of_both_validations(tmp_path: Path):
+    arm = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [1], "c": [1, 1]}, 9: {"a": [1], "b": [1]}})
+    (result,) = results_of(arm)
+    accuracy = only(result)
+    assert accuracy.change is not None
+    assert (accuracy.change.before, accuracy.change.after) == (0.5, 1.0)
+    assert (accuracy.change.samples, accuracy.change.prompts) == ((2, 2), 2)
+    assert accuracy.curve[0].accuracy == pytest.approx(2 / 3)  # the curve shows all there is
+    text = " ".join(notes([read_run(arm)], [result]))
+    assert "GTPO: 1 prompts are only in the first or only in the last validation: left out of the change" in text
+
+
+def test_true_gains_are_inside_their_intervals_and_ordered(runs):
+    dapo, gtpo, grpo_s = results_of(runs.run())
+    gains = {"dapo": 1.15, "gtpo": 1.75, "grpo_s": 1.45}
+    difficulty = np.random.default_rng(99).normal(-0.2, 1.4, 500)  # as the runs were written
+    chance = lambda progress: 1 / (1 + np.exp(-(difficulty + progress)))  # noqa: E731
+    for result in (dapo, gtpo, grpo_s):
+        truth = float(np.mean(chance(gains[result.label]) - chance(0)))
+        interval = only(result).change.difference.interval
+        assert interval.low <= truth <= interval.high
+        assert 0.02 < interval.high - interval.low < 0.1
+    assert only(dapo).change.after < only(grpo_s).change.after < only(gtpo).change.after
+
+
+def test_mean_and_comparisons_are_paired(tmp_path: Path):
+    one = write_arm(tmp_path / "dapo", {0: {"a": [0], "b": [0], "c": [0]}, 9: {"a": [0], "b": [1], "c": [0]}})
+    two = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [1], "c": [0]}, 9: {"a": [1], "b": [1], "c": [0]}})
+    arms = results_of(one, two)
+    (mean,) = mean_changes(arms).values()
+    assert (mean.before, mean.after) == (pytest.approx(1 / 6), pytest.approx(1 / 2))
+    assert mean.difference.value == pytest.approx(1 / 3)
+    (comparison,) = comparisons(arms)
+    assert (comparison.arm.label, comparison.baseline.label) == ("gtpo", "dapo")
+    assert comparison.difference.prompts == 3
+    assert comparison.difference.after.value == pytest.approx(1 / 3)
+    assert comparison.difference.gain.value == 0
+
+
+def test_arms_of_different_length_are_compared_at_the_last_common_step(tmp_path: Path):
+    one = write_arm(tmp_path / "dapo", {0: {"a": [0], "b": [0]}, 5: {"a": [0], "b": [1]}, 9: {"a": [1], "b": [1]}})
+    two = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [0]}, 5: {"a": [1], "b": [1]}})
+    arms = results_of(one, two)
+    (comparison,) = comparisons(arms)
+    found = comparison.difference
+    assert (found.step, found.after.value, found.gain.value) == (5, 0.5, 0.5)
+    assert mean_changes(arms) == {}
+
+
+def test_arms_with_other_prompts_are_not_compared(tmp_path: Path):
+    one = write_arm(tmp_path / "dapo", {0: {"a": [0]}, 9: {"a": [1]}})
+    two = write_arm(tmp_path / "gtpo", {0: {"z": [0]}, 9: {"z": [1]}})
+    arms = results_of(one, two)
+    assert comparisons(arms) == ()
+    assert mean_changes(arms) == {}
+
+
+def test_without_samples_the_logged_mean_stands_alone(runs):
+    runs.arm(runs.root / "mine", dumps=False, samples=4)
+    (result,) = results_of(runs.root / "mine")
+    _, logged = result.arm.series("val-core/arithmetic/acc/mean@4")
+    accuracy = only(result)
+    assert [point.accuracy for point in accuracy.curve] == logged.tolist()
+    assert accuracy.change.difference.interval is None
+    assert accuracy.change.samples is None
+    assert "without the validation samples its significance cannot be estimated" in verdict(accuracy)
+
+
+def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
+    """30 prompts that fall and 500 that rise: pooled, they would read as one clear gain on 530 prompts."""
+    arm = write_arm(tmp_path / "gtpo", {0: {}, 9: {}})
+    aime = [{"input": f"a{n}", "gts": "", "data_source": "aime"} for n in range(30)]
+    maths = [{"input": f"m{n}", "gts": "", "data_source": "math"} for n in range(500)]
+    for step in (0, 9):
+        scored = [sample | {"acc": int(step == 0 or n % 3 == 0)} for n, sample in enumerate(aime)]
+        scored += [sample | {"acc": int(step == 9 and n % 3 > 0)} for n, sample in enumerate(maths)]
+        write_samples(arm, step, *scored)
+    (result,) = results_of(arm)
+    sentences = {source: verdict(accuracy) for source, accuracy in result.accuracies.items()}
+    assert sentences == {
+        "aime": "Accuracy fell from 100.0 % to 33.3 % between steps 0 and 9, a clear loss on 30 prompts.",
+        "math": "Accuracy rose from 0.0 % to 66.6 % between steps 0 and 9, a clear gain on 500 prompts.",
+    }
+    text = " ".join(notes([read_run(arm)], [result]))
+    assert "With 30 or fewer prompts the intervals on aime are too narrow." in text
+    assert "on math are too narrow" not in text
+    rows = tables.change_rows([result], {}, data_sources([result]))
+    assert [row[:5] for row in rows] == [
+        ["GTPO", "aime", "100.0 %", "33.3 %", "−66.7"],
+        ["GTPO", "math", "0.0 %", "66.6 %", "+66.6"],
+    ]
+
+
+def test_comparisons_and_means_are_per_source(runs):
+    path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), bare=True)
+    arms = results_of(path)
+    assert [comparison.source for comparison in comparisons(arms)] == ["aime", "math"]
+    assert {comparison.difference.prompts for comparison in comparisons(arms)} == {250}
+    means = mean_changes(arms)
+    assert means["aime"].difference.interval.low > 0 > means["math"].difference.interval.high
+
+
+def test_samples_that_name_no_source_are_not_pooled_over_several(runs):
+    runs.arm(runs.root / "mine", sources=("aime", "amc"), name_sources=False, bare=True)
+    (result,) = results_of(runs.root / "mine")
+    assert list(result.accuracies) == ["aime", "amc"]
+    for source, accuracy in result.accuracies.items():
+        _, logged = result.arm.series(f"val-core/{source}/acc/mean@2")
+        assert [point.accuracy for point in accuracy.curve] == logged.tolist()
+        assert accuracy.change.difference.interval is None
+    text = " ".join(notes([read_run(runs.root / "mine")], [result]))
+    assert "do not name their data source, and several were logged (aime, amc)" in text
+
+
+def test_intervals_are_over_clusters_where_the_data_names_them(runs):
+    """Ten prompts of a cluster are equally hard: taken as independent, they give an interval that is too narrow."""
+    runs.arm(runs.root / "clustered", per_cluster=10, samples=8, bare=True)
+    runs.rng = np.random.default_rng(0)
+    runs.arm(runs.root / "independent", per_cluster=10, samples=8, bare=True)
+    for file in (runs.root / "independent" / "validation").iterdir():
+        file.write_text(file.read_text().replace('"cluster"', '"ignored"'))
+    (clustered,) = results_of(runs.root / "clustered")
+    (independent,) = results_of(runs.root / "independent")
+    first, other = only(clustered).curve[0], only(independent).curve[0]
+    assert first.accuracy == other.accuracy
+    assert (first.prompts, first.clusters, other.clusters) == (500, 50, 500)
+    width = lambda point: point.interval.high - point.interval.low  # noqa: E731
+    assert width(first) > 2 * width(other)
+    assert "a clear gain on 500 prompts in 50 clusters" in verdict(only(clustered))
+    assert "clusters of similar prompts" in notes([read_run(runs.root / "clustered")], [clustered])[0]
+
+
+def test_an_older_validation_without_clusters_takes_those_of_the_others(tmp_path: Path):
+    arm = write_arm(tmp_path / "gtpo", {0: {}, 9: {}})
+    write_samples(arm, 0, *[{"input": str(n), "gts": "", "acc": 0} for n in range(6)])
+    write_samples(arm, 9, *[{"input": str(n), "gts": "", "acc": n % 2, "cluster": f"c{n % 3}"} for n in range(6)])
+    assert only(results_of(arm)[0]).change.clusters == 3
+
+
+def test_arms_are_named_by_their_configuration(runs):
+    runs.arm(runs.root / "mine", algorithm="gtpo", bare=True)
+    runs.arm(runs.root / "grpo_s", config=False, bare=True)
+    runs.arm(runs.root / "theirs", config=False, bare=True)
+    assert [r.name for r in results_of(*map(runs.root.joinpath, ("mine", "grpo_s", "theirs")))] == [
+        "GTPO",
+        "GRPO-S",
+        "theirs",
+    ]
+    runs.arm(runs.root / "gtpo", algorithm="gtpo", bare=True)
+    assert [r.name for r in results_of(runs.root / "gtpo", runs.root / "mine")] == ["gtpo", "GTPO (mine)"]
+
+
+@pytest.mark.parametrize(
+    ("validations", "expected"),
+    [
+        ({0: {"a": [0]}}, "Validated only once (0.0 % at step 0), so there is no change to report."),
+        ({0: {"a": [0]}, 5: {"b": [1]}}, "First and last validation have no prompt in common"),
+        (
+            {0: {"a": [0], "b": [0]}, 5: {"a": [1], "b": [1]}},
+            "by the same amount on every prompt, so no interval can be estimated",
+        ),
+        (
+            {0: {str(n): [n % 2] for n in range(50)}, 5: {str(n): [n % 3 % 2] for n in range(50)}},
+            "not a significant change on 50 prompts",
+        ),
+        (
+            {0: {str(n): [0] for n in range(50)}, 5: {str(n): [n % 2] for n in range(50)}},
+            "Accuracy rose from 0.0 % to 50.0 % between steps 0 and 5, a clear gain on 50 prompts.",
+        ),
+        (
+            {0: {str(n): [1] for n in range(50)}, 5: {str(n): [n % 2] for n in range(50)}},
+            "Accuracy fell from 100.0 % to 50.0 % between steps 0 and 5, a clear loss on 50 prompts.",
+        ),
+    ],
+)
+def test_verdicts(tmp_path: Path, validations: dict, expected: str):
+    assert expected in verdict(only(results_of(write_arm(tmp_path / "arm", validations))[0]))
+
+
+def test_notes_name_what_the_interval_does_not_cover_and_what_is_odd(tmp_path: Path):
+    path = write_arm(
+        tmp_path / "arm", {5: {"a": [0], "b": [1]}, 9: {"a": [1], "b": [1]}}, **{"val-core/x/acc/mean@1": 0.7}
+    )
+    text = " ".join(notes([read_run(path)], results_of(path)))
+    assert "not the training seed" in text
+    assert "With 30 or fewer prompts the intervals are too narrow" in text
+    assert "the first validation is at step 5, so “before” is not before training" in text
+    assert "at step 5 the validation samples average to 50.0 %, but 70.0 % was logged" in text
+
+
+def test_a_healthy_run_has_only_the_general_note_and_its_own(runs):
+    run = read_run(runs.run(prompts=40))
+    general, own = notes([run], arm_results([run]))
+    assert general.startswith(
+        "The intervals come from a paired cluster bootstrap: prompts, drawn with replacement 10,000"
+    )
+    assert own == run.notes[0]
+
+
+def test_status_of_an_interrupted_run_says_how_far_it_came(runs):
+    path = runs.run(arms=["dapo", "gtpo"], planned=["dapo", "gtpo", "grpo_s"], status="interrupted", prompts=20)
+    run = read_run(path)
+    assert status_text([run], arm_results([run])) == (
+        "quickstart was interrupted, so this report is partial "
+        "(DAPO at step 60 of 60, GTPO at step 60 of 60, grpo_s not started)."
+    )
+    single = read_run(path / "gtpo")
+    assert status_text([single], arm_results([single])) == (
+        "quickstart/gtpo was interrupted, so this report is partial (GTPO at step 60 of 60)."
+    )
+    complete = read_run(runs.run("other", prompts=20))
+    assert status_text([complete], arm_results([complete])) is None
+
+
+def test_step_seconds_add_up_to_the_step_and_the_validation(runs):
+    (result,) = results_of(runs.arm(runs.root / "gtpo"))
+    _, step = result.arm.series("timing_s/step")
+    _, testing = result.arm.series("timing_s/testing")
+    assert list(result.step_seconds)[:2] == ["rollout", "old log-probs"]
+    assert sum(result.step_seconds.values()) == pytest.approx(step.mean() + testing.sum() / len(step))
+    assert result.step_seconds["other"] == pytest.approx(0.15)
+    assert result.step_seconds["checkpoint"] == pytest.approx(1.4 / 20)
+
+
+def test_labels_are_the_shortest_that_differ(runs):
+    for name in ("first", "second"):
+        runs.run(name, arms=["dapo", "gtpo"], prompts=20, bare=True)
+    first, second = runs.root / "first", runs.root / "second"
+    assert [r.label for r in results_of(first)] == ["dapo", "gtpo"]
+    assert [r.label for r in results_of(first / "gtpo", second / "dapo")] == ["gtpo", "dapo"]
+    assert [r.label for r in results_of(first, second)] == ["first/dapo", "first/gtpo", "second/dapo", "second/gtpo"]
+
+
+def test_config_differences_are_those_of_the_algorithm(runs):
+    found = config_differences(results_of(runs.run(prompts=20, bare=True)))
+    assert found is not None
+    settings, bookkeeping = found
+    assert settings == {
+        "actor_rollout_ref.actor.policy_loss.loss_mode": ["vanilla", "gtpo", "grpo_s"],
+        "algorithm.adv_estimator": ["grpo", "gtpo", "grpo_s"],
+    }
+    assert list(bookkeeping) == [
+        "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR",
+        "trainer.default_local_dir",
+        "trainer.experiment_name",
+    ]
+
+
+def test_config_differences_need_two_configurations(runs):
+    runs.arm(runs.root / "with")
+    runs.arm(runs.root / "without", config=False)
+    arms = results_of(runs.root / "with", runs.root / "without")
+    assert config_differences(arms) is None
+    runs.arm(runs.root / "dapo", algorithm="dapo")
+    settings, _ = config_differences(results_of(runs.root / "with", runs.root / "without", runs.root / "dapo"))
+    assert settings["algorithm.adv_estimator"] == ["gtpo", "not known", "grpo"]
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0415, "+4.2"), (-0.0415, "−4.2"), (0.0, "+0.0")])
+def test_points(share: float, text: str):
+    assert points(share) == text

@@ -1,0 +1,142 @@
+"""Locks on directories: a living owner keeps others out, a dead one does not, on this host and on others."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.files import write_json
+from gtpo_verl.runs import lock as module
+from gtpo_verl.runs.lock import DirectoryLock, LockedError, preparing, training_lock
+
+
+def write_owner(file: Path, *, host: str = "node7", age: float) -> None:
+    """What a process on another host has left beside its lock."""
+    owner = {"host": host, "pid": 4242, "heartbeat": time.time() - age, "token": "theirs"}
+    write_json(file.with_name(f"{file.name}.json"), owner)
+
+
+HOLD = """
+import pathlib, signal, sys
+from gtpo_verl.runs.lock import training_lock
+with training_lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    signal.pause()
+"""
+
+
+def test_a_second_training_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+    here = rf"process {os.getpid()} on {socket.gethostname()}"
+    refused = pytest.raises(
+        UserError, match=rf"another training writes to .*run: {here}\..*another trainer\.run_dir\.$"
+    )
+    with training_lock(tmp_path / "run"), refused, training_lock(tmp_path / "run"):
+        pass
+    with training_lock(tmp_path / "run"):  # the first has ended
+        pass
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["LOCK"]
+
+
+def test_a_training_that_was_killed_frees_its_directory_at_once(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"process {process.pid} on "), training_lock(tmp_path):
+            pass
+        process.kill()
+    assert json.loads((tmp_path / "LOCK.json").read_text())["pid"] == process.pid
+    with training_lock(tmp_path):
+        pass
+
+
+def test_a_training_that_is_stopping_has_a_grace_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = contextlib.ExitStack()
+    first.enter_context(training_lock(tmp_path))
+    (tmp_path / "STOP").touch()
+    threading.Timer(0.2, first.close).start()
+    with training_lock(tmp_path):
+        assert capsys.readouterr().err.startswith(f"Waiting for process {os.getpid()} on ")
+
+
+def test_the_grace_period_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE", 0.0)
+    (tmp_path / "STOP").touch()
+    with training_lock(tmp_path), pytest.raises(UserError, match="another training"), training_lock(tmp_path):
+        pass
+
+
+def test_a_living_owner_on_another_host_counts_where_flock_does_not_reach_it(tmp_path: Path) -> None:
+    write_owner(tmp_path / "LOCK", age=10)
+    with (
+        pytest.raises(UserError, match=r"process 4242 on node7.* heartbeat was 10 s ago; .* 300 s after it"),
+        training_lock(tmp_path),
+    ):
+        pass
+    assert json.loads((tmp_path / "LOCK.json").read_text())["token"] == "theirs"
+
+
+@pytest.mark.parametrize("locked", [True, False], ids=["its lock is left", "its lock is gone"])
+def test_a_dead_owner_on_another_host_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], locked: bool
+) -> None:
+    monkeypatch.setattr(module, "SETTLE", 0.0)
+    write_owner(tmp_path / "LOCK", age=module.LEASE + 20)
+    left = FileLock(tmp_path / "LOCK")  # as a file server keeps it for a host that is gone
+    if locked:
+        left.acquire()
+    with training_lock(tmp_path):
+        assert (
+            capsys.readouterr().err
+            == f"Taking over {tmp_path / 'LOCK'} from process 4242 on node7: no heartbeat for 320 s.\n"
+        )
+        with (
+            pytest.raises(UserError, match=f"process {os.getpid()} on {socket.gethostname()}"),
+            training_lock(tmp_path),
+        ):
+            pass
+
+
+def test_of_two_hosts_that_take_over_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_owner(tmp_path / "LOCK", age=module.LEASE + 20)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: write_owner(tmp_path / "LOCK", host="node8", age=0))
+    with pytest.raises(LockedError, match="process 4242 on node8"):
+        DirectoryLock(tmp_path / "LOCK").acquire()
+    assert json.loads((tmp_path / "LOCK.json").read_text())["host"] == "node8"
+
+
+def test_the_heartbeat_goes_on_until_the_lock_is_released_or_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT", 0.01)
+    lock = DirectoryLock(tmp_path / "LOCK")
+    lock.acquire()
+    first = lock.owner()
+    assert first is not None
+    while (owner := lock.owner()) is None or owner.heartbeat == first.heartbeat:
+        time.sleep(0.01)
+    while lock._heart.is_alive():  # a heartbeat that has just begun replaces the new owner once
+        write_owner(tmp_path / "LOCK", age=0)
+        time.sleep(0.05)
+    assert "was taken over by process 4242 on node7" in capsys.readouterr().err
+    lock.release()
+    assert json.loads((tmp_path / "LOCK.json").read_text())["token"] == "theirs"
+
+
+def test_one_process_prepares_a_directory_and_the_other_waits(tmp_path: Path) -> None:
+    first, lines = contextlib.ExitStack(), list[str]()
+    first.enter_context(preparing(tmp_path / "task", lines.append))
+    threading.Timer(0.2, first.close).start()
+    with preparing(tmp_path / "task", lines.append):
+        assert lines == [
+            f"process {os.getpid()} on {socket.gethostname()} is preparing {tmp_path / 'task'}; waiting for it"
+        ]
+    assert [file.name for file in tmp_path.iterdir()] == [".task.lock"]

@@ -1,0 +1,79 @@
+"""What a training leaves in its run directory, however it ends."""
+
+import os
+import signal
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import read_record
+from gtpo_verl.runs.session import training_session
+
+
+def session(run_dir: Path) -> AbstractContextManager[None]:
+    return training_session(run_dir, config="a: 1\n", command="gtpo-verl train")
+
+
+def status(run_dir: Path) -> str:
+    record = read_record(run_dir)
+    assert record is not None
+    return record["status"]
+
+
+def test_a_training_that_ends_is_complete_and_its_last_model_is_linked(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with session(tmp_path):
+        assert status(tmp_path) == "running"
+        assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
+        for step in (9, 10):
+            weights = tmp_path / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+            weights.mkdir(parents=True)
+            (weights / "model.safetensors").touch()
+    assert status(tmp_path) == "complete"
+    assert (tmp_path / "model").resolve() == weights.resolve()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_ctrl_c_asks_the_trainer_to_stop_and_the_run_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with session(tmp_path):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (tmp_path / "STOP").exists()
+        assert "Stopping after this step" in capsys.readouterr().err
+    assert status(tmp_path) == "interrupted"
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
+    def train() -> None:
+        with session(tmp_path):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert status(tmp_path) == "interrupted"
+
+
+def test_a_training_that_fails_is_failed_and_a_stop_of_an_earlier_one_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+
+    def train() -> None:
+        with session(tmp_path):
+            assert not (tmp_path / "STOP").exists()
+            raise UserError("no GPU")
+
+    with pytest.raises(UserError, match="no GPU"):
+        train()
+    assert status(tmp_path) == "failed"
+
+
+def test_a_refused_training_leaves_the_record_of_the_first(tmp_path: Path) -> None:
+    with session(tmp_path):
+        (tmp_path / "config.yaml").write_text("first: 1\n")
+        with pytest.raises(UserError, match="another training writes to"), session(tmp_path):
+            pass
+        assert (status(tmp_path), (tmp_path / "config.yaml").read_text()) == ("running", "first: 1\n")

@@ -1,0 +1,46 @@
+"""The worked example of CONTRIBUTING.md is a complete method: it runs, and its advantages are those worked out by hand."""
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from gtpo_verl.algorithms import Algorithm, Batch
+
+TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+    return found
+
+
+@pytest.fixture(scope="module")
+def entry() -> Algorithm:
+    module: Any = types.ModuleType("leave_one_out")
+    exec(compile(block("python"), "CONTRIBUTING.md", "exec"), vars(module))
+    return module.LEAVE_ONE_OUT
+
+
+def test_advantages_of_the_example(entry: Algorithm) -> None:
+    """Group 7 has the rewards 1, 1, -1 and a punishment of a half on the second; group 9 has one response."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]])
+    rewards = torch.tensor([1.0, 1.0, -1.0, 1.0])
+    penalty = torch.tensor([0.0, -0.5, 0.0, 0.0])
+    batch = Batch(mask, torch.tensor([7, 7, 7, 9]), rewards > 0, rewards=rewards, length_penalty=penalty)
+    each = torch.tensor([1 - (0.5 - 1) / 2, 0.5 - (1 - 1) / 2, -1 - (1 + 0.5) / 2, 0.0])
+    torch.testing.assert_close(entry.advantages(batch).advantages, each[:, None] * mask)
+    doubled = entry.advantages(batch, entry.config(scale=2.0)).advantages
+    torch.testing.assert_close(doubled, 2 * each[:, None] * mask)
+
+
+def test_the_preset_of_the_example_is_that_of_its_entry(entry: Algorithm) -> None:
+    preset = yaml.safe_load(block("yaml"))
+    actor = preset["actor_rollout_ref"]["actor"]
+    assert preset["algorithm"]["adv_estimator"] == entry.estimator == entry.name
+    assert (actor["policy_loss"]["loss_mode"], actor["loss_agg_mode"]) == (entry.loss, entry.aggregation)
+    assert entry.name in block("toml")

@@ -1,0 +1,71 @@
+"""Atomic writes leave the old file or the new one; JSON lines survive a torn line."""
+
+from pathlib import Path
+
+import pytest
+
+from gtpo_verl import files
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "file.txt"
+    files.write_text(file, "é1")
+    files.write_bytes(file, b"2")
+    assert file.read_bytes() == b"2"
+    assert [path.name for path in file.parent.iterdir()] == ["file.txt"]
+
+
+def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    files.write_text(file, "old")
+
+    def fail(path: Path) -> None:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        files.write_atomically(file, fail)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_json_is_read_back(tmp_path: Path) -> None:
+    assert files.read_json(tmp_path / "a.json") is None
+    files.write_json(tmp_path / "a.json", {"name": "π", "values": [1, None]})
+    assert files.read_json(tmp_path / "a.json") == {"name": "π", "values": [1, None]}
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "da', '{"text": "π'.encode()[:-1], b"[" * 100_000])
+def test_a_torn_line_takes_no_other_with_it(tmp_path: Path, torn: bytes) -> None:
+    file = tmp_path / "lines.jsonl"
+    files.append_json_line(file, {"step": 1, "text": "π"})
+    file.write_bytes(file.read_bytes() + b"\n" + torn)
+    files.end_torn_line(file)
+    files.end_torn_line(file)
+    files.append_json_line(file, {"step": 2})
+    assert list(files.read_json_lines(file)) == [(1, {"step": 1, "text": "π"}), (3, None), (4, {"step": 2})]
+    lines, offset = files.read_json_lines_from(file, 0)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert offset == file.stat().st_size
+
+
+def test_reading_resumes_behind_the_last_complete_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    assert files.read_json_lines_from(file, 0) == ([], 0)
+    files.append_json_line(file, 1)
+    first, offset = files.read_json_lines_from(file, 0)
+    with file.open("a") as lines:
+        lines.write('{"step": ')
+    assert files.read_json_lines_from(file, offset) == ([], offset)
+    with file.open("a") as lines:
+        lines.write("2}\n")
+    second, _ = files.read_json_lines_from(file, offset)
+    assert first + second == [1, {"step": 2}]
+
+
+def test_ending_the_torn_line_of_no_file_or_an_empty_one_writes_nothing(tmp_path: Path) -> None:
+    files.end_torn_line(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    (tmp_path / "empty").touch()
+    files.end_torn_line(tmp_path / "empty")
+    assert (tmp_path / "empty").read_bytes() == b""

@@ -1,0 +1,101 @@
+"""docs/metrics.md has a row for every metric that this project logs."""
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from metrics_doc import documented, undocumented
+
+from gtpo_verl.algorithms import Batch
+from gtpo_verl.algorithms.losses import sequence_loss, token_loss
+from gtpo_verl.algorithms.registry import algorithms
+from gtpo_verl.evaluation import Sample, logged, summarize
+from gtpo_verl.integrations.losses import _named
+from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
+from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, _Tally
+from gtpo_verl.verifiers import FAILURES
+
+PACKAGE = Path(__file__).parents[1] / "gtpo_verl"
+OURS = re.compile(r"(actor|credit|response_length|rollout_entropy|training|val|verifier)(/[a-z_@]+)+")
+
+
+def test_metrics_of_every_method() -> None:
+    """Two mixed groups, so that no mean is left out."""
+    mask = torch.ones(8, 5, dtype=torch.bool)
+    entropy = torch.rand(8, 5, generator=torch.Generator().manual_seed(0)) + 0.1
+    correct = torch.tensor([True, False, True, False] * 2)
+    group = torch.arange(8) // 4
+    batch = Batch(mask, group, correct, entropy=entropy, rewards=correct.float(), old_log_probs=-entropy)
+    for name, method in algorithms().items():
+        names = {f"credit/{metric}" for metric in method.advantages(batch).metrics}
+        assert len(names) > 10, name
+        assert undocumented(names) == set(), name
+
+
+def test_metrics_of_the_losses() -> None:
+    log_prob, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    _, of_tokens = token_loss(log_prob, log_prob, torch.ones(2, 3), mask, clip_ratio_c=10.0)
+    _, of_sequences = sequence_loss(log_prob, log_prob, torch.ones(2), mask)
+    assert undocumented([*_named(of_tokens), *_named(of_sequences)]) == set()
+
+
+def test_metrics_of_the_rollouts_entropies() -> None:
+    rollout, mask = torch.rand(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    current = torch.tensor([[True] * 3, [False] * 3])
+    names = [*agreement(rollout, rollout + 0.1 * torch.rand(2, 3), mask, current), *ActorPass(1).ran(1.0, 10)]
+    assert len(names) == 7
+    assert undocumented(names) == set()
+
+
+def test_metrics_of_dynamic_sampling() -> None:
+    names = BudgetedReplayBuffer._metrics(SimpleNamespace(_expired=0), _Tally(generated=2, mixed=2), [0, 1])  # type: ignore[arg-type]
+    assert "training/filter_groups/yield" in names
+    assert undocumented(names) == set()
+
+
+def test_metrics_of_the_verifiers() -> None:
+    names = verifier_failures([{"verifier_failure": reason} for reason in ("", *FAILURES)])
+    assert undocumented(names) == set()
+
+
+def test_metrics_of_a_validation() -> None:
+    samples = [
+        Sample(f"problem {i}", "a/source", correct=j <= i, answer=str(j <= i), length=5 + i)
+        for i in range(4)
+        for j in range(4)
+    ]
+    names = logged(summarize(samples))
+    assert {"val/a/source/mean@4", "val/a/source/maj@2/ci_low"} <= set(names)
+    assert undocumented(names) == set()
+
+
+def literals(path: Path) -> set[str]:
+    """The strings of a module that look like a metric of ours."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {text for text in strings if OURS.fullmatch(text)}
+
+
+def test_names_written_out_in_the_code() -> None:
+    """What the trainer and the replay buffer set one by one, and what reports and plans read."""
+    found = {name for path in PACKAGE.rglob("*.py") for name in literals(path)}
+    assert {"training/accuracy", "response_length/truncated_share", "credit/entropy_all"} <= found
+    assert undocumented(found) == set()
+
+
+def test_a_metric_without_a_row_is_found() -> None:
+    assert undocumented(["credit/new", "training/filter_groups/new", "val/x/mean@n", "new"]) == {
+        "credit/new",
+        "training/filter_groups/new",
+        "val/x/mean@n",
+        "new",
+    }
+    assert undocumented(["timing_s/gen", "val-core/x/acc/mean@8", "rollout_corr/kl", "actor/lr"]) == set()
+
+
+@pytest.mark.parametrize("name", documented())
+def test_a_row_has_a_name_once(name: str) -> None:
+    assert documented().count(name) == 1
