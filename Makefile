@@ -7,29 +7,36 @@ VLLM ?= 0.32.0
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-vllm check bench wheel clean
+.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench wheel clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## create .venv with the CPU stack, the project (editable) and the tools for tests and checks
 
 quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
 
-test: $(READY) ## all tests, including end-to-end runs
+test: $(READY) ## all tests but the exhaustive ones, including end-to-end runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: $(READY) ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not e2e" --numprocesses 2 --dist loadscope
+	$(BIN)/python -m pytest -m "not slow and not e2e and not exhaustive" --numprocesses 2 --dist loadscope
+
+test-exhaustive: test-faults ## every test, including whole option grids, more trainings and seeded faults
+	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadscope --no-loadscope-reorder
+
+test-faults: $(READY) ## seed known faults one by one in a copy and check that the tests catch them
+	$(BIN)/python tests/seeded_faults.py
 
 test-vllm: $(READY) ## rollout entropies with another vLLM, in its own environment: VLLM=0.24.0 or VLLM=0.32.0
 	$(BIN)/python tests/integrations/vllm/other_version.py $(VLLM)
 
-check: $(READY) ## check format, lint and types
+check: $(READY) ## check format, lint, types and layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 bench: $(READY) ## run every benchmark
 	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file"; done

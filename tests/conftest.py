@@ -5,12 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 # Read when torch is first imported: with spinning threads, tests that share two cores take several times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a test process for every core
+
+# Hydra reads some fifty of verl's files for every composition: with PyYAML's own parser, most of the time of a unit test.
+yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]
 
 # Fixtures that several folders share, in tests/support/.
-pytest_plugins = ["composed_runs", "evaluation_records", "run_writer", "verifier_pools"]
+pytest_plugins = ["composed_runs", "evaluation_records", "no_skips", "run_writer", "verifier_pools"]
 
 TRAININGS = "trainings"
 

@@ -1,9 +1,9 @@
-"""The public interface of ``gtpo_verl.algorithms`` against ``reference_loops.py``, over the whole grid of options.
+"""The public interface of ``gtpo_verl.algorithms`` against ``reference_loops.py``, over the options and random batches.
 
-Every point of the grid has its own random batch, fixed by the point's number: ragged lengths, masks with holes, single
-survivors, equal and near-zero entropies, groups of one polarity, empty rows, and NaN, infinities and nonsense in the
-padding. A failure prints the number of the point and its options; ``make_case(method, number)`` brings it back. The
-quick tests take an even sample of the grid, the slow ones all of it several times.
+Every comparison has its own random batch, fixed by its number: ragged lengths, masks with holes, single survivors, equal
+and near-zero entropies, groups of one polarity, empty rows, and NaN, infinities and nonsense in the padding. A failure
+prints the call of ``make_case`` that brings it back. `make test-fast` covers every pair of values of any two options,
+scales, kinds of entropies and kinds of penalties, each pair in several batches; `make test-exhaustive` adds the whole grid.
 
 The tolerance is 1e-9 in float64, and in float32 2e-4 of the largest advantage or of 1, on the same float32 inputs.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pairwise import pairwise
 
 from gtpo_verl.algorithms import (
     GRPOSConfig,
@@ -61,6 +62,11 @@ GRIDS = {
     for method, axes in GRID_AXES.items()
 }
 SCALES = ((1.0, 0.1), (0.9, 0.1), (1.0, 0.0), (0.5, 0.5), (2.0, 1.0))
+ENTROPY_KINDS = ("plain", "skewed", "equal", "near zero", "zero or not", "by row")
+PENALTY_KINDS = ("none", "some", "all one")
+BATCHES = 4  # of each point of the covering array
+DRAWN = {"scales": SCALES, "kind": ENTROPY_KINDS, "penalty_kind": PENALTY_KINDS}
+PAIRS = {method: pairwise(axes | DRAWN) for method, axes in GRID_AXES.items()}
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 EPS = {torch.float64: reference.FLOAT64_EPS, torch.float32: reference.FLOAT32_EPS}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -85,20 +91,24 @@ class Case:
     group: torch.Tensor  # (B,) int64
     penalty: torch.Tensor | None  # (B,) float64
     scales: tuple[float, float]
-    large: bool
+    call: str  # that makes it again
 
     def __str__(self) -> str:
-        large = ", large=True" if self.large else ""
-        return f"make_case({self.method!r}, {self.number}{large}): {self.options} scales={self.scales}"
+        return f"{self.call}: {self.options} scales={self.scales}"
 
 
-def make_case(method: str, number: int, large: bool = False) -> Case:
-    """The case of one number: the options are the grid's at ``number`` modulo its size, the rest is drawn from it."""
+def make_case(method: str, number: int, large: bool = False, pairs: bool = False) -> Case:
+    """The case of one number, from which all is drawn that its point does not say.
+
+    The point is that of the whole grid at ``number`` modulo its size, or, with ``pairs``, of the covering array.
+    """
     rng = random.Random(number if method == "gtpo" else -1 - number)
-    options = dict(GRIDS[method][number % len(GRIDS[method])])
+    points = PAIRS[method] if pairs else GRIDS[method]
+    options = dict(points[number % len(points)])
+    given = {name: options.pop(name) for name in DRAWN if pairs}
     options["entropy_floor"] = rng.choice((1e-6, 1e-6, 1e-3, 0.1))
     options["entropy_clip"] = rng.choice((None, None, None, (0.2, 0.28), (0.0, 1.5)))
-    scales = rng.choice(SCALES)
+    scales = given.get("scales") or rng.choice(SCALES)
     if method == "gtpo":
         allowed = [kappa for kappa in (1.25, 2.0, 5.0) if scales[0] * (1 + 1 / kappa) >= 1]
         options["clip_kappa"] = rng.choice([None, *allowed]) if allowed else None
@@ -109,8 +119,8 @@ def make_case(method: str, number: int, large: bool = False) -> Case:
     width = 100 if large else rng.choice((1, 2, 3, 5, 8, 12))
     mask = [draw_mask(rng, width) for _ in rows]
     correct = [verdict for _, verdict in rows]
-    kind = rng.choice(("plain", "plain", "skewed", "equal", "near zero", "zero or not", "by row"))
-    penalty_kind = rng.choice(("none", "none", "some", "all one"))
+    kind = given.get("kind") or rng.choice(ENTROPY_KINDS)
+    penalty_kind = given.get("penalty_kind") or rng.choice(PENALTY_KINDS)
     return Case(
         method=method,
         number=number,
@@ -121,7 +131,7 @@ def make_case(method: str, number: int, large: bool = False) -> Case:
         group=torch.tensor([ids[g] for g, _ in rows]),
         penalty=draw_penalty(rng, penalty_kind, correct, mask),
         scales=scales,
-        large=large,
+        call=f"make_case({method!r}, {number}, large={large}, pairs={pairs})",
     )
 
 
@@ -243,30 +253,24 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def sample(method: str, normalization: str, count: int) -> list[int]:
-    """Numbers of an even sample of the grid's points with this normalisation, always the same."""
-    numbers = [n for n, point in enumerate(GRIDS[method]) if point["normalization"] == normalization]
-    return random.Random(0).sample(numbers, count)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalization", COMMON_AXES["normalization"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_sample_of_the_grid_agrees_with_the_loops(method, normalization, dtype):
-    for number in sample(method, normalization, 60):
-        check(make_case(method, number), DTYPES[dtype])
+def test_every_pair_of_options_agrees_with_the_loops(method, dtype):
+    for number in range(BATCHES * len(PAIRS[method])):
+        check(make_case(method, number, pairs=True), DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_few_large_batches_agree_with_the_loops(method, dtype):
     """Twenty groups of 16, of 100 columns: more than one of anything the package may work in pieces of."""
-    for normalization in COMMON_AXES["normalization"]:
-        for number in sample(method, normalization, 1):
-            check(make_case(method, number, large=True), DTYPES[dtype])
+    size = len(GRIDS[method])
+    for number in range(0, size, size // 4 + 1):  # the first option of a point is the normalisation
+        check(make_case(method, number, large=True), DTYPES[dtype])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -304,8 +308,8 @@ def test_values_that_differ_by_round_off_only_have_no_advantage(method, dtype, p
 
 @pytest.mark.parametrize("method", METHODS)
 def test_without_shaped_rewards_the_advantages_are_the_same(method):
-    for number in sample(method, "all", 20) + sample(method, "within", 20):
-        case = make_case(method, number)
+    for number in range(len(PAIRS[method])):
+        case = make_case(method, number, pairs=True)
         out = run_package(case, torch.float64, return_shaped=False)
         assert out.shaped_rewards is None
         assert torch.equal(out.advantages, run_package(case, torch.float64, return_shaped=True).advantages), str(case)

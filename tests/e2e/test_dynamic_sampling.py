@@ -1,11 +1,10 @@
-"""Dynamic sampling in a real training: groups carried over, a restart, a budget that is spent, and overlong filtering.
+"""Dynamic sampling in a real training: groups carried over, Ctrl-C and a restart, a budget that is spent, and overlong filtering.
 
-Two runs: the first leaves groups over and ends with a checkpoint; the second goes on from it on a task without contrast.
+Two runs: the first leaves groups over and is stopped by Ctrl-C; the second resumes from its checkpoint on a task without contrast.
 """
 
 import json
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from gtpo_verl.tasks.sums.task import Task
 
 pytestmark = pytest.mark.e2e
 
+Start = Callable[..., Any]  # tests/e2e/conftest.py
 BATCH, RESPONSES = 8, 8
 # Verdicts that do not depend on the model. `contrast` divides every group but that of the first prompt it sees: its place is
 # refilled, and a refill for one missing group is of two at least, so a group is left over for certain. `none` divides no group.
@@ -44,8 +44,9 @@ class Runs:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.saved: dict[str, Any]  # what dynamic sampling put into the checkpoint of the first
-        self.second: subprocess.CompletedProcess[str]
+        self.first: str  # what it printed
+        self.saved: dict[str, Any]  # what dynamic sampling put into its checkpoint
+        self.second: str
 
     def groups(self) -> dict[int, dict[str, int]]:
         """{step: {uid: step in which it was generated}} of every step trained."""
@@ -55,44 +56,50 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = tmp_path_factory.mktemp("dynamic_sampling")
     reward = directory / "reward.py"
     reward.write_text(REWARD)
     runs = Runs(directory / "run")
 
-    def train(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [
-            *(sys.executable, "-m", "gtpo_verl.train", "algo=dapo", "setting=quickstart", "hardware=cpu"),
-            f"actor_rollout_ref.model.path={task.model_path}",
-            f"data.train_files={task.train_file}",
-            f"data.val_files={task.val_file}",
-            f"data.train_batch_size={BATCH}",
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}",
-            f"actor_rollout_ref.rollout.n={RESPONSES}",
-            f"trainer.run_dir={runs.directory}",
-            f"reward.custom_reward_function.path={reward}",
+    def train(*overrides: str) -> Any:
+        return start(
+            runs.directory,
+            *("algo=dapo", "setting=quickstart", "hardware=cpu", f"actor_rollout_ref.model.path={task.model_path}"),
+            *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
+            *(f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH}"),
+            *(f"actor_rollout_ref.rollout.n={RESPONSES}", f"reward.custom_reward_function.path={reward}"),
             f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={BATCH * RESPONSES}",
             f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={BATCH * RESPONSES}",
             "data.max_response_length=6",  # a worked answer is longer: every response is cut off
-            *("trainer.val_before_train=False", "trainer.test_freq=-1"),
+            *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
             *("algorithm.filter_groups.carry_over.max_age=2", "algorithm.filter_groups.max_inflight_gen_batches=3"),
             *overrides,
-        ]
-        return subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=directory)
+            bare=True,
+        )
 
-    first = train(
-        "reward.custom_reward_function.name=contrast", "trainer.total_training_steps=1", "trainer.save_freq=1"
-    )
-    assert first.returncode == 0, (first.stdout + first.stderr)[-5000:]
+    first = train("reward.custom_reward_function.name=contrast", "trainer.total_training_steps=200")
+    first.wait_for_output("(TaskRunner pid=")
+    first.process.send_signal(signal.SIGINT)  # long before the end of step 1, the step in progress
+    first.wait_for_end()
+    runs.first = first.output()
     # now: verl removes the weights, and with them goes this file, when a later checkpoint is whole
     runs.saved = torch.load(runs.directory / "checkpoints" / "global_step_1" / SAMPLING_FILE, weights_only=False)
-    runs.second = train(
+    second = train(
         "reward.custom_reward_function.name=none",
-        *("algorithm.filter_groups.max_num_gen_batches=2", "trainer.total_training_steps=5", "trainer.save_freq=-1"),
+        *("algorithm.filter_groups.max_num_gen_batches=2", "trainer.total_training_steps=200"),
         "algorithm.overlong_filtering=true",
     )
+    second.wait_for_end(code=2)
+    runs.second = second.output().removeprefix(runs.first)  # one log
     return runs
+
+
+def test_ctrl_c_ends_the_run_after_its_step_with_a_checkpoint_that_the_next_call_resumes_from(runs: Runs) -> None:
+    assert runs.first.count("Stopping after this step, with a checkpoint") == 1
+    assert f"Trained model: {runs.directory / 'model'}" in runs.first
+    assert sorted(runs.groups())[:2] == [1, 2]
+    assert "Stopping after this step" not in runs.second
 
 
 def test_groups_left_over_are_in_the_checkpoint(
@@ -122,9 +129,8 @@ def test_after_a_restart_they_are_trained_on_once(
 
 
 def test_without_contrast_the_run_ends_by_its_budget_and_says_why(runs: Runs) -> None:
-    assert runs.second.returncode == 2
-    message = [line for line in runs.second.stderr.splitlines() if line.startswith("error: ")]
-    assert len(message) == 1, runs.second.stderr[-3000:]
+    message = [line for line in runs.second.splitlines() if line.startswith("error: ")]
+    assert len(message) == 1, runs.second[-3000:]
     assert "dynamic sampling spent its budget of 2 generation batches; 16 groups generated: 0 mixed" in message[0]
     assert ", 0 failed. Choose prompts that the model solves sometimes" in message[0]
     last = max(runs.groups())

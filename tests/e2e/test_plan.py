@@ -1,5 +1,6 @@
-"""A plan says what the trainer does: scaled-down copies of the paper settings, trained one step, against their plans.
+"""A plan says what the trainer does: the quickstart against its plan, and scaled-down copies of the paper settings trained one step.
 
+The copies are part of `make test-exhaustive`.
 Prompts, mini-batches and lengths are those of the paper divided by one number each, so the responses a prompt and the updates a step are
 the paper's own. What really happened is read from what a training leaves behind: the optimizer's own count of its steps, the rows
 of the batch, the tokens and the groups that were generated.
@@ -65,6 +66,24 @@ def planned(overrides: list[str], run_dir: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+def test_a_step_of_the_quickstart_is_what_the_plan_says(quickstart: Any, task: Task, metrics: Metrics) -> None:
+    logged = metrics(quickstart.arm)[1]
+    overrides = [
+        *("algo=gtpo", "setting=quickstart", "hardware=cpu", "trainer.n_gpus_per_node=2"),
+        f"actor_rollout_ref.model.path={task.model_path}",
+        *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}"),
+    ]
+    step = planned(overrides, quickstart.arm)["step"]
+    batch = torch.load(quickstart.arm / "credit" / "1.pt")
+    assert step["prompts"] == len({key.rsplit("_", 2)[0] for key in batch["keys"]}) == 24
+    assert step["responses"] == int(batch["response_mask"].any(-1).sum()) == 24 * 8
+    optimizer = torch.load(
+        next(quickstart.arm.glob("checkpoints/global_step_5/actor/optim_*.pt")), map_location="cpu", weights_only=False
+    )
+    assert {int(state["step"]) for state in optimizer["state"].values()} == {5 * step["updates"]}
+    assert logged["training/filter_groups/kept_groups"] == step["prompts"]
+
+
 @pytest.fixture(scope="module")
 def trainings(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     """Both, started together."""
@@ -72,6 +91,7 @@ def trainings(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory
     return {setting: start(base / setting, *scaled_down(setting, task), bare=True) for setting in COPIES}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("setting", COPIES)
 def test_a_step_is_what_the_plan_says(
     setting: str, task: Task, metrics: Metrics, trainings: dict[str, Training]

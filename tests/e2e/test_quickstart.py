@@ -1,61 +1,66 @@
-"""The main job, whole: three arms on real verl, Ray and vLLM, two steps each, and its report."""
+"""The main job on real verl, Ray and vLLM: a quickstart on two ranks and two replicas, every step another algorithm, and its report.
 
+One training, because starting one takes more than a minute; the fixture is in conftest.py. With three arms, killed and resumed, it is
+run by test_three_arms.py.
+"""
+
+import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
-from transformers import Qwen2ForCausalLM
 
 from gtpo_verl.tasks.sums.task import Task
 
 pytestmark = pytest.mark.e2e
 
-ARMS = ("dapo", "gtpo", "grpo_s")
-STEPS = 2
+GTPO, DAPO, GRPO_S, GTPO_WITHOUT_ENTROPY, GRPO_S_WITHOUT_ENTROPY = STEPS = range(1, 6)
+Quickstart = Any  # tests/e2e/conftest.py
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 
 
-def test_every_arm_trained_to_its_end(quickstart: tuple[Path, str], metrics: Metrics) -> None:
-    directory, _ = quickstart
-    record = json.loads((directory / "run.json").read_text())
-    assert record["status"] == "complete"
-    assert record["complete"] == list(ARMS)
-    for arm in ARMS:
-        steps = metrics(directory / arm)
-        assert sorted(steps) == [0, 1, 2]
-        assert json.loads((directory / arm / "run.json").read_text())["status"] == "complete"
-        assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[STEPS])
+def credit(quickstart: Quickstart, step: int) -> dict[str, Any]:
+    """The batch of a step as it was trained on."""
+    return torch.load(quickstart.arm / "credit" / f"{step}.pt")
 
 
-def test_a_killed_quickstart_stops_its_arm_and_goes_on_with_it(quickstart: tuple[Path, str], metrics: Metrics) -> None:
-    """No step is trained twice, and never two trainings in one directory."""
-    directory, printed = quickstart
-    assert f"Resuming: {directory}" in printed
-    assert len(list(directory.parent.glob("quickstart-*"))) == 1
-    log = (directory / "dapo" / "train.log").read_text()
-    assert log.count("Stopping after this step, with a checkpoint") == 1
-    lines = [json.loads(line) for line in (directory / "dapo" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "actor/pg_loss" in line["data"]] == [1, 2]
+def test_it_trained_to_its_end(quickstart: Quickstart, metrics: Metrics) -> None:
+    record = json.loads((quickstart.directory / "run.json").read_text())
+    assert (record["status"], record["complete"]) == ("complete", ["gtpo"])
+    assert json.loads((quickstart.arm / "run.json").read_text())["status"] == "complete"
+    steps = metrics(quickstart.arm)
+    assert sorted(steps) == [0, *STEPS]  # 0 is the validation before training
+    for step in (0, STEPS[-1]):
+        assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[step])
 
 
-def test_entropies_of_the_rollouts_are_those_of_the_actor(quickstart: tuple[Path, str], metrics: Metrics) -> None:
-    directory, _ = quickstart
-    for arm in ARMS:
-        for step in range(1, STEPS + 1):
-            data = metrics(directory / arm)[step]
-            # above 0: two programs computed them; a comparison of one with itself would show exactly 0
-            assert 0 < data["rollout_entropy/abs_diff_mean"] <= data["rollout_entropy/abs_diff_max"] < 1e-4
-            assert data["credit/entropy_all"] > 0.01
+def test_two_ranks_and_two_replicas_did_the_work(quickstart: Quickstart) -> None:
+    for actor in ("WorkerDict", "EntropyVLLMHttpServer"):
+        assert len(set(re.findall(rf"\({actor} pid=(\d+)\)", quickstart.log))) == 2, actor
+
+
+def test_entropies_of_the_rollouts_are_those_of_the_actor(quickstart: Quickstart, metrics: Metrics) -> None:
+    """At every step, of either replica: after an update both have the actor's weights."""
+    for step in STEPS:
+        data = metrics(quickstart.arm)[step]
+        # above 0: two programs computed them; a comparison of one with itself would show exactly 0
+        assert 0 < data["rollout_entropy/abs_diff_mean"] <= data["rollout_entropy/abs_diff_max"] < 1e-4
+        assert data["credit/entropy_all"] > 0.01
+        assert 0 < data["actor/grad_norm"] < 100
 
 
 def test_entropies_of_the_first_step_are_those_of_the_model_in_float64(
-    quickstart: tuple[Path, str], task: Task, record_property: Callable[[str, object], None]
+    quickstart: Quickstart, task: Task, record_property: Callable[[str, object], None]
 ) -> None:
-    batch = torch.load(quickstart[0] / "gtpo" / "credit" / "1.pt")
+    from transformers import Qwen2ForCausalLM
+
+    batch = credit(quickstart, GTPO)
     model = Qwen2ForCausalLM.from_pretrained(task.model_path, dtype=torch.float32, attn_implementation="eager").double()
     truth, errors = [], {"rollout_entropies": [], "entropy": []}
     for row, prompt in enumerate(batch["prompts"]):
@@ -81,62 +86,94 @@ def test_entropies_of_the_first_step_are_those_of_the_model_in_float64(
     )  # verl takes the difference of two numbers as large as the logits
 
 
-def test_credit_differs_inside_a_response_for_gtpo_alone(quickstart: tuple[Path, str], metrics: Metrics) -> None:
-    directory, _ = quickstart
-    spread = {arm: [metrics(directory / arm)[step]["credit/advantage_spread"] for step in (1, 2)] for arm in ARMS}
-    assert max(spread["dapo"]) == pytest.approx(0, abs=1e-6)
-    assert max(spread["grpo_s"]) == pytest.approx(0, abs=1e-6)
-    assert min(spread["gtpo"]) > 1e-3
+def test_credit_differs_inside_a_response_for_gtpo_alone(quickstart: Quickstart, metrics: Metrics) -> None:
+    spread = {step: metrics(quickstart.arm)[step]["credit/advantage_spread"] for step in STEPS}
+    assert spread.pop(GTPO) > 1e-3
+    assert max(spread.values()) == pytest.approx(0, abs=1e-6)
 
 
-def test_every_step_logs_what_a_reader_needs(quickstart: tuple[Path, str], metrics: Metrics) -> None:
-    directory, _ = quickstart
+# name, weight of the entropy term, whether long responses are punished
+REFERENCE = {
+    GTPO: ("gtpo", 0.1, True),
+    GRPO_S: ("grpo_s", 0.1, True),
+    GTPO_WITHOUT_ENTROPY: ("gtpo", 0.0, False),
+    GRPO_S_WITHOUT_ENTROPY: ("grpo_s", 0.0, False),
+}
+
+
+@pytest.mark.parametrize("step", REFERENCE)
+def test_a_step_was_trained_on_the_advantages_of_the_papers_equations(quickstart: Quickstart, step: int) -> None:
+    """By the loops of tests/algorithms/reference_loops.py, from the entropies and verdicts that the step recorded."""
+    from gtpo_verl.config import compose_config
+
+    name, weight, punished = REFERENCE[step]
+    batch, loops = credit(quickstart, step), reference_loops()
+    floor = compose_config([f"algo={name}", "setting=quickstart"]).algorithm[name].entropy_floor
+    options = loops.Options(scale2=weight, entropy_floor=floor)
+    _, group = np.unique(groups(batch), return_inverse=True)
+    penalty = loops.soft_overlong_penalty(batch["response_mask"].sum(-1).tolist(), 32, 4) if punished else None
+    expected = getattr(loops, f"{name}_advantages")(
+        *(batch["entropy"].double(), batch["correct"], batch["response_mask"], torch.from_numpy(group)),
+        *(options, penalty, loops.FLOAT32_EPS),
+    )
+    wanted = torch.tensor(expected.advantages, dtype=torch.float64)
+    assert wanted.abs().max() > 0.5
+    torch.testing.assert_close(batch["advantages"].double(), wanted, atol=2e-4, rtol=0)
+
+
+def reference_loops() -> Any:
+    path = Path(__file__).parents[1] / "algorithms" / "reference_loops.py"
+    spec = importlib.util.spec_from_file_location("reference_loops", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def groups(batch: dict[str, Any]) -> np.ndarray:
+    return np.array([key.rsplit("_", 2)[0] for key in batch["keys"]], dtype=object)
+
+
+@pytest.mark.parametrize(("step", "column"), [(DAPO, "rewards"), (GRPO_S_WITHOUT_ENTROPY, "correct")])
+def test_without_entropy_it_is_verls_grpo(quickstart: Quickstart, step: int, column: str) -> None:
+    """DAPO on the rewards, overlong punishment included; GRPO-S with β2 = 0 and no punishment on the verdicts."""
+    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+    batch = credit(quickstart, step)
+    rewards = torch.zeros_like(batch["rewards"])
+    rewards[:, 0] = batch[column].float().reshape(len(rewards), -1).sum(-1)
+    expected, _ = compute_grpo_outcome_advantage(rewards, batch["response_mask"], groups(batch))
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(batch["advantages"], expected, atol=2e-6, rtol=0)
+
+
+def test_every_step_logs_what_a_reader_needs(quickstart: Quickstart, metrics: Metrics) -> None:
     names = (
         *("shaped_correct_mean", "shaped_correct_std", "shaped_wrong_mean", "shaped_wrong_std"),
         *("sign_flip_correct", "sign_flip_wrong", "entropy_correct", "entropy_wrong"),
         *("tail_alive_correct", "tail_alive_wrong", "degenerate_share"),
     )
-    for arm in ARMS:
-        for step in range(1, STEPS + 1):
-            data = metrics(directory / arm)[step]
-            assert [name for name in names if f"credit/{name}" not in data] == []
-            if arm != "grpo_s":  # the ratio of a sequence stays too close to 1
-                assert data["actor/pg_clipfrac"] > 0
-            assert 0 < data["training/filter_groups/yield"] <= 1
+    for step in STEPS:
+        data = metrics(quickstart.arm)[step]
+        assert [name for name in names if f"credit/{name}" not in data] == []
+        assert 0 < data["training/filter_groups/yield"] <= 1
 
 
-def test_grpo_s_without_entropy_is_verls_grpo_on_the_trained_batch(quickstart: tuple[Path, str]) -> None:
-    """β2 = 0, no overlong punishment: the advantages the actor was trained on are those of verl's own estimator."""
-    from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
-    directory, _ = quickstart
-    for step in range(1, STEPS + 1):
-        batch = torch.load(directory / "grpo_s" / "credit" / f"{step}.pt")
-        index = np.array([key.rsplit("_", 2)[0] for key in batch["keys"]], dtype=object)
-        verdicts = torch.zeros_like(batch["rewards"])
-        verdicts[:, 0] = batch["correct"].float()
-        expected, _ = compute_grpo_outcome_advantage(verdicts, batch["response_mask"], index)
-        assert expected.abs().max() > 0.5
-        torch.testing.assert_close(batch["advantages"], expected, atol=2e-6, rtol=0)
-
-
-def test_the_report_and_the_models_are_there(quickstart: tuple[Path, str]) -> None:
+def test_the_report_and_the_model_are_there(quickstart: Quickstart) -> None:
     from transformers import AutoModelForCausalLM
 
-    directory, printed = quickstart
-    assert str(directory / "report.html") in printed
-    page = (directory / "report.html").read_text()
-    assert all(name in page for name in ("DAPO", "GTPO", "GRPO-S"))
-    assert list((directory / "figures").glob("*.png"))
-    for arm in ARMS:
-        assert AutoModelForCausalLM.from_pretrained(directory / arm / "model").num_parameters() > 600_000
+    assert str(quickstart.directory / "report.html") in quickstart.printed
+    assert "GTPO" in (quickstart.directory / "report.html").read_text()
+    assert list((quickstart.directory / "figures").glob("*.png"))
+    assert AutoModelForCausalLM.from_pretrained(quickstart.arm / "model").num_parameters() > 600_000
 
 
-def test_a_second_call_has_nothing_left_to_train(quickstart: tuple[Path, str], task: Task) -> None:
+def test_a_second_call_has_nothing_left_to_train(quickstart: Quickstart) -> None:
     """A finished quickstart is not touched again: the next one is a new run, beside it."""
     from gtpo_verl.commands.quickstart import _run_directory
 
-    directory, _ = quickstart
+    directory = quickstart.directory
     request = json.loads((directory / "run.json").read_text())["request"]
     fresh, resumed = _run_directory(directory.parent, request, fresh=False)
     assert not resumed
@@ -144,13 +181,6 @@ def test_a_second_call_has_nothing_left_to_train(quickstart: tuple[Path, str], t
     fresh.rmdir()
 
 
-def test_no_training_is_left_running(quickstart: tuple[Path, str]) -> None:
-    import psutil
-
-    directory, _ = quickstart
-    mine = [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if str(directory) in " ".join(process.info["cmdline"] or [])
-    ]
-    assert mine == []
+def test_no_training_is_left_running(quickstart: Quickstart) -> None:
+    running = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert [line for line in running if str(quickstart.directory) in line] == []

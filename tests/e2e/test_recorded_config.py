@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -41,7 +42,7 @@ LIKE = {"actor_rollout_ref.ref": "actor_rollout_ref.actor"}
 _FSDP = "verl/workers/engine/fsdp/transformer_impl.py"
 _MEGATRON = "verl/workers/engine/megatron/transformer_impl.py"
 
-# Keys that a one-step run of the quickstart does not read, or not where the recorder sees it, and who does: FILE:LINE.
+# Keys that the quickstart of conftest.py does not read, or not where the recorder sees it, and who does: FILE:LINE.
 ELSEWHERE = {
     # sections of an engine that became plain dicts, or that a module of settings acts on itself
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": f"{_FSDP}:393",
@@ -60,10 +61,6 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:273",
     # a critic
     "critic.strategy": "verl/workers/config/critic.py:219",
-    # GRPO-S
-    "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low": "gtpo_verl/integrations/losses.py",
-    "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high": "gtpo_verl/integrations/losses.py",
-    "actor_rollout_ref.actor.policy_loss.seq_ratio": "gtpo_verl/integrations/losses.py",
     # environment variables
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_DEVICE": "verl/workers/engine/base.py:406",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM": "verl/plugin/platform/platform_manager.py:92",
@@ -133,9 +130,9 @@ def test_the_place_that_is_said_to_read_a_key_names_it(key: str) -> None:
 
 
 @pytest.fixture
-def recorded(two_ranks: tuple[Path, str, dict[str, set[str]]]) -> dict[str, set[str]]:
-    """The keys that a real training used, and the modules that did; in all its processes."""
-    return two_ranks[2]
+def recorded(quickstart: Any) -> dict[str, set[str]]:
+    """The keys that a real training of every algorithm used, and the modules that did; in all its processes."""
+    return quickstart.readers
 
 
 @pytest.mark.e2e

@@ -1,10 +1,13 @@
-"""Every setting, backend, hardware and algorithm makes a configuration that verl accepts."""
+"""Settings, backends, hardware, layouts, verifiers and algorithms make configurations that verl accepts.
+
+`make test` takes every pair of them, `make test-exhaustive` all of the first three with every algorithm.
+"""
 
 from pathlib import Path
 
 import pytest
-import yaml
 from omegaconf import DictConfig
+from pairwise import pairwise
 
 from gtpo_verl.config import choices, compose_config, set_value
 from gtpo_verl.errors import UserError
@@ -37,32 +40,53 @@ def convert(config: DictConfig) -> None:
         omega_conf_to_dataclass(part)
 
 
-@pytest.fixture
-def quick_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hydra reads verl's files again for every composition: with PyYAML's C parser that is no longer most of the time."""
-    monkeypatch.setattr(yaml, "SafeLoader", yaml.CSafeLoader)
+ARMS = ("dapo", "gtpo", "grpo_s")
+# A layout of its setting, none, and one that every backend has; tests/test_config.py has those that are refused.
+LAYOUTS = (None, "~layout", "layout={backend}_paper_dapo_32b")
+PAIRS = pairwise(
+    {
+        "algo": ARMS,
+        "setting": choices("setting"),
+        "backend": choices("backend"),
+        "layout": LAYOUTS,
+        "verifier": choices("verifier"),
+        "hardware": choices("hardware"),
+    }
+)
+# tests/test_config.py proves that an algorithm touches its own keys alone: the others need not meet every setting
+OTHERS = [{"algo": algo} for algo in choices("algo") if algo not in ARMS]
 
 
-@pytest.mark.usefixtures("quick_yaml")
+def overrides_of(point: dict[str, str | None]) -> list[str]:
+    layout = point.get("layout")
+    chosen = [f"{group}={name}" for group, name in point.items() if group != "layout"]
+    return [*chosen, layout.format(**point)] if layout else chosen
+
+
+def check(overrides: list[str], tiny_model: Path) -> None:
+    """Compose and convert; or, for Megatron without a GPU, be refused."""
+    from gtpo_verl import preflight
+
+    config = compose_config(overrides)
+    set_value(config, "actor_rollout_ref.model.path", str(tiny_model))
+    if "setting=quickstart" in overrides:
+        config.trainer.n_gpus_per_node = 1  # verl's 8 are more than its 192 responses are meant for
+    if {"backend=megatron", "hardware=cpu"} <= set(overrides):
+        with pytest.raises(UserError, match="backend=megatron needs GPUs"):
+            preflight.check(config)
+        return
+    convert(config)
+
+
+@pytest.mark.parametrize("point", [*PAIRS, *OTHERS], ids=lambda point: " ".join(overrides_of(point)))
+def test_every_pair_of_choices_is_valid_for_verl(point: dict[str, str | None], tiny_model: Path) -> None:
+    check(overrides_of(point), tiny_model)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("hardware", choices("hardware"))
 @pytest.mark.parametrize("backend", choices("backend"))
 @pytest.mark.parametrize("setting", choices("setting"))
-def test_every_setting_backend_and_hardware_is_valid_for_verl(
-    setting: str, backend: str, hardware: str, tiny_model: Path
-) -> None:
-    from gtpo_verl import preflight
-
-    # the three arms alone on a CPU: tests/test_config.py proves that an algorithm touches its own keys alone
-    algorithms = choices("algo") if hardware == "gpu" else ("dapo", "gtpo", "grpo_s")
-    refused = backend == "megatron" and hardware == "cpu"
-    for algorithm in ("gtpo",) if refused else algorithms:
-        chosen = [f"setting={setting}", f"backend={backend}", f"hardware={hardware}", f"algo={algorithm}"]
-        config = compose_config(chosen)
-        set_value(config, "actor_rollout_ref.model.path", str(tiny_model))
-        if setting == "quickstart":
-            config.trainer.n_gpus_per_node = 1  # verl's 8 are more than its 192 responses are meant for
-        if refused:
-            with pytest.raises(UserError, match="backend=megatron needs GPUs"):
-                preflight.check(config)
-            continue
-        convert(config)
+@pytest.mark.parametrize("algo", choices("algo"))
+def test_every_choice_is_valid_for_verl(algo: str, setting: str, backend: str, hardware: str, tiny_model: Path) -> None:
+    check([f"algo={algo}", f"setting={setting}", f"backend={backend}", f"hardware={hardware}"], tiny_model)

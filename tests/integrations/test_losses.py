@@ -192,6 +192,7 @@ def test_impossible_settings(changes):
         GTPOPolicyLossConfig(**changes)
 
 
+@pytest.mark.slow
 def test_the_module_can_be_imported_again():
     program = (
         "import importlib, gtpo_verl.integrations.losses as m; importlib.reload(m);"

@@ -28,6 +28,8 @@ PASSING = (
     "pickle",
     "pprint",
     "ray.cloudpickle",
+    "swap",
+    "gtpo_verl.commands",
     "gtpo_verl.config",
     "gtpo_verl.integrations.checks",
     "gtpo_verl.integrations.launch",
@@ -120,7 +122,15 @@ def tag(instance: Any, section: Any, path: str) -> None:
             tag(vars(instance).get(field.name), section._get_node(field.name), f"{path}.{field.name}")
 
 
+def change_trainer(module: ModuleType) -> None:
+    if "GTPO_VERL_TEST_ALGORITHMS" in os.environ:
+        from swap import swap_algorithms
+
+        swap_algorithms(module)
+
+
 WATCHED = {
+    "gtpo_verl.integrations.trainer": change_trainer,
     "omegaconf": watch_omegaconf,
     "verl.base_config": watch_dataclasses,
     "verl.utils.config": watch_conversion,

@@ -84,7 +84,18 @@ def main() -> int:
         TESTS / "test_exactness.py",
         *([TESTS / "test_verl_rollout.py"] if goes_with_verl(options.version) else []),
     ]
-    command = [sys.executable, "-m", "pytest", *map(str, tests), "-v", "-p", "no:cacheprovider", *pytest_options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "",
+        *map(str, tests),
+        "-v",
+        "-p",
+        "no:cacheprovider",
+        *pytest_options,
+    ]
     return subprocess.run(command, cwd=ROOT, env={**os.environ, "GTPO_VERL_TEST_ENGINE_PYTHON": str(python)}).returncode
 
 

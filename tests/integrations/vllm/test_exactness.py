@@ -70,6 +70,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.exhaustive  # what it does is part of the three after it
 def test_v1(run_engine, check):
     batches = [batch(16, 40, MIXED, max_tokens=48)]
     answer = run_engine(batches)
@@ -119,6 +120,7 @@ def test_v1_tensor_parallel(run_engine, check):
     check(answer, batches)
 
 
+@pytest.mark.exhaustive
 def test_v2(run_engine, check, v2_on_cpu):
     batches = [batch(8, 20, MIXED, max_tokens=12)]
     answer = run_engine(batches, env=v2_on_cpu)

@@ -101,6 +101,7 @@ def test_an_interrupted_response_keeps_the_entropies_of_the_policy_that_sampled_
     record_property("largest_error_nat", check_interrupted(answer["interrupted"], length=480))
 
 
+@pytest.mark.exhaustive
 def test_so_it_does_under_model_runner_v2(drive, check_interrupted, v2_on_cpu, record_property):
     answer = drive(interrupted=3, max_tokens=48, only=True, env=v2_on_cpu)
     assert answer["runners"] == ["V2"]

@@ -1,0 +1,213 @@
+"""Seeds faults one at a time in a copy of the package and checks that the tests named for each fail.
+
+``python tests/seeded_faults.py [NAME...] [--tests DIR]``; `make test-faults` runs all. The named tests first run on the copy as it is,
+where they must pass. A fault is caught when pytest reports failures; a text that is no longer where it was is an error, not a miss.
+Exits with 1 unless every fault was caught.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WITHOUT_CACHES = shutil.ignore_patterns("__pycache__")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line of the package changed; ``old`` occurs exactly ``count`` times in ``file``, and all of them are changed."""
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    count: int = 1
+
+
+FAULTS = (
+    Fault(
+        "gtpo-negatives",
+        "GTPO weighs wrong tokens with the sign of correct ones",
+        "algorithms/gtpo.py",
+        "-alpha1, -config.alpha2",
+        "-alpha1, config.alpha2",
+        ("tests/algorithms/test_against_loops.py",),
+    ),
+    Fault(
+        "grpo_s-weight",
+        "GRPO-S without the entropy term for correct responses",
+        "algorithms/grpo_s.py",
+        "config.beta1 + config.beta2 * w",
+        "config.beta1 + 0.0 * w",
+        ("tests/algorithms/test_against_loops.py",),
+    ),
+    Fault(
+        "normalisation",
+        "the biased standard deviation in place of the unbiased one",
+        "algorithms/_packed/moments.py",
+        "self.m2 / (self.count - 1)",
+        "self.m2 / self.count",
+        ("tests/algorithms/test_against_loops.py",),
+    ),
+    Fault(
+        "clip-higher",
+        "the upper clip range is the lower one, in both losses",
+        "algorithms/losses.py",
+        "1 + clip_ratio_high)",
+        "1 + clip_ratio_low)",
+        ("tests/algorithms/test_losses.py",),
+        count=2,
+    ),
+    Fault(
+        "aggregation",
+        "the policy losses average over the micro-batch in place of the global batch",
+        "integrations/losses.py",
+        "**config.global_batch_info",
+        "",
+        ("tests/integrations/test_losses.py",),
+    ),
+    Fault(
+        "penalty",
+        "the soft overlong punishment begins at the limit in place of a cache length below it",
+        "algorithms/penalties.py",
+        "max_length - cache_length",
+        "max_length",
+        ("tests/algorithms/test_against_loops.py",),
+    ),
+    Fault(
+        "codec",
+        "the entropy loses its lowest bit on the way out of vLLM",
+        "integrations/vllm/codec.py",
+        ".to(torch.int64) & _LOW",
+        ".to(torch.int64) & (_LOW - 1)",
+        ("tests/integrations/vllm/test_codec.py",),
+    ),
+    Fault(
+        "alignment",
+        "tokens of a tool get the entropies of the policy's",
+        "integrations/vllm/agent_loop.py",
+        "entropy if on else 0.0",
+        "entropy if on else 1.0",
+        ("tests/integrations/vllm/test_agent_loop.py",),
+    ),
+    Fault(
+        "sampling",
+        "groups carried over expire one step late",
+        "integrations/sampling.py",
+        "global_steps - step > self.carry_over_max_age",
+        "global_steps - step > self.carry_over_max_age + 1",
+        ("tests/integrations/test_sampling.py",),
+    ),
+    Fault(
+        "resume",
+        "a restart forgets the groups that waited",
+        "integrations/carry_over.py",
+        "if rows:\n        tq.kv_batch_put",
+        "if not rows:\n        tq.kv_batch_put",
+        ("tests/integrations/test_sampling.py",),
+    ),
+    Fault(
+        "verdict",
+        "a response whose `acc` is the threshold is wrong",
+        "runs/correctness.py",
+        "acc >= threshold",
+        "acc > threshold",
+        ("tests/runs/test_correctness.py",),
+    ),
+    Fault(
+        "statistics",
+        "the standard error of a mean without its correction for few clusters",
+        "runs/statistics.py",
+        "len(sums) / (len(sums) - 1) * ",
+        "",
+        ("tests/runs/test_statistics.py",),
+    ),
+)
+
+
+class Copy:
+    """The package as a wheel lays it out, and the tests, in a directory of their own."""
+
+    def __init__(self, directory: Path, tests: Path) -> None:
+        self.directory = directory
+        self.package = directory / "gtpo_verl"
+        shutil.copytree(ROOT / "gtpo_verl", self.package, ignore=WITHOUT_CACHES)
+        shutil.copytree(ROOT / "configs", self.package / "configs", ignore=WITHOUT_CACHES)
+        shutil.copytree(
+            ROOT / "benchmarks", directory / "benchmarks", ignore=WITHOUT_CACHES
+        )  # tests use one of its modules
+        shutil.copytree(tests, directory / "tests", ignore=WITHOUT_CACHES)
+        shutil.copy(ROOT / "pyproject.toml", directory)
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """A command whose Python imports the copy. No bytecode: a changed file may have the size and the second of the one before."""
+        environment = os.environ | {"PYTHONPATH": str(self.directory), "PYTHONDONTWRITEBYTECODE": "1"}
+        return subprocess.run(
+            [sys.executable, *command], cwd=self.directory, env=environment, capture_output=True, text=True, check=False
+        )
+
+    def check_import(self) -> None:
+        """Make sure that the copy is tested and not the checkout."""
+        done = self.run("-c", "import gtpo_verl; print(gtpo_verl.__file__)")
+        if Path(done.stdout.strip()) != self.package / "__init__.py":
+            sys.exit(f"error: the copy is not what Python imports: {done.stdout}{done.stderr}")
+
+    def pytest(self, tests: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        return self.run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *tests)
+
+
+def caught(fault: Fault, copy: Copy) -> bool:
+    """Whether the tests of this fault fail on a copy with it; the copy is put back."""
+    file = copy.package / fault.file
+    source = file.read_text()
+    if source.count(fault.old) != fault.count:
+        sys.exit(
+            f"error: {fault.name}: {fault.old!r} occurs {source.count(fault.old)} times in gtpo_verl/{fault.file} in place of "
+            f"{fault.count}: adapt tests/seeded_faults.py to the new code"
+        )
+    file.write_text(source.replace(fault.old, fault.new))
+    try:
+        done = copy.pytest(fault.tests)
+    finally:
+        file.write_text(source)
+    if done.returncode not in (0, 1):
+        sys.exit(
+            f"error: {fault.name}: pytest ended with {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+        )
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    print(f"{fault.name}: {fault.what}: {'caught by ' + failed[0] if failed else 'NOT CAUGHT'}", flush=True)
+    return bool(failed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults to seed (default: all)")
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests", help="other tests than those of this checkout")
+    arguments = parser.parse_args()
+    unknown = set(arguments.names) - {fault.name for fault in FAULTS}
+    if unknown:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    faults = [fault for fault in FAULTS if fault.name in (arguments.names or [each.name for each in FAULTS])]
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="seeded-faults-") as directory:
+        copy = Copy(Path(directory), arguments.tests)
+        copy.check_import()
+        clean = copy.pytest(tuple(dict.fromkeys(test for fault in faults for test in fault.tests)))
+        if clean.returncode != 0:
+            sys.exit(f"error: these tests fail without a fault:\n{clean.stdout[-5000:]}{clean.stderr[-3000:]}")
+        missed = [fault.name for fault in faults if not caught(fault, copy)]
+    print(f"{len(faults) - len(missed)} of {len(faults)} faults caught, {time.monotonic() - started:.0f} s")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
