@@ -110,10 +110,12 @@ def recorded(buffer: ReplayBuffer, agents: Any) -> Iterator[Validated]:
 
 def submitted_problems(prompts: TensorDict) -> dict[str, Problem]:
     """The problem of each prompt in a batch for verl's agent loops, by uid."""
-    columns = (list(prompts[name]) for name in ("uid", "raw_prompt", "reward_model", "extra_info"))
+    columns = [list(prompts[name]) for name in ("uid", "raw_prompt", "reward_model")]
+    # verl's own dataset always has the column; data.custom_cls may not
+    extras = list(prompts["extra_info"]) if "extra_info" in set(prompts.keys()) else [None] * len(columns[0])
     return {
         str(uid): Problem.of(prompt, reward["ground_truth"], extra)
-        for uid, prompt, reward, extra in zip(*columns, strict=True)
+        for uid, prompt, reward, extra in zip(*columns, extras, strict=True)
     }
 
 

@@ -1,14 +1,15 @@
 """The metrics of a validation during training, from recorded responses; the end-to-end test compares them with verl's own."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import get_tensordict
 
-from gtpo_verl.evaluation.records import Response, problem_key
+from gtpo_verl.evaluation.records import Problem, Response, problem_key
 from gtpo_verl.integrations import validation
-from gtpo_verl.integrations.validation import Validated, read_responses, recorded, validation_metrics
+from gtpo_verl.integrations.validation import Validated, dump_columns, read_responses, recorded, validation_metrics
 
 
 def response(problem: str, acc: float | None, *, answer: str | None = "7", length: int = 4) -> Response:
@@ -16,7 +17,8 @@ def response(problem: str, acc: float | None, *, answer: str | None = "7", lengt
 
 
 def validated(rows: list[tuple[str, Response]], **without_response: str) -> Validated:
-    return Validated({uid: response.problem for uid, response in rows} | without_response, rows)
+    problems = {uid: response.problem for uid, response in rows} | without_response
+    return Validated({uid: Problem(key) for uid, key in problems.items()}, rows)
 
 
 def test_metrics_of_a_validation() -> None:
@@ -83,7 +85,7 @@ def test_the_last_output_of_a_session_is_its_response(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(validation.tq, "kv_batch_get", get)
     tags = [{"response_len": length} for length in (5, 6, 7)]
-    read = read_responses(KVBatchMeta(partition_id="val", keys=keys, tags=tags), {"u": "1?"})
+    read = read_responses(KVBatchMeta(partition_id="val", keys=keys, tags=tags), {"u": Problem("1?")})
     assert [(uid, r.acc, r.answer, r.length) for uid, r in read] == [("u", 1.0, "1", 5), ("u", 0.0, None, 6)]
     assert [r.problem for _, r in read] == ["1?", "1?"]
 
@@ -106,8 +108,29 @@ def test_buffer_and_agents_are_unchanged_after_a_validation() -> None:
     with recorded(buffer, agents) as found:
         assert agents.generate_sequences(get_tensordict(columns)) == 2
         assert buffer.sample(batch_size=2) == (batch, {"seen": 2})
-    assert found == Validated(dict.fromkeys("uv", problem_key(prompt, "1")), [])
+    assert found == Validated(dict.fromkeys("uv", Problem(problem_key(prompt, "1"))), [])
     assert not {*vars(buffer), *vars(agents)}
     with pytest.raises(RuntimeError, match="torn"), recorded(buffer, agents):
         raise RuntimeError("torn")
     assert not {*vars(buffer), *vars(agents)}
+
+
+def test_problems_of_a_cluster_are_resampled_together() -> None:
+    """Two clusters of 20 problems, one solved and one not: the interval is that of two things, not of forty."""
+    rows = [
+        (f"u{i}", Response(f"p{i}", "sums", float(i < 20), "7", 4, cluster="right" if i < 20 else "wrong"))
+        for i in range(40)
+    ]
+    expected = {("sums", uid): 1 for uid, _ in rows}
+    clustered = validation_metrics(validated(rows), expected, limit=8, threshold=1.0)
+    apart = [(uid, replace(response, cluster=None)) for uid, response in rows]
+    single = validation_metrics(validated(apart), expected, limit=8, threshold=1.0)
+    assert clustered["val/sums/mean@1"] == single["val/sums/mean@1"] == 0.5
+    assert (clustered["val/sums/mean@1/ci_low"], clustered["val/sums/mean@1/ci_high"]) == (0.0, 1.0)
+    assert single["val/sums/mean@1/ci_low"] > 0.3
+
+
+def test_the_dump_names_source_and_cluster_of_each_line() -> None:
+    rows = [("u1", Response("a", "sums", 1.0, "7", 4, cluster="1+2")), ("u2", Response("b", "aime", 0.0, "8", 4))]
+    columns = dump_columns(validated(rows), ["u2_0_0", "u1_0_0", "u1_1_0"])
+    assert columns == {"data_source": ["aime", "sums", "sums"], "cluster": [None, "1+2", "1+2"]}
