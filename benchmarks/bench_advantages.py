@@ -80,7 +80,9 @@ Step = Callable[[], Any]
 
 @dataclass
 class Batch:
-    """Inputs of all estimators. As in verl, `rewards` (B, T) has the verdict at the last token; `index` names groups."""
+    """Inputs of all estimators. As in verl, `rewards` (B, T) has the verdict at the last token; `index` names
+    groups.
+    """
 
     entropy: torch.Tensor
     correct: torch.Tensor

@@ -1,17 +1,19 @@
-"""How much of GTPO's credit is rounding error: entropies in float32 and bfloat16 against float64, for floors from 1e-6 to 0.1 nat.
+"""How much of GTPO's credit is rounding error: entropies in float32 and bfloat16 against float64, for floors from 1e-6
+to 0.1 nat.
 
     python benchmarks/bench_entropy_floor.py
 
-A wrong token weighs 1/H, and language models are certain of most tokens, so errors of H near 0 reach the advantages. Next-token
-distributions over 151,936 ids (Qwen2.5's) with margins as language models have them, logits rounded to bfloat16 as a model emits
-them; 4 groups of 16 responses of 64 tokens, half of them correct. Three sources of error, each against float64 on the same logits:
+A wrong token weighs 1/H, and language models are certain of most tokens, so errors of H near 0 reach the advantages.
+Next-token distributions over 151,936 ids (Qwen2.5's) with margins as language models have them, logits rounded to
+bfloat16 as a model emits them; 4 groups of 16 responses of 64 tokens, half of them correct. Three sources of error,
+each against float64 on the same logits:
 
     float32    verl's formula with chunking, as training computes entropies here
     bfloat16   verl's formula without chunking, on bfloat16 logits
     engines    another engine: the same model with independent rounding of every logit to bfloat16
 
-Noise is the root mean square change of the advantages of wrong tokens, in units of their spread inside responses (1: the credit is
-noise). Writes `entropy-floor.json` and `.md` into benchmarks/results.
+Noise is the root mean square change of the advantages of wrong tokens, in units of their spread inside responses (1:
+the credit is noise). Writes `entropy-floor.json` and `.md` into benchmarks/results.
 """
 
 import argparse
@@ -103,7 +105,7 @@ def report(facts: dict, rows: list[dict]) -> str:
     lines = [
         "# How much of the credit is rounding error",
         "",
-        f"{facts['tokens']:,} tokens over {IDS:,} ids; made by `python benchmarks/bench_entropy_floor.py`, which explains",
+        f"{facts['tokens']:,} tokens over {IDS:,} ids; `python benchmarks/bench_entropy_floor.py` explains",
         "the columns.",
         "",
         f"Entropies: median {facts['median']:.2g} nat, {shares}.",

@@ -1,7 +1,7 @@
 """The entropy of a row of logits: kernels of the rollout against a plain read of the logits and log-softmax in torch.
 
-    python benchmarks/bench_entropy_kernel.py                  # on the GPU if there is one, else blocked torch on the CPU
-    python benchmarks/bench_entropy_kernel.py --device cpu --rows 16
+    python benchmarks/bench_entropy_kernel.py                  # on the GPU if there is one, else blocked torch on the
+    CPU python benchmarks/bench_entropy_kernel.py --device cpu --rows 16
 
 Runs alternate. `read` is the maximum of every row, the cheapest pass over the logits; `entropy` is the kernel by
 itself; `rank in torch` and `rank and entropy` are what both runners need without and with this project (GPU); `torch`

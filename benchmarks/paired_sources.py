@@ -47,7 +47,8 @@ TIMES = {
     "seconds of generation": "timing_s/gen",
 }
 # 97.5 % quantile of Student's t by degrees of freedom
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093)  # fmt: skip
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+2.120, 2.110, 2.101, 2.093)  # fmt: skip
 
 
 def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None:

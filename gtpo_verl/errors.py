@@ -1,4 +1,6 @@
-"""The one exception that a command shows to its user as a single line, the place where it is shown, and help in phrasing it."""
+"""The one exception that a command shows to its user as a single line, the place where it is shown, and help in
+phrasing it.
+"""
 
 import difflib
 import os
@@ -41,7 +43,9 @@ def first_line(error: Exception) -> str:
 
 
 def within(seconds: float, task: Callable[[], Any]) -> Any:
-    """Run ``task``, and raise TimeoutError when it takes longer; a task that hangs is left behind in a daemon thread."""
+    """Run ``task``, and raise TimeoutError when it takes longer; a task that hangs is left behind in a daemon
+    thread.
+    """
     outcome: dict[str, Any] = {}
 
     def work() -> None:

@@ -48,6 +48,7 @@ def check_verl() -> str:
         raise UserError("verl is not installed: run `gtpo-verl setup --cpu`, or install the `gpu` extra.")
     if version not in SpecifierSet(VERL_SUPPORTED):
         raise UserError(
-            f"verl {version} is installed, and gtpo_verl supports verl{VERL_SUPPORTED}: pip install 'verl{VERL_SUPPORTED}'."
+            f"verl {version} is installed, and gtpo_verl supports verl{VERL_SUPPORTED}: pip install "
+            f"'verl{VERL_SUPPORTED}'."
         )
     return version

@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a test process for every core
 
-# Hydra reads some fifty of verl's files for every composition: with PyYAML's own parser, most of the time of a unit test.
+# Hydra reads some fifty of verl's files for every composition: with PyYAML's own parser, most of the time of a unit
+# test.
 yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]
 
 # Fixtures that several folders share, in tests/support/.
@@ -24,7 +25,8 @@ TRAININGS = "trainings"
 def group(nodeid: str) -> str:
     """What a test shares its process with, where there are several: all that trains, or the rest of its file.
 
-    Trainings are started by module and session fixtures, and more than two at once would need more memory than a small machine has.
+    Trainings are started by module and session fixtures, and more than two at once would need more memory than a small
+    machine has.
     """
     file = nodeid.split("::", 1)[0]
     trains = file.startswith("tests/e2e/") and file != "tests/e2e/test_doctor.py"

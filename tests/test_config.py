@@ -40,7 +40,9 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=" ".join)
 def test_arms_of_an_ablation_differ_in_the_algorithm_alone(run: list[str]) -> None:
-    """Each registry entry names the keys that its method may change; a setting gives every arm the same of all others."""
+    """Each registry entry names the keys that its method may change; a setting gives every arm the same of all
+    others.
+    """
     baseline = flat(compose_config(["algo=dapo", *run]))
     for name, entry in algorithms().items():
         if name == "dapo":
@@ -78,7 +80,9 @@ def test_every_algorithm_composes_with_every_backend(arm: str, backend: str) -> 
 
 
 def test_a_setting_brings_the_layout_of_its_backend_and_settings_know_no_backend() -> None:
-    """Settings are written once for both engines; how a 32B model is split is chosen by setting and backend together."""
+    """Settings are written once for both engines; how a 32B model is split is chosen by setting and backend
+    together.
+    """
     fsdp = compose_config(["setting=paper_dapo_32b"]).actor_rollout_ref.actor
     assert (fsdp.fsdp_config.ulysses_sequence_parallel_size, fsdp.ppo_max_token_len_per_gpu) == (4, 11264)
     for setting in ("paper_gtpo_32b", "paper_dapo_32b"):
@@ -182,7 +186,8 @@ def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: st
 
 
 def test_composing_imports_neither_verl_nor_ray() -> None:
-    code = "import sys; from gtpo_verl.config import compose_config; compose_config(); print([m for m in ('verl', 'ray', 'vllm') if m in sys.modules])"
+    compose = "from gtpo_verl.config import compose_config; compose_config()"
+    code = f"import sys; {compose}; print([m for m in ('verl', 'ray', 'vllm') if m in sys.modules])"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path("/")
     ).stdout

@@ -1,4 +1,6 @@
-"""The worked example of CONTRIBUTING.md is a complete method: it runs, and its advantages are those worked out by hand."""
+"""The worked example of CONTRIBUTING.md is a complete method: it runs, and its advantages are those worked out by
+hand.
+"""
 
 import re
 import types

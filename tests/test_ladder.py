@@ -1,4 +1,6 @@
-"""The six rows of DAPO's Table 1: each differs from the one above in what the paper adds there, and the last one is DAPO."""
+"""The six rows of DAPO's Table 1: each differs from the one above in what the paper adds there, and the last one is
+DAPO.
+"""
 
 import itertools
 

@@ -307,7 +307,9 @@ def test_the_command_prints_one_line_and_starts_no_ray(inputs: dict[str, str], t
 
 @pytest.mark.slow
 def test_a_machine_without_a_gpu_is_named_before_ray_starts(inputs: dict[str, str], tmp_path: Path) -> None:
-    """Through the real command, without the variables that hardware=cpu sets: verl takes such a machine for one with NVIDIA GPUs."""
+    """Through the real command, without the variables that hardware=cpu sets: verl takes such a machine for one with
+    NVIDIA GPUs.
+    """
     import torch
 
     if torch.cuda.is_available():

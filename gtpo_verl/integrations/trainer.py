@@ -397,7 +397,9 @@ def overlong(config: DictConfig) -> Overlong | None:
 
 
 def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:
-    """(B,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it has none."""
+    """(B,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it has
+    none.
+    """
     if any("score" not in info for info in infos):
         return None
     return torch.tensor([float(info["score"]) for info in infos])

@@ -19,7 +19,9 @@ settings.load_profile("algorithms")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Settings are tried over the whole grid here; that they warn when their shares do not sum to 1 has a test of its own."""
+    """Settings are tried over the whole grid here; that they warn when their shares do not sum to 1 has a test of its
+    own.
+    """
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.filterwarnings("ignore:.*not 1. the rewards:UserWarning"))
@@ -53,7 +55,8 @@ def _batches(
 ) -> Batch:
     """Ragged float64 batches with NaN in the padding, shuffled rows and arbitrary group ids.
 
-    holes: masks may have holes. empty: rows may be empty. mixed: every group has a correct and a wrong response. tokens: longest row.
+    holes: masks may have holes. empty: rows may be empty. mixed: every group has a correct and a wrong response.
+    tokens: longest row.
     """
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31 - 1)))
     groups = draw(st.integers(1, 4))

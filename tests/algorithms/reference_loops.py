@@ -4,7 +4,8 @@ This file was written from the specification by someone who had not read the pac
 slow on purpose: one dictionary of values, one list per set of compared values, one sum per mean. Batches are lists of
 rows (or tensors, turned into lists at the door); a *token* is the pair ``(row, column)`` of a true mask element.
 
-"Early" is the early text of the paper (v1 to v4), "late" the late one (v5, v6); numbers in brackets are their equations.
+"Early" is the early text of the paper (v1 to v4), "late" the late one (v5, v6); numbers in brackets are their
+equations.
 
 How the specification was read where it is silent or leaves a choice. Each reading is the literal one.
 
@@ -15,7 +16,8 @@ How the specification was read where it is silent or leaves a choice. Each readi
     and in groups of one polarity too.
  3. ``degenerate: shape`` shapes groups of one polarity like any other: their shaped rewards are kept and only the
     advantage tells. "0 for degenerate groups" is read as part of ``degenerate: zero``.
- 4. With ``scope: batch`` a value is compared with those of its own polarity in all groups; for ``axis: position`` at the
+ 4. With ``scope: batch`` a value is compared with those of its own polarity in all groups; for ``axis: position`` at
+ the
     same column, for ``axis: matrix`` at any column. ``axis: response`` looks at one row, so ``scope`` changes nothing.
  5. ``scope`` and ``norm_scope`` are independent of each other.
  6. The clip by kappa (early 13) touches rewards of correct tokens under any ``negatives`` and any ``mean``.
@@ -26,7 +28,8 @@ How the specification was read where it is silent or leaves a choice. Each readi
  9. eps(dtype) in the round-off rule is that of the entropies handed in, although everything here is float64. The set of
     ``all`` is tested with its zeros in it.
 10. ``preserve_sign`` holds under every normalisation, ``none`` included.
-11. A sign flip is an advantage strictly below 0 on a correct answer, strictly above 0 on a wrong one. The fraction is over
+11. A sign flip is an advantage strictly below 0 on a correct answer, strictly above 0 on a wrong one. The fraction is
+over
     tokens for GTPO and over responses for GRPO-S, the things that are normalised; groups left out by ``degenerate:
     zero`` are left out of it ("left out of all statistics"); 0 when nothing is counted.
 12. A penalty is added to every token of a correct response (GTPO) or once to its reward (GRPO-S), as it is given:
@@ -228,7 +231,9 @@ def sign_preserved(advantages: dict, is_correct: dict, options: Options) -> dict
 def gtpo_advantages(
     entropy, correct, mask, group, options: Options, length_penalty=None, eps=FLOAT64_EPS, sign_tolerance=1e-12
 ) -> Result:
-    """GTPO: early (2)-(4), (13)-(17), (19); late (3), (5), (6), App. C. All inputs (B, T) or (B,); eps of their dtype."""
+    """GTPO: early (2)-(4), (13)-(17), (19); late (3), (5), (6), App. C. All inputs (B, T) or (B,); eps of their
+    dtype.
+    """
     entropy, correct, mask, group = as_list(entropy), as_list(correct), as_list(mask), as_list(group)
     penalty = [0.0] * len(correct) if length_penalty is None else as_list(length_penalty)
 

@@ -1,4 +1,6 @@
-"""Advantages against the dense implementation over the whole grid, types of the inputs, metrics, and what is refused."""
+"""Advantages against the dense implementation over the whole grid, types of the inputs, metrics, and what is
+refused.
+"""
 
 import math
 import warnings
@@ -58,7 +60,8 @@ def test_same_as_the_dense_implementation(batches, gtpo_settings, grpo_s_setting
 
 
 def test_a_constant_offset_too_small_for_float32_is_not_magnified():
-    # All correct and `shape`: nothing but the entropies differs, and in float32 the rewards 1.1 + 1e-7 x would keep one digit.
+    # All correct and `shape`: nothing but the entropies differs, and in float32 the rewards 1.1 + 1e-7 x would keep one
+    # digit.
     entropy = (1 + 1e-4 * torch.rand(4, 50, generator=torch.Generator().manual_seed(0))).float()
     mask, group, correct = torch.ones(4, 50).bool(), torch.zeros(4).long(), torch.ones(4).bool()
     for config in (GTPOConfig(degenerate="shape"), GTPOConfig(degenerate="shape", normalization="within")):
@@ -166,7 +169,9 @@ def test_degenerate_groups_leave_the_comparison_of_the_batch():
 
 
 def lopsided(config):
-    """One correct response in sixteen: the mean of the wrong side is all but that of its rewards, so many of these lie above it."""
+    """One correct response in sixteen: the mean of the wrong side is all but that of its rewards, so many of these lie
+    above it.
+    """
     generator = torch.Generator().manual_seed(3)
     entropy = (1.5 * torch.randn(16, 40, generator=generator)).exp()
     correct = torch.arange(16) == 0

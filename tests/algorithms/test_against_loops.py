@@ -1,9 +1,10 @@
 """The public interface of ``gtpo_verl.algorithms`` against ``reference_loops.py``, over the options and random batches.
 
-Every comparison has its own random batch, fixed by its number: ragged lengths, masks with holes, single survivors, equal
-and near-zero entropies, groups of one polarity, empty rows, and NaN, infinities and nonsense in the padding. A failure
-prints the call of ``make_case`` that brings it back. `make test-fast` covers every pair of values of any two options,
-scales, kinds of entropies and kinds of penalties, each pair in several batches; `make test-exhaustive` adds the whole grid.
+Every comparison has its own random batch, fixed by its number: ragged lengths, masks with holes, single survivors,
+equal and near-zero entropies, groups of one polarity, empty rows, and NaN, infinities and nonsense in the padding. A
+failure prints the call of ``make_case`` that brings it back. `make test-fast` covers every pair of values of any two
+options, scales, kinds of entropies and kinds of penalties, each pair in several batches; `make test-exhaustive` adds
+the whole grid.
 
 The tolerance is 1e-9 in float64, and in float32 2e-4 of the largest advantage or of 1, on the same float32 inputs.
 """
@@ -361,7 +362,8 @@ def test_the_loops_agree_with_the_grpo_and_the_dual_clip_of_verl():
 
 
 def draw_loss_batch(seed: int) -> tuple[torch.Tensor, ...]:
-    """Old and new log-probabilities far enough apart for every clip, advantages, and a mask with holes; (16, 9) float64.
+    """Old and new log-probabilities far enough apart for every clip, advantages, and a mask with holes; (16, 9)
+    float64.
 
     The advantages are one number a row, as GRPO-S needs; for the token loss that is a case like any other.
     """
@@ -376,7 +378,9 @@ def draw_loss_batch(seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def actor_config(**policy_loss):
-    """verl's actor configuration with the ratio clip and the dual clip every arm has, and settings of the policy loss."""
+    """verl's actor configuration with the ratio clip and the dual clip every arm has, and settings of the policy
+    loss.
+    """
     from verl.workers.config import ActorConfig
 
     from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
@@ -472,7 +476,9 @@ def test_the_group_relative_penalty_agrees(gamma):
 
 
 def test_the_group_relative_penalty_worked_by_hand():
-    """Easy: of 2, 4, 12 the knee is 7, so 12 costs 5/14. In between: of all of 2, 4, 24, 30, 8 it is 16, 24 costs 1/4."""
+    """Easy: of 2, 4, 12 the knee is 7, so 12 costs 5/14. In between: of all of 2, 4, 24, 30, 8 it is 16, 24 costs
+    1/4.
+    """
     lengths, correct = torch.tensor([2, 4, 12, 30]), torch.tensor([True, True, True, False])
     easy = group_relative_overlong_penalty(lengths, correct, torch.zeros(4, dtype=torch.int64), gamma=0.75)
     assert easy.tolist() == pytest.approx([0.0, 0.0, -5 / 14, 0.0])

@@ -1,4 +1,6 @@
-"""Settings: the defaults are the presets of the late text, and impossible values are refused with the rule they break."""
+"""Settings: the defaults are the presets of the late text, and impossible values are refused with the rule they
+break.
+"""
 
 from dataclasses import FrozenInstanceError, asdict
 

@@ -8,8 +8,8 @@ import sys
 
 class Wall:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"verl", "vllm", "ray", "hydra", "omegaconf", "tensordict", "transformers", "pandas"}:
-            raise ImportError(f"{name} is not available to gtpo_verl.algorithms")
+        if name.partition(".")[0] in {"verl", "vllm", "ray", "hydra", "omegaconf", "tensordict", "transformers",
+            "pandas"}: raise ImportError(f"{name} is not available to gtpo_verl.algorithms")
 
 sys.meta_path.insert(0, Wall())
 import torch

@@ -13,7 +13,9 @@ LOW, HIGH = 0.2, 0.28
 
 
 def policies(seed: int, rows: int = 6, columns: int = 9, distance: float = 0.4):
-    """log_prob with gradient, old_log_prob, advantages (B, T), ragged mask with a hole; float64, NaN outside the mask."""
+    """log_prob with gradient, old_log_prob, advantages (B, T), ragged mask with a hole; float64, NaN outside the
+    mask.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
     mask = torch.arange(columns) < lengths[:, None]

@@ -1,4 +1,6 @@
-"""``gtpo-verl eval`` up to the point where Ray would start: what MODEL means, the settings, what is refused, the printed table."""
+"""``gtpo-verl eval`` up to the point where Ray would start: what MODEL means, the settings, what is refused, the
+printed table.
+"""
 
 import json
 from collections.abc import Callable

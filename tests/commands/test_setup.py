@@ -226,7 +226,9 @@ def test_a_change_since_then_asks_for_setup_again(change: dict, pins: dict[str, 
 def test_a_setup_without_the_tools_of_tests_is_not_taken_for_one_with_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """`setup --cpu --dev` after `setup --cpu` has megatron-core to add, which lies beside the environment and is seen nowhere else."""
+    """`setup --cpu --dev` after `setup --cpu` has megatron-core to add, which lies beside the environment and is seen
+    nowhere else.
+    """
     pins = read_constraints()
     roots = [*setup.STACK, *setup.own_requirements(dev=True)]
     state = {"pins": setup._digest(pins), "roots": roots, "installed": {}}

@@ -47,7 +47,9 @@ def test_pass_at_k_grows_with_k_and_with_c(n: int, data: st.DataObject) -> None:
 
 
 def test_pass_at_k_is_unbiased_where_drawing_with_replacement_is_not() -> None:
-    """Averaged over c ~ Binomial(n, p) it is 1 - (1-p)^k, the truth; with replacement from the same samples it is not."""
+    """Averaged over c ~ Binomial(n, p) it is 1 - (1-p)^k, the truth; with replacement from the same samples it is
+    not.
+    """
     n, p, k = 8, 0.3, 4
     weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
     truth = 1 - (1 - p) ** k

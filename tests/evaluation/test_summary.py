@@ -93,7 +93,9 @@ def test_logged_names() -> None:
 
 
 def test_a_change_is_paired_by_problem() -> None:
-    """Problems of very different difficulty, each a little better: the interval of the change is far narrower than theirs."""
+    """Problems of very different difficulty, each a little better: the interval of the change is far narrower than
+    theirs.
+    """
     difficult = {f"p{i}": i for i in range(9)}
     before = [sample for name, right in difficult.items() for sample in samples(name, "1" * right + "0" * (10 - right))]
     after = [
@@ -128,5 +130,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say(a: float, b: float) -> N
 
 
 def test_thirty_hard_problems_are_too_few_for_the_interval() -> None:
-    """The documentation warns of this: at an accuracy of 5 % and 30 problems the interval holds the truth less often."""
+    """The documentation warns of this: at an accuracy of 5 % and 30 problems the interval holds the truth less
+    often.
+    """
     assert coverage(30, 0.2, 4.0) < 0.92

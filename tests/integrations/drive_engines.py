@@ -1,9 +1,9 @@
 """One batch through verl's FSDP engine and its Megatron engine, in as many processes as the layout has ranks.
 
-Run as ``python drive_engines.py OUT.pt`` by test_megatron.py. Everything between the logits and the reduced gradients is verl's and
-Megatron-Core's own: packing, context-parallel split, vocabulary-parallel log-probs, ``ppo_loss``, post-processing, pipeline schedule,
-gradient buffers, metrics. The model is a bigram, embedding and output layer without attention: Megatron's attention over packed
-sequences needs Transformer Engine, and that needs a GPU.
+Run as ``python drive_engines.py OUT.pt`` by test_megatron.py. Everything between the logits and the reduced gradients
+is verl's and Megatron-Core's own: packing, context-parallel split, vocabulary-parallel log-probs, ``ppo_loss``,
+post-processing, pipeline schedule, gradient buffers, metrics. The model is a bigram, embedding and output layer without
+attention: Megatron's attention over packed sequences needs Transformer Engine, and that needs a GPU.
 """
 
 import copy
@@ -104,7 +104,8 @@ def batch(algorithm: str) -> TensorDict:
     old, advantages = [], []
     for prompt, response, valid, shift in zip(prompts.unbind(), responses.unbind(), counts, shifts, strict=True):
         context = torch.cat([prompt[-1:], response[:-1]])
-        # far enough from the new policy, in single tokens and in whole responses, that the clip ranges of all losses bite
+        # far enough from the new policy, in single tokens and in whole responses, that the clip ranges of all losses
+        # bite
         old.append(log_probs[context, response] + shift + 0.3 * torch.randn(len(response), generator=generator))
         size = len(response) if algorithm == "gtpo" else 1
         advantages.append(torch.randn(size, generator=generator).expand(len(response)).clone() * valid)
@@ -186,7 +187,8 @@ def megatron_engine(actor: Any, model: Any, sizes: dict[str, Any]) -> Any:
         finalize_model_grads_func=finalize_model_grads,
         **sizes,
     )
-    # The count is a view of the batch's offsets and is all-reduced in place: harmless where `.to(device)` copies it to a GPU.
+    # The count is a view of the batch's offsets and is all-reduced in place: harmless where `.to(device)` copies it to
+    # a GPU.
     count = engine._routed_num_tokens
     engine._routed_num_tokens = lambda data: count(data).clone()
     bigram = MegatronBigram(engine.tf_config)

@@ -22,7 +22,9 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 def update(engines: list[GlooCheckpointEngine], senders: int, sent: dict[str, torch.Tensor]) -> list[dict]:
-    """What verl's CheckpointEngineManager does for one update, every worker in a thread of its own; returns what arrived."""
+    """What verl's CheckpointEngineManager does for one update, every worker in a thread of its own; returns what
+    arrived.
+    """
     metadata = [engine.prepare() for engine in engines]
     of_senders, of_receivers = GlooCheckpointEngine.build_topology(senders, len(engines) - senders, metadata)
     arrived: list[dict] = [{} for _ in engines]

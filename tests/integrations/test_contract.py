@@ -1,7 +1,8 @@
-"""The contract with verl, vLLM, TransferQueue and Ray: every symbol of theirs that the plugin calls, overrides or subclasses.
+"""The contract with verl, vLLM, TransferQueue and Ray: every symbol of theirs that the plugin calls, overrides or
+subclasses.
 
-Each line of ``CONTRACT`` says what the plugin relies on. When a release changes one of them, the failing line says which, before a
-run does; and a use that has no line fails too, so the list is whole. How a line is written:
+Each line of ``CONTRACT`` says what the plugin relies on. When a release changes one of them, the failing line says
+which, before a run does; and a use that has no line fails too, so the list is whole. How a line is written:
 
 * ``"(self, config, *, name=)"``: exactly these parameters; ``=`` has a default, ``*`` before keyword-only ones.
 * ``{"name", ...}``: at least these parameters or fields, for a constructor with many that are not ours to pin.
@@ -29,7 +30,8 @@ import gtpo_verl.integrations
 
 INTEGRATIONS = Path(gtpo_verl.integrations.__file__).parent
 FOREIGN = ("verl", "vllm", "transfer_queue", "ray")
-# Triton kernels import Triton, which a machine without an accelerator may have in no usable form; they use nothing of verl or vLLM.
+# Triton kernels import Triton, which a machine without an accelerator may have in no usable form; they use nothing of
+# verl or vLLM.
 NOT_IMPORTED = ("gtpo_verl.integrations.vllm.triton_kernels",)
 
 Expected = str | set[str]
@@ -473,7 +475,9 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of what a module imports of theirs, of what it takes from that by a dot, and of modules named in strings."""
+    """Dotted names of what a module imports of theirs, of what it takes from that by a dot, and of modules named in
+    strings.
+    """
     local: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
@@ -565,7 +569,9 @@ def test_the_symbols_are_as_the_contract_says(module: str) -> None:
 
 
 def test_every_use_has_a_line() -> None:
-    """A name of theirs that the plugin imports, overrides or touches, and that the contract does not know, may change unseen."""
+    """A name of theirs that the plugin imports, overrides or touches, and that the contract does not know, may change
+    unseen.
+    """
     assert sorted(uses() - lines()) == []
 
 
@@ -609,14 +615,17 @@ def test_a_missing_field_and_attribute_are_reported() -> None:
         "verl.no_such_module": {"thing": "()"},
     }
     assert breaches(contract) == [
-        f"verl.workers.config.ActorConfig was {contract['verl.workers.config']['ActorConfig']} and is {{'clip_ratio_low'}}",
+        f"verl.workers.config.ActorConfig was {contract['verl.workers.config']['ActorConfig']} and is "
+        f"{{'clip_ratio_low'}}",
         "verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.refill_function was attribute and is nothing",
         "verl.no_such_module.thing is gone: No module named 'verl.no_such_module'",
     ]
 
 
 def test_a_use_without_a_line_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk sees an import inside a function, an attribute of an imported module, an override and an attribute on self."""
+    """The walk sees an import inside a function, an attribute of an imported module, an override and an attribute on
+    self.
+    """
     (tmp_path / "fresh_use.py").write_text(
         textwrap.dedent("""
         import transfer_queue as tq

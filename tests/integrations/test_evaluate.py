@@ -20,7 +20,9 @@ SAMPLES = 2
 
 
 class Queue:
-    """What the loop uses of TransferQueue, and agents that answer at once; prompts whose row is in ``failing`` lose a response."""
+    """What the loop uses of TransferQueue, and agents that answer at once; prompts whose row is in ``failing`` lose a
+    response.
+    """
 
     def __init__(self, failing: set[int]) -> None:
         self.failing = failing

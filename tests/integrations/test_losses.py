@@ -34,7 +34,9 @@ def actor(policy_loss: PolicyLossConfig | None = None, **changes) -> ActorConfig
 
 
 def batch(seed: int, rows: int = 8, columns: int = 12, distance: float = 0.4):
-    """What verl passes: zeros in the padding; the advantages are those of a sequence-level estimator. One row is empty."""
+    """What verl passes: zeros in the padding; the advantages are those of a sequence-level estimator. One row is
+    empty.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, columns + 1, (rows,), generator=generator)
     lengths[-1] = 0

@@ -103,10 +103,11 @@ def test_entropies_and_log_probs_before_the_update_are_those_of_fsdp(results: Re
 def test_the_per_token_regime_scales_all_gradients_by_what_verl_rounds_off(
     results: Results, algorithm: str, split: str, data_parallel: int
 ) -> None:
-    """Megatron-Bridge switches this regime on with context parallelism. verl hands Megatron floor(tokens / cp) of each micro-batch.
+    """Megatron-Bridge switches this regime on with context parallelism. verl hands Megatron floor(tokens / cp) of each
+    micro-batch.
 
-    So gradients are larger by tokens / (cp · Σ floor(tokens / cp)): 6 percent on this tiny batch with one row in a micro-batch, about
-    one in a hundred thousand on micro-batches of the papers' size.
+    So gradients are larger by tokens / (cp · Σ floor(tokens / cp)): 6 percent on this tiny batch with one row in a
+    micro-batch, about one in a hundred thousand on micro-batches of the papers' size.
     """
     for micro_batch in MICRO_BATCHES:
         share = len(LENGTHS) // data_parallel

@@ -1,4 +1,5 @@
-"""source=rollout: when the actor's pass is run after all, and that training goes on with the rollout's log-probs either way.
+"""source=rollout: when the actor's pass is run after all, and that training goes on with the rollout's log-probs either
+way.
 
 The trainer around it is a stand-in that writes down what it was asked for; the end-to-end tests run the real one.
 """

@@ -1,4 +1,5 @@
-"""Dynamic sampling on a real TransferQueue: it ends, it keeps to its budget, it loses and repeats nothing, and what it chooses
+"""Dynamic sampling on a real TransferQueue: it ends, it keeps to its budget, it loses and repeats nothing, and what it
+chooses
 follows from the order of the prompts and their verdicts."""
 
 import itertools
@@ -248,7 +249,9 @@ def test_a_spent_budget_trains_on_what_there_is(make_run: MakeRun) -> None:
 def test_a_smaller_batch_is_cut_to_whole_mini_batches(
     make_run: MakeRun, max_age: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three groups of four, in mini-batches of two: a second update of one group would weigh its tokens more, and cost as much."""
+    """Three groups of four, in mini-batches of two: a second update of one group would weigh its tokens more, and cost
+    as much.
+    """
     verdicts = itertools.chain([MIXED] * 3, itertools.repeat(ALL_CORRECT))
     run = make_run(verdicts, budget=2, mini_batch=2, max_age=max_age)
     with caplog.at_level(logging.WARNING, logger="gtpo_verl"):
@@ -295,7 +298,9 @@ def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun
 
 @pytest.mark.parametrize("max_age", [0, 3])
 def test_who_finishes_first_has_no_part_in_the_choice(make_run: MakeRun, max_age: int) -> None:
-    """Short responses finish first. With the same data and verdicts the same groups are chosen, whatever the order of finishing."""
+    """Short responses finish first. With the same data and verdicts the same groups are chosen, whatever the order of
+    finishing.
+    """
     verdicts = random.Random(0).choices([MIXED, ALL_CORRECT, ALL_WRONG], k=500)
     chosen = []
     for seed in range(4):

@@ -13,7 +13,8 @@ from gtpo_verl import versions
 
 PACKAGE = Path(gtpo_verl.__file__).parent
 INTEGRATIONS = PACKAGE / "integrations"
-# Ray may be imported anywhere: a command may start a cluster and stop it. What verl and vLLM do with it stays in integrations.
+# Ray may be imported anywhere: a command may start a cluster and stop it. What verl and vLLM do with it stays in
+# integrations.
 FOREIGN = ("verl", "vllm", "transfer_queue")
 
 

@@ -1,4 +1,6 @@
-"""The trainer's own steps on a real TransferQueue; verl's methods around them stand in, the end-to-end tests run the real ones."""
+"""The trainer's own steps on a real TransferQueue; verl's methods around them stand in, the end-to-end tests run the
+real ones.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The metrics of a validation during training, from recorded responses; the end-to-end test compares them with verl's own."""
+"""The metrics of a validation during training, from recorded responses; the end-to-end test compares them with verl's
+own.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,5 @@
-"""A validation in which samples fail, run by verl's own ``_validate`` on a real TransferQueue; only the engines are stood in for.
+"""A validation in which samples fail, run by verl's own ``_validate`` on a real TransferQueue; only the engines are
+stood in for.
 
 The data is AIME as its authors ship it: each problem in many rows, one sample per row.
 """
@@ -40,7 +41,9 @@ def config() -> Iterator[Any]:
 
 
 class Agents:
-    """Answers at once, as verl's agent loops write it; the prompts at the positions ``failing`` fail before they have a response."""
+    """Answers at once, as verl's agent loops write it; the prompts at the positions ``failing`` fail before they have a
+    response.
+    """
 
     def __init__(self, failing: set[int]) -> None:
         self.failing = failing

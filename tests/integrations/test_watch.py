@@ -1,4 +1,6 @@
-"""A program that waits for ever is interrupted with the reason: in a system call, in ``ray.get``, in an asyncio loop."""
+"""A program that waits for ever is interrupted with the reason: in a system call, in ``ray.get``, in an asyncio
+loop.
+"""
 
 import asyncio
 import contextlib
@@ -89,7 +91,9 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_an_actor_that_waits_in_ray_get_ends_with_the_reason() -> None:
-    """As the task runner does, with a worker that never answers, the way a sender of weights to a dead engine does not."""
+    """As the task runner does, with a worker that never answers, the way a sender of weights to a dead engine does
+    not.
+    """
 
     class Runner:
         def run(self) -> None:

@@ -22,7 +22,9 @@ def _composed(overrides: tuple[str, ...]) -> DictConfig:
 
 @pytest.fixture
 def run() -> Run:
-    """A prepared run: ``run("setting=small_gpu", {"data.train_batch_size": 32})``; the dict is changed behind the composition."""
+    """A prepared run: ``run("setting=small_gpu", {"data.train_batch_size": 32})``; the dict is changed behind the
+    composition.
+    """
 
     def get(*items: Any) -> DictConfig:
         overrides = tuple(item for item in items if isinstance(item, str))

@@ -1,4 +1,5 @@
-"""Hostile answers against the real rules: every one gets a verdict within its limits, and the good one after it is right.
+"""Hostile answers against the real rules: every one gets a verdict within its limits, and the good one after it is
+right.
 
 The first test takes one of each kind, `make test` a hundred, `make test-exhaustive` a thousand, for either rule.
 """
@@ -90,7 +91,9 @@ FRAMES = (r"\boxed{%s}", r"so $\boxed{%s}$.", "Answer: %s", "$%s$", r"\[%s\]", "
 
 
 def hostile(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """``count`` pairs of a response and a truth, the kinds in turn; the truth is another of its kind as often as a number."""
+    """``count`` pairs of a response and a truth, the kinds in turn; the truth is another of its kind as often as a
+    number.
+    """
     rng = random.Random(seed)
     kinds = list(KINDS.values())
     for number in range(count):

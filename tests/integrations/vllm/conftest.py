@@ -17,8 +17,8 @@ HERE = Path(__file__).parent
 # Any Python that has gtpo_verl and a vLLM: how other versions of vLLM than the one beside verl are tested.
 ENGINE_PYTHON = os.environ.get("GTPO_VERL_TEST_ENGINE_PYTHON", sys.executable)
 VOCABULARY = 512
-# The first vLLM whose runner speculates with a draft model on a CPU. V1 in 0.24 calls its sampling kernel with an argument that
-# it does not take; V2 has had only drafters that are trained for their model before 0.32.
+# The first vLLM whose runner speculates with a draft model on a CPU. V1 in 0.24 calls its sampling kernel with an
+# argument that it does not take; V2 has had only drafters that are trained for their model before 0.32.
 DRAFT_MODEL_ON_CPU_SINCE = {"V1": (0, 28), "V2": (0, 32)}
 
 
@@ -34,7 +34,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def _save_policy(path: Path, seed: int, noise: float = 0.0) -> Path:
-    """A random Qwen2 (2 layers, hidden 64, 2 heads of 32) in float32, its output weights scaled so that entropies span nats.
+    """A random Qwen2 (2 layers, hidden 64, 2 heads of 32) in float32, its output weights scaled so that entropies span
+    nats.
 
     The tokenizer has fewer ids than the model, so verl masks the tail with -inf in vLLM.
     """

@@ -1,8 +1,8 @@
 """verl's own rollout side, alone, on one CPU: replica, server, clients, agent loops and TransferQueue; no trainer.
 
-``python drive_verl.py request.json answer.json``; the request names ``model`` and ``other_weights``, two directories of one shape,
-how many responses to interrupt (``interrupted``) and their ``max_tokens``, and whether that is the ``only`` part wanted.
-The answer holds what every client and every column of TransferQueue held, and what failures said.
+``python drive_verl.py request.json answer.json``; the request names ``model`` and ``other_weights``, two directories of
+one shape, how many responses to interrupt (``interrupted``) and their ``max_tokens``, and whether that is the ``only``
+part wanted. The answer holds what every client and every column of TransferQueue held, and what failures said.
 """
 
 import asyncio
@@ -77,7 +77,9 @@ def compose(model: str) -> DictConfig:
 
 
 async def send_weights(config: DictConfig, directory: str, step: int) -> str:
-    """What a worker of the actor does after an update: the weights through shared memory, then the new version; by which socket."""
+    """What a worker of the actor does after an update: the weights through shared memory, then the new version; by
+    which socket.
+    """
     from safetensors.torch import load_file
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.base import get_rollout_class
@@ -101,7 +103,9 @@ def record(prompt: list[int], output: Any) -> dict[str, Any]:
 
 
 async def under_way(server: Any, responses: int) -> None:
-    """Wait until every one of so many responses has a few tokens; the requests are long enough to be far from their end then."""
+    """Wait until every one of so many responses has a few tokens; the requests are long enough to be far from their end
+    then.
+    """
     while True:
         lengths = await server.__ray_call__.remote(
             lambda self: [len(output.outputs[0].token_ids) for output in self._tap._outputs.values()]

@@ -1,10 +1,12 @@
-"""Rollout entropies with another vLLM than the one beside verl in .venv: an environment of its own, and the tests of exactness in it.
+"""Rollout entropies with another vLLM than the one beside verl in .venv: an environment of its own, and the tests of
+exactness in it.
 
     make test-vllm VLLM=0.32.0
 
-The environment is .venv-vllm-VERSION; a second call finds it and goes straight to the tests. With it goes torch as that vLLM pins it:
-the CPU build if there is one, else PyPI's with CUDA, several GB. 0.24 is the vLLM that verl pins on GPUs, and verl is installed beside
-it, so that the servers are tested as well; 0.32 and verl 0.9.1 need different versions of transformers.
+The environment is .venv-vllm-VERSION; a second call finds it and goes straight to the tests. With it goes torch as that
+vLLM pins it: the CPU build if there is one, else PyPI's with CUDA, several GB. 0.24 is the vLLM that verl pins on GPUs,
+and verl is installed beside it, so that the servers are tested as well; 0.32 and verl 0.9.1 need different versions of
+transformers.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Runs one vLLM engine in a process of its own: ``python run_engine.py request.json answer.json``.
 
-The request names the engine's arguments and its batches. The patch is installed by vLLM itself, through the entry point of the
-package and GTPO_VERL_ROLLOUT_ENTROPY=1.
+The request names the engine's arguments and its batches. The patch is installed by vLLM itself, through the entry point
+of the package and GTPO_VERL_ROLLOUT_ENTROPY=1.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Entropies through verl's own agent loops: aligned with the tokens that the policy wrote, whatever stands between them."""
+"""Entropies through verl's own agent loops: aligned with the tokens that the policy wrote, whatever stands between
+them.
+"""
 
 import asyncio
 import json
@@ -84,7 +86,9 @@ CALL = f"<tool_call>{json.dumps({'name': 'add', 'arguments': {'a': 2, 'b': 3}})}
 
 
 class TrimmingBuilder(ContinuousTokenBuilder):
-    """Takes the last token of a turn away before it appends a tool's answer, as the builder of GLM does with `<|observation|>`."""
+    """Takes the last token of a turn away before it appends a tool's answer, as the builder of GLM does with
+    `<|observation|>`.
+    """
 
     def _merge_context_token_ids(self, runtime_token_ids, appended_token_ids, **kwargs):
         return MergeResult(

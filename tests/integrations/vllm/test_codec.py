@@ -91,5 +91,6 @@ def test_a_completion_without_logprobs_is_refused():
 
 
 def test_unpacking_needs_no_torch():
-    script = "import sys; from gtpo_verl.integrations.vllm import codec; codec.unpack([3 << 32]); sys.exit('torch' in sys.modules)"
+    use = "from gtpo_verl.integrations.vllm import codec; codec.unpack([3 << 32])"
+    script = f"import sys; {use}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -31,7 +31,9 @@ def batch(count: int, longest: int, params: Sequence[dict[str, Any]], max_tokens
 def check(
     policy_dir: Path, truth: Callable[..., Any], record_property: Callable[[str, object], None]
 ) -> Callable[..., None]:
-    """Compare every response of an engine with the truth; the largest error is kept in pytest's XML report (--junitxml)."""
+    """Compare every response of an engine with the truth; the largest error is kept in pytest's XML report
+    (--junitxml).
+    """
 
     def check(answer: dict[str, Any], batches: list[dict[str, Any]]) -> None:
         params = [each for batch in batches for each in batch["params"]]
@@ -87,7 +89,9 @@ def test_v1_chunked_prefill_and_preemption(run_engine, check):
 
 
 def cached(count: int, longest: int, max_tokens: int) -> list[dict[str, Any]]:
-    """The same long prompts twice, so that the second time finds them in the cache; prompt log-probs would not look there."""
+    """The same long prompts twice, so that the second time finds them in the cache; prompt log-probs would not look
+    there.
+    """
     params = [each for each in MIXED if "prompt_logprobs" not in each]
     return [
         {

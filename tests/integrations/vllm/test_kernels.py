@@ -1,4 +1,6 @@
-"""The entropy of a row against float64: real vocabularies, masked ids, certain and uniform policies, both float types."""
+"""The entropy of a row against float64: real vocabularies, masked ids, certain and uniform policies, both float
+types.
+"""
 
 import json
 import math

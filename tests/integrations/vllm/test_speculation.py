@@ -1,6 +1,8 @@
-"""The rejection samplers of both model runners, alone: entropies of accepted, corrected and bonus tokens in the mode that production uses.
+"""The rejection samplers of both model runners, alone: entropies of accepted, corrected and bonus tokens in the mode
+that production uses.
 
-With draft models, real engines speculate in test_exactness.py; which runner can do so on a CPU depends on vLLM's version.
+With draft models, real engines speculate in test_exactness.py; which runner can do so on a CPU depends on vLLM's
+version.
 """
 
 import json
@@ -25,7 +27,9 @@ SAMPLED = [
 
 
 def rows() -> torch.Tensor:
-    """(8, V) logits of drafted and bonus positions, divided by their request's temperature, a third of the ids masked."""
+    """(8, V) logits of drafted and bonus positions, divided by their request's temperature, a third of the ids
+    masked.
+    """
     logits = 4 * torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(0))
     logits[:, 2 * VOCABULARY // 3 :] = -torch.inf
     return logits / TEMPERATURES.repeat_interleave(torch.tensor(DRAFTED) + 1)[:, None]

@@ -1,4 +1,6 @@
-"""Entropies through verl's real rollout side on a CPU: replica, server in a Ray actor, clients, agent loops, TransferQueue."""
+"""Entropies through verl's real rollout side on a CPU: replica, server in a Ray actor, clients, agent loops,
+TransferQueue.
+"""
 
 from typing import Any
 
@@ -74,7 +76,9 @@ def test_validation_with_top_p_has_no_entropies_of_the_policy(answer):
 
 @pytest.fixture(scope="module")
 def check_interrupted(truth, policy_dir, other_policy_dir, masked):
-    """Every token of an interrupted response against the policy of the version that the token carries; returns the largest error."""
+    """Every token of an interrupted response against the policy of the version that the token carries; returns the
+    largest error.
+    """
 
     def check(rows: list[dict[str, Any]], length: int) -> float:
         policies = {1: policy_dir, 2: other_policy_dir}

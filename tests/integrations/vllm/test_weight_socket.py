@@ -27,7 +27,9 @@ class Worker(PolicyWorkerExtension):
 
 @pytest.fixture
 def connect(monkeypatch):
-    """A sender of weights and the worker that its server would reach; Ray's job is the first, as in every Ray of one's own."""
+    """A sender of weights and the worker that its server would reach; Ray's job is the first, as in every Ray of one's
+    own.
+    """
     context = SimpleNamespace(get_job_id=lambda: "01000000")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     for name, value in {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "VERL_REPLICA_RANK": "0"}.items():

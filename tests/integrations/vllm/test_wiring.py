@@ -1,4 +1,6 @@
-"""Rollout settings that cannot give exact entropies are refused with the key in the way; only the policy's servers change."""
+"""Rollout settings that cannot give exact entropies are refused with the key in the way; only the policy's servers
+change.
+"""
 
 import copy
 import functools
