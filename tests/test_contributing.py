@@ -2,23 +2,15 @@
 hand.
 """
 
-import re
 import types
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from three_files import block
 
 from gtpo_verl.algorithms import Algorithm, Batch
-
-TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-
-
-def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
-    return found
 
 
 @pytest.fixture(scope="module")

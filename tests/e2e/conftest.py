@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from three_files import NAME, add_method
 
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.reader import read_metrics
@@ -98,13 +99,15 @@ def start(task: Task) -> Iterator[Start]:
         training.close()
 
 
-# One quickstart whose steps train different algorithms, each as its preset has it or with one term left out: overrides of a step.
+# One quickstart whose steps train different algorithms, each as its preset has it or with one term left out:
+# overrides of a step.
 STEPS = (
     ("algo=gtpo",),  # first: its batch was sampled from the model that the run started with
     ("algo=dapo",),
     ("algo=grpo_s",),
     ("algo=gtpo", "algorithm.gtpo.alpha2=0", "algorithm.gtpo.length_penalty=none"),
     ("algo=grpo_s", "algorithm.grpo_s.beta2=0", "algorithm.grpo_s.length_penalty=none"),
+    (f"algo={NAME}",),  # added to the package in three files, test_new_method.py
 )
 
 
@@ -126,7 +129,13 @@ class Quickstart:
 
 
 @pytest.fixture(scope="session")
-def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for PYTHONPATH with the package and a method that it does not have."""
+    return add_method(tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="session")
+def quickstart(task: Task, extended: Path, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     """The quickstart on two ranks and two replicas, with one arm that takes another algorithm every step (`STEPS`).
 
     Two keys are there that nobody reads. ``recorder/`` writes down the readers and changes the algorithm, by a ``sitecustomize`` that
@@ -145,12 +154,13 @@ def quickstart(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Quicksta
         *("+trainer.nobody_reads_this=1", "+actor_rollout_ref.model.override_config.nobody=1"),
     ]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(recorder), str(extended), os.environ.get("PYTHONPATH")])),
         "GTPO_VERL_RECORD": str(notes),
         "GTPO_VERL_TEST_ALGORITHMS": json.dumps(STEPS),
         "RAY_DEDUP_LOGS": "0",  # otherwise Ray prints a line that several processes write only once
     }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    # `-m` looks in the current directory first: not in the checkout, whose package lacks the method
+    done = subprocess.run(command, env=environment, cwd=output, capture_output=True, text=True, timeout=1200)
     logs = "\n".join(log.read_text()[-5000:] for log in output.glob("quickstart-*/*/train.log"))
     assert done.returncode == 0, done.stdout + done.stderr + logs
     (directory,) = output.glob("quickstart-*")

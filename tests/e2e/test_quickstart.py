@@ -15,12 +15,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from metrics_doc import undocumented
 
 from gtpo_verl.tasks.sums.task import Task
 
 pytestmark = pytest.mark.e2e
 
-GTPO, DAPO, GRPO_S, GTPO_WITHOUT_ENTROPY, GRPO_S_WITHOUT_ENTROPY = STEPS = range(1, 6)
+GTPO, DAPO, GRPO_S, GTPO_WITHOUT_ENTROPY, GRPO_S_WITHOUT_ENTROPY, NEW_METHOD = STEPS = range(1, 7)
 Quickstart = Any  # tests/e2e/conftest.py
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 
@@ -149,14 +150,17 @@ def test_without_entropy_it_is_verls_grpo(quickstart: Quickstart, step: int, col
 
 
 def test_every_step_logs_what_a_reader_needs(quickstart: Quickstart, metrics: Metrics) -> None:
+    shaped = ("shaped_correct_mean", "shaped_correct_std", "shaped_wrong_mean", "shaped_wrong_std", "floor_share")
     names = (
-        *("shaped_correct_mean", "shaped_correct_std", "shaped_wrong_mean", "shaped_wrong_std"),
         *("sign_flip_correct", "sign_flip_wrong", "entropy_correct", "entropy_wrong"),
         *("tail_alive_correct", "tail_alive_wrong", "degenerate_share"),
     )
     for step in STEPS:
         data = metrics(quickstart.arm)[step]
         assert [name for name in names if f"credit/{name}" not in data] == []
+        missing = [name for name in shaped if f"credit/{name}" not in data]
+        assert missing == ([*shaped] if step in (DAPO, NEW_METHOD) else [])
+        assert undocumented(set(data)) == set()
         assert 0 < data["training/filter_groups/yield"] <= 1
 
 

@@ -615,8 +615,7 @@ def test_a_missing_field_and_attribute_are_reported() -> None:
         "verl.no_such_module": {"thing": "()"},
     }
     assert breaches(contract) == [
-        f"verl.workers.config.ActorConfig was {contract['verl.workers.config']['ActorConfig']} and is "
-        f"{{'clip_ratio_low'}}",
+        f"verl.workers.config.ActorConfig was {contract['verl.workers.config']['ActorConfig']} and is {{'clip_ratio_low'}}",
         "verl.trainer.ppo.v1.replay_buffer.ReplayBuffer.refill_function was attribute and is nothing",
         "verl.no_such_module.thing is gone: No module named 'verl.no_such_module'",
     ]
