@@ -59,8 +59,8 @@ def config_of(algorithm: str, model: Path) -> DictConfig:
         *(f"algo={algorithm}", "setting=quickstart", "hardware=cpu", f"actor_rollout_ref.model.path={model}"),
         *(f"trainer.run_dir={model}", f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={RESPONSES}"),
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={RESPONSES}",
-        # large enough that the second and third update are clipped
-        "actor_rollout_ref.actor.optim.lr=0.0005",
+        # large enough that some of the second and third update is clipped, and not all of it
+        "actor_rollout_ref.actor.optim.lr=0.0002",
     ]
     config = compose_config(overrides)
     prepare(config, overrides)
