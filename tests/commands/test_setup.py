@@ -145,7 +145,7 @@ def test_a_fit_environment_passes(version: tuple[int, int, int], machine: str):
         ({"version": (3, 13, 0)}, "needs Python 3.11 or 3.12 and this is 3.13"),
         ({"system": "Darwin", "machine": "arm64"}, "this is Darwin on arm64: use a Linux machine"),
         ({"machine": "ppc64le"}, "this is Linux on ppc64le"),
-        ({"managed": True}, "belongs to the operating system: make an environment"),
+        ({"managed": True}, "is managed by the operating system: make an environment"),
         ({"pip": False}, "has no pip: run its python with -m ensurepip"),
         (
             {"real_vllm": True, "distributions": {"vllm": "0.24.0"}},
@@ -464,7 +464,7 @@ def test_a_vllm_with_code_is_recognised(python: Path, sources: Path):
         ("WARNING: x\nERROR: first\nERROR: No matching distribution found for torch", "No matching distribution found"),
         ("ERROR: Cannot install a and b\n\nERROR: ResolutionImpossible: for help visit", "Cannot install a and b"),
         ("Killed", "Killed"),
-        ("", "pip said nothing"),
+        ("", "pip printed nothing"),
     ],
 )
 def test_pips_failures_in_a_few_words(output: str, reason: str):
