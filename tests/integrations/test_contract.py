@@ -151,6 +151,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.trainer.ppo.v1": {
         "AgentLoopManagerTQ": "class",
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
+        "AgentLoopManagerTQ.generate_sequences": "(self, prompts)",
     },
     "verl.trainer.ppo.v1.agent_loop_tq": {
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
@@ -191,6 +192,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer._update_actor": "(self, batch, metrics)",
         "PPOTrainer._val_metrics_update": "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=)",
         "PPOTrainer._validate": "(self)",
+        "PPOTrainer.agent_loop_manager": "attribute",
         "PPOTrainer.config": "attribute",
         "PPOTrainer.fit": "(self, agent_loop_manager)",
         "PPOTrainer.get_llm_client": "(self)",
