@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from gtpo_verl import __version__
 from gtpo_verl.errors import main_guard
 
-# name: (module with add_arguments(parser) and run(args), one line of help); loaded when used, so that --help is
-# immediate
+# name: (module with add_arguments(parser) and run(args), one line of help); imported when used, so that --help is fast
 COMMANDS = {
     "quickstart": (
         "gtpo_verl.commands.quickstart",
@@ -18,12 +17,12 @@ COMMANDS = {
     "train": ("gtpo_verl.commands.train", "train one model: Hydra overrides over verl's configuration"),
     "plan": (
         "gtpo_verl.commands.plan",
-        "what a configuration means, before a GPU is used: arithmetic, memory, time",
+        "what a configuration means, before a GPU is used: step arithmetic, memory, time",
     ),
     "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
     "prepare-data": (
         "gtpo_verl.commands.prepare_data",
-        "bring a data set to verl's schema, checked for repetitions and overlap",
+        "convert a data set to verl's schema, checked for repetitions and overlap",
     ),
     "report": ("gtpo_verl.commands.report", "compare runs: an HTML page, plots and a table"),
     "verify": ("gtpo_verl.commands.verify", "how far the two verifiers agree on the responses of a run"),

@@ -49,7 +49,11 @@ def read_json(file: Path) -> Any:
     Raises:
         ValueError: it is not JSON.
     """
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:  # not asked before: another process may remove it in between
+        return None
+    return json.loads(text)
 
 
 def append_json_line(file: Path, value: Any) -> None:

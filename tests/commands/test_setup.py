@@ -145,7 +145,7 @@ def test_a_fit_environment_passes(version: tuple[int, int, int], machine: str):
         ({"version": (3, 13, 0)}, "needs Python 3.11 or 3.12 and this is 3.13"),
         ({"system": "Darwin", "machine": "arm64"}, "this is Darwin on arm64: use a Linux machine"),
         ({"machine": "ppc64le"}, "this is Linux on ppc64le"),
-        ({"managed": True}, "managed by the operating system: make an environment"),
+        ({"managed": True}, "is managed by the operating system: make an environment"),
         ({"pip": False}, "has no pip: run its python with -m ensurepip"),
         (
             {"real_vllm": True, "distributions": {"vllm": "0.24.0"}},

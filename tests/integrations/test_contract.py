@@ -156,6 +156,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.trainer.ppo.v1": {
         "AgentLoopManagerTQ": "class",
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
+        "AgentLoopManagerTQ.generate_sequences": "(self, prompts)",
     },
     "verl.trainer.ppo.v1.agent_loop_tq": {
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
