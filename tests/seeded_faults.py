@@ -1,8 +1,8 @@
 """Seeds faults one at a time in a copy of the package and checks that the tests named for each fail.
 
-``python tests/seeded_faults.py [NAME...] [--tests DIR]``; `make test-faults` runs all. The named tests first run on the copy as it is,
-where they must pass. A fault is caught when pytest reports failures; a text that is no longer where it was is an error, not a miss.
-Exits with 1 unless every fault was caught.
+``python tests/seeded_faults.py [NAME...] [--tests DIR]``; `make test-faults` runs all. The named tests first run on the
+copy as it is, where they must pass. A fault is caught when pytest reports failures; a text that is no longer where it
+was is an error, not a miss. Exits with 1 unless every fault was caught.
 """
 
 import argparse
@@ -22,7 +22,9 @@ WITHOUT_CACHES = shutil.ignore_patterns("__pycache__")
 
 @dataclass(frozen=True)
 class Fault:
-    """One line of the package changed; ``old`` occurs exactly ``count`` times in ``file``, and all of them are changed."""
+    """One line of the package changed; ``old`` occurs exactly ``count`` times in ``file``, and all of them are
+    changed.
+    """
 
     name: str
     what: str
@@ -149,7 +151,9 @@ class Copy:
         shutil.copy(ROOT / "pyproject.toml", directory)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command whose Python imports the copy. No bytecode: a changed file may have the size and the second of the one before."""
+        """A command whose Python imports the copy. No bytecode: a changed file may have the size and the second of the
+        one before.
+        """
         environment = os.environ | {"PYTHONPATH": str(self.directory), "PYTHONDONTWRITEBYTECODE": "1"}
         return subprocess.run(
             [sys.executable, *command], cwd=self.directory, env=environment, capture_output=True, text=True, check=False
@@ -171,7 +175,7 @@ def caught(fault: Fault, copy: Copy) -> bool:
     source = file.read_text()
     if source.count(fault.old) != fault.count:
         sys.exit(
-            f"error: {fault.name}: {fault.old!r} occurs {source.count(fault.old)} times in gtpo_verl/{fault.file} in place of "
+            f"error: {fault.name}: {fault.old!r} occurs {source.count(fault.old)} times in gtpo_verl/{fault.file}, not "
             f"{fault.count}: adapt tests/seeded_faults.py to the new code"
         )
     file.write_text(source.replace(fault.old, fault.new))

@@ -77,10 +77,11 @@ class Training:
 
 @pytest.fixture(scope="module")
 def start(task: Task) -> Iterator[Start]:
-    """Start a training on the embedded task without validation and checkpoints; it is ended with the module if it has not by itself.
+    """Start a training on the embedded task without validation and checkpoints; it is ended with the module if it has
+    not by itself.
 
-    ``bare`` leaves all of that to the overrides. Those that do not depend on each other are best started together: starting is most of
-    their time, and leaves a core idle.
+    ``bare`` leaves all of that to the overrides. Those that do not depend on each other are best started together:
+    starting is most of their time, and leaves a core idle.
     """
     started: list[Training] = []
 
@@ -138,8 +139,8 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quickstart(task: Task, extended: Path, tmp_path_factory: pytest.TempPathFactory) -> Quickstart:
     """The quickstart on two ranks and two replicas, with one arm that takes another algorithm every step (`STEPS`).
 
-    Two keys are there that nobody reads. ``recorder/`` writes down the readers and changes the algorithm, by a ``sitecustomize`` that
-    every process of the run loads.
+    Two keys are there that nobody reads. ``recorder/`` writes down the readers and changes the algorithm, by a
+    ``sitecustomize`` that every process of the run loads.
     """
     output = tmp_path_factory.mktemp("outputs")
     (output / "task").symlink_to(task.model_path.parent)

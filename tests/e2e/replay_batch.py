@@ -1,7 +1,9 @@
-"""Replays a step that a run recorded, on one rank and on two, without Ray: ``python replay_batch.py RUN_DIR STEP OUT.pt``.
+"""Replays a step that a run recorded, on one rank and on two, without Ray: ``python replay_batch.py RUN_DIR STEP
+OUT.pt``.
 
-verl's own workers do the work, in processes joined by gloo: the pass before the update, then, from its entropies and log-probs, the
-advantages on rank 0, as the trainer computes them, then updates over the whole batch: in the first all ratios are 1.
+verl's own workers do the work, in processes joined by gloo: the pass before the update, then, from its entropies and
+log-probs, the advantages on rank 0, as the trainer computes them, then updates over the whole batch: in the first all
+ratios are 1.
 """
 
 import copy
@@ -77,7 +79,9 @@ def gathered(part: torch.Tensor, width: int) -> torch.Tensor:
 def run_rank(
     rank: int, ranks: int, port: int, config: DictConfig, recorded: dict[str, Any], out: Path, updates: int = 2
 ) -> None:
-    """One rank's part of a replay; rank 0 saves entropies, old log-probs, advantages and, for each update, metrics to ``out``."""
+    """One rank's part of a replay; rank 0 saves entropies, old log-probs, advantages and, for each update, metrics to
+    ``out``.
+    """
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

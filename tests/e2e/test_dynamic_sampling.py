@@ -1,6 +1,8 @@
-"""Dynamic sampling in a real training: groups carried over, Ctrl-C and a restart, a budget that is spent, and overlong filtering.
+"""Dynamic sampling in a real training: groups carried over, Ctrl-C and a restart, a budget that is spent, and overlong
+filtering.
 
-Two runs: the first leaves groups over and is stopped by Ctrl-C; the second resumes from its checkpoint on a task without contrast.
+Two runs: the first leaves groups over and is stopped by Ctrl-C; the second resumes from its checkpoint on a task
+without contrast.
 """
 
 import json
@@ -19,8 +21,9 @@ pytestmark = pytest.mark.e2e
 
 Start = Callable[..., Any]  # tests/e2e/conftest.py
 BATCH, RESPONSES = 8, 8
-# Verdicts that do not depend on the model. `contrast` divides every group but that of the first prompt it sees: its place is
-# refilled, and a refill for one missing group is of two at least, so a group is left over for certain. `none` divides no group.
+# Verdicts that do not depend on the model. `contrast` divides every group but that of the first prompt it sees: its
+# place is refilled, and a refill for one missing group is of two at least, so a group is left over for certain. `none`
+# divides no group.
 REWARD = """
 from collections import Counter
 

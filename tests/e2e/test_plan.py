@@ -1,9 +1,10 @@
-"""A plan says what the trainer does: the quickstart against its plan, and scaled-down copies of the paper settings trained one step.
+"""A plan says what the trainer does: the quickstart against its plan, and scaled-down copies of the paper settings
+trained one step.
 
 The copies are part of `make test-exhaustive`.
-Prompts, mini-batches and lengths are those of the paper divided by one number each, so the responses a prompt and the updates a step are
-the paper's own. What really happened is read from what a training leaves behind: the optimizer's own count of its steps, the rows
-of the batch, the tokens and the groups that were generated.
+Prompts, mini-batches and lengths are those of the paper divided by one number each, so the responses a prompt and the
+updates a step are the paper's own. What really happened is read from what a training leaves behind: the optimizer's own
+count of its steps, the rows of the batch, the tokens and the groups that were generated.
 """
 
 import json
@@ -36,6 +37,7 @@ def scaled_down(setting: str, task: Task) -> list[str]:
     paper = compose_config([f"setting={setting}"])
     actor = paper.actor_rollout_ref.actor
     overlong = paper.reward.reward_kwargs.overlong_buffer_cfg.len
+    buffer = "null" if overlong is None else 32 * overlong // paper.data.max_response_length
     return [
         *(f"algo={algo}", f"setting={setting}", "~layout", "hardware=cpu"),
         f"actor_rollout_ref.model.path={task.model_path}",
@@ -44,7 +46,7 @@ def scaled_down(setting: str, task: Task) -> list[str]:
         f"data.train_batch_size={paper.data.train_batch_size // by}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={actor.ppo_mini_batch_size // by}",
         *("data.max_prompt_length=8", "data.max_response_length=32"),
-        f"reward.reward_kwargs.overlong_buffer_cfg.len={'null' if overlong is None else 32 * overlong // paper.data.max_response_length}",
+        f"reward.reward_kwargs.overlong_buffer_cfg.len={buffer}",
         "reward.custom_reward_function.path=pkg://gtpo_verl.tasks.sums.reward",
         "reward.custom_reward_function.name=compute_score",
         f"actor_rollout_ref.actor.use_dynamic_bsz={tokens}",

@@ -1,7 +1,8 @@
-"""The main job on real verl, Ray and vLLM: a quickstart on two ranks and two replicas, every step another algorithm, and its report.
+"""The main job on real verl, Ray and vLLM: a quickstart on two ranks and two replicas, every step another algorithm,
+and its report.
 
-One training, because starting one takes more than a minute; the fixture is in conftest.py. With three arms, killed and resumed, it is
-run by test_three_arms.py.
+One training, because starting one takes more than a minute; the fixture is in conftest.py. With three arms, killed and
+resumed, it is run by test_three_arms.py.
 """
 
 import importlib.util

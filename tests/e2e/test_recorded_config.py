@@ -17,7 +17,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @pytest.mark.parametrize("name", ["GTPOConfig", "GRPOSConfig"])
 def test_every_setting_of_an_algorithm_is_used_by_it(name: str) -> None:
-    """The sections algorithm.gtpo and algorithm.grpo_s are read whole, into these classes, which refuse a name they do not know."""
+    """The sections algorithm.gtpo and algorithm.grpo_s are read whole, into these classes, which refuse a name they do
+    not know.
+    """
     from gtpo_verl import algorithms
 
     directory = Path(algorithms.__file__).parent
@@ -29,7 +31,7 @@ def test_every_setting_of_an_algorithm_is_used_by_it(name: str) -> None:
 # What is handed on whole, to whom.
 HANDED_ON = {
     "actor_rollout_ref.actor.megatron.override_transformer_config": "Megatron's model provider",
-    "actor_rollout_ref.rollout.engine_kwargs.vllm": "vLLM's argument parser, which refuses a name that it does not know",
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": "vLLM's argument parser, which refuses an unknown name",
     "ray_kwargs.ray_init.runtime_env.env_vars.KMP_BLOCKTIME": "the OpenMP runtime under torch",
     "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "the OpenMP runtime under torch",
     "ray_kwargs.ray_init.runtime_env.env_vars.OMP_WAIT_POLICY": "the OpenMP runtime under torch",
@@ -109,7 +111,9 @@ def below(key: str, sections: Iterable[str]) -> bool:
 
 
 def dead(keys: Iterable[str], read: set[str]) -> list[str]:
-    """Keys that nobody is known to act on: not read, by themselves or through an interpolation, and in no list above."""
+    """Keys that nobody is known to act on: not read, by themselves or through an interpolation, and in no list
+    above.
+    """
     through = takers(compose_config(["setting=quickstart", "hardware=cpu"]))
 
     def acted_on(key: str) -> bool:

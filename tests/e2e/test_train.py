@@ -1,4 +1,6 @@
-"""``algorithm.entropy.source=rollout`` in verl's synchronous trainer; `make test` has it in colocate_async (test_trainer_modes.py)."""
+"""``algorithm.entropy.source=rollout`` in verl's synchronous trainer; `make test` has it in colocate_async
+(test_trainer_modes.py).
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,9 @@ def from_rollout(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Trai
 
 
 def test_entropies_of_the_rollout_replace_the_actors_pass(from_rollout: Training, metrics: Metrics) -> None:
-    """source=rollout: GTPO runs on the rollout's entropies; verl's old-log-prob pass is run twice for a comparison, then skipped."""
+    """source=rollout: GTPO runs on the rollout's entropies; verl's old-log-prob pass is run twice for a comparison,
+    then skipped.
+    """
     steps = metrics(from_rollout.wait_for_end())
     for data in steps.values():
         assert data["credit/entropy_all"] > 0.01

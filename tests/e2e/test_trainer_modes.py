@@ -1,4 +1,6 @@
-"""verl's asynchronous trainers with the rollout's entropies, on real verl, Ray and vLLM; and an engine that dies under one."""
+"""verl's asynchronous trainers with the rollout's entropies, on real verl, Ray and vLLM; and an engine that dies under
+one.
+"""
 
 import json
 import time
@@ -23,17 +25,19 @@ SMALL = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     "algorithm.filter_groups.enable=false",
 )
-# Responses that run to their limit, four at a time: the queue lasts longer than a step, and weights change in the middle of some.
+# Responses that run to their limit, four at a time: the queue lasts longer than a step, and weights change in the
+# middle of some.
 LONG = (
     *("actor_rollout_ref.rollout.ignore_eos=true", "data.max_response_length=100"),
     *("actor_rollout_ref.rollout.max_model_len=128", "actor_rollout_ref.rollout.max_num_seqs=4"),
-    "reward.custom_reward_function.name=random_verdict",  # such responses are all wrong, and the policy would never move
+    "reward.custom_reward_function.name=random_verdict",  # all of these responses are wrong: no update
 )
 
 
 @pytest.fixture(scope="module")
 def separate_async(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """Servers of their own, apart from the trainer: two logical devices, one of them the rollout's; a step has two updates between
+    """Servers of their own, apart from the trainer: two logical devices, one of them the rollout's; a step has two
+    updates between
     which no weights are sent. Started, not awaited."""
     return start(
         tmp_path_factory.mktemp("separate") / "run",

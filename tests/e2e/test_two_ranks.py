@@ -1,4 +1,6 @@
-"""The first step of the quickstart on two FSDP ranks: one rank would have trained the same. That both trained: test_quickstart.py."""
+"""The first step of the quickstart on two FSDP ranks: one rank would have trained the same. That both trained:
+test_quickstart.py.
+"""
 
 import subprocess
 import sys

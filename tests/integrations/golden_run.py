@@ -1,8 +1,10 @@
-"""Three updates of a tiny model by verl's own FSDP actor, for every algorithm: losses and gradient norms, always the same.
+"""Three updates of a tiny model by verl's own FSDP actor, for every algorithm: losses and gradient norms, always the
+same.
 
-``python tests/integrations/golden_run.py OUT.json``. Model, prompts, responses and verdicts are drawn from seeds; nothing is sampled,
-and Ray and vLLM have no part in it. Entropies and log-probs, advantages and updates are computed as in a training
-(tests/e2e/replay_batch.py). ``golden_run.json`` beside this file is what it wrote; after a change that is meant to change the numbers:
+``python tests/integrations/golden_run.py OUT.json``. Model, prompts, responses and verdicts are drawn from seeds;
+nothing is sampled, and Ray and vLLM have no part in it. Entropies and log-probs, advantages and updates are computed as
+in a training (tests/e2e/replay_batch.py). ``golden_run.json`` beside this file is what it wrote; after a change that is
+meant to change the numbers:
 
     .venv/bin/python tests/integrations/golden_run.py tests/integrations/golden_run.json
 """

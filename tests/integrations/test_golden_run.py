@@ -1,4 +1,6 @@
-"""Losses and gradient norms of three updates by verl's actor are those of ``golden_run.json``; golden_run.py says of what, and how to renew it."""
+"""Losses and gradient norms of three updates by verl's actor are those of ``golden_run.json``; golden_run.py says of
+what, and how to renew it.
+"""
 
 import json
 import subprocess
@@ -12,7 +14,8 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden_run.json").read_text())
-# Relative. Float32 on another CPU sums in another order. What that does grows from update to update: docs/testing.md has it measured.
+# Relative. Float32 on another CPU sums in another order. What that does grows from update to update: docs/testing.md
+# has it measured.
 TOLERANCE = 1e-4
 
 

@@ -1,4 +1,6 @@
-"""Under continuous integration (``CI`` is set) a test that is skipped fails the run: it says nothing of the component it is about."""
+"""Under continuous integration (``CI`` is set) a test that is skipped fails the run: it says nothing of the component
+it is about.
+"""
 
 import os
 

@@ -12,7 +12,8 @@ Item = tuple[str, int]  # an axis and the position of a value on it: values need
 def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0, candidates: int = 20) -> list[Point]:
     """Points of the product of ``axes`` such that any two values of two axes meet in one; the same for the same seed.
 
-    Greedy: each point is built around a pair that is still missing, as the best of several random completions. Two axes at least.
+    Greedy: each point is built around a pair that is still missing, as the best of several random completions. Two axes
+    at least.
     """
     rng = random.Random(seed)
     items = {name: [(name, index) for index in range(len(values))] for name, values in axes.items()}
@@ -36,7 +37,9 @@ def pairwise(axes: Mapping[str, Sequence[Any]], seed: int = 0, candidates: int =
 def _complete(
     start: frozenset[Item], items: Mapping[str, list[Item]], missing: set[frozenset[Item]], rng: random.Random
 ) -> list[Item]:
-    """``start`` and one value of every other axis, in random order, each the one that closes most pairs with those before."""
+    """``start`` and one value of every other axis, in random order, each the one that closes most pairs with those
+    before.
+    """
     point = list(start)
     rest = [name for name in items if name not in dict(point)]
     for name in rng.sample(rest, len(rest)):

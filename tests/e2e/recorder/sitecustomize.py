@@ -1,10 +1,13 @@
-"""Notes every configuration key that is used, in every process of a run; test_recorded_config.py puts this directory on PYTHONPATH.
+"""Notes every configuration key that is used, in every process of a run; test_recorded_config.py puts this directory on
+PYTHONPATH.
 
-Python imports a module of this name at its start, so Ray's workers and vLLM's processes have it too. A key is used when code other
-than a converter, a validator or a printer takes its value: from a DictConfig, or, where verl converts a section into a dataclass, from
-the field of that instance. Converting, copying or resolving a section uses nothing in it.
+Python imports a module of this name at its start, so Ray's workers and vLLM's processes have it too. A key is used when
+code other than a converter, a validator or a printer takes its value: from a DictConfig, or, where verl converts a
+section into a dataclass, from the field of that instance. Converting, copying or resolving a section uses nothing in
+it.
 
-Each process appends lines ``key<TAB>module`` to ``$GTPO_VERL_RECORD/PID``, at once: Ray ends its workers without a farewell.
+Each process appends lines ``key<TAB>module`` to ``$GTPO_VERL_RECORD/PID``, at once: Ray ends its workers without a
+farewell.
 """
 
 import dataclasses

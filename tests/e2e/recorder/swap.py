@@ -1,7 +1,8 @@
 """Changes the algorithm of a running training at the start of a step; sitecustomize.py beside this calls it.
 
-``$GTPO_VERL_TEST_ALGORITHMS`` is a JSON list: for each step the overrides that choose its algorithm. Estimator and settings are read
-from the trainer's configuration at every step, and the workers get the new loss as they get a critic's: by verl's ``set_loss_fn``.
+``$GTPO_VERL_TEST_ALGORITHMS`` is a JSON list: for each step the overrides that choose its algorithm. Estimator and
+settings are read from the trainer's configuration at every step, and the workers get the new loss as they get a
+critic's: by verl's ``set_loss_fn``.
 """
 
 import json
