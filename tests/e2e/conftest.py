@@ -125,6 +125,10 @@ class Quickstart:
         return self.directory / "gtpo"
 
     @property
+    def last_step(self) -> int:
+        return len(STEPS)
+
+    @property
     def log(self) -> str:
         return (self.arm / "train.log").read_text()
 

@@ -13,8 +13,12 @@ pytestmark = pytest.mark.e2e
 
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 PROMPTS = 32
-LAST_STEP = 5
 SOURCE = "gtpo_verl/sums"
+
+
+@pytest.fixture
+def last_step(quickstart: Any) -> int:
+    return quickstart.last_step
 
 
 @pytest.fixture
@@ -33,8 +37,8 @@ def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, metrics: Metrics) -> None:
-    for step in (0, LAST_STEP):
+def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, last_step: int, metrics: Metrics) -> None:
+    for step in (0, last_step):
         logged = metrics(run_dir)[step]
         samples = lines(run_dir / "validation" / f"{step}.jsonl")
         mean = sum(sample["acc"] for sample in samples) / len(samples)
@@ -50,17 +54,17 @@ def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, metr
         assert logged[f"val/{SOURCE}/truncated_share"] == pytest.approx(sum(n >= 32 for n in tokens) / len(tokens))
 
 
-def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, metrics: Metrics) -> None:
+def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, last_step: int, metrics: Metrics) -> None:
     """Greedy, response by response."""
     done = evaluate(run_dir)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
+    output = run_dir / "evaluation" / f"global_step_{last_step}"
     problems = lines(output / "problems.jsonl")
     assert sorted(problem["row"] for problem in problems) == list(range(PROMPTS))
 
     validated = [
         (sample["gts"], sample["output"], sample["acc"])
-        for sample in lines(run_dir / "validation" / f"{LAST_STEP}.jsonl")
+        for sample in lines(run_dir / "validation" / f"{last_step}.jsonl")
     ]
     answered = [
         (problem["ground_truth"], response["response"], response["acc"])
@@ -69,7 +73,7 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, metrics: M
     ]
     assert sorted(answered) == sorted(validated)
     (summary,) = json.loads((output / "summary.json").read_text())["sources"]
-    logged = metrics(run_dir)[LAST_STEP]
+    logged = metrics(run_dir)[last_step]
     for name, figure in (
         ("mean@2", summary["mean"]),
         ("pass@2", summary["pass_at"]["2"]),
@@ -82,9 +86,9 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, metrics: M
     assert (output / "pass_at_k.png").stat().st_size > 5000
 
 
-def test_a_finished_evaluation_is_not_done_again(run_dir: Path) -> None:
+def test_a_finished_evaluation_is_not_done_again(run_dir: Path, last_step: int) -> None:
     """What a crash leaves of the file, and what goes on from it, is tested in tests/evaluation/test_records.py."""
-    output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
+    output = run_dir / "evaluation" / f"global_step_{last_step}"
     before, summary = (output / "problems.jsonl").read_bytes(), (output / "summary.json").read_text()
     (output / "summary.json").unlink()
     again = evaluate(run_dir)
@@ -94,8 +98,8 @@ def test_a_finished_evaluation_is_not_done_again(run_dir: Path) -> None:
     assert json.loads((output / "summary.json").read_text())["sources"] == json.loads(summary)["sources"]
 
 
-def test_another_setting_is_refused_by_name(run_dir: Path) -> None:
-    output = run_dir / "evaluation" / f"global_step_{LAST_STEP}"
+def test_another_setting_is_refused_by_name(run_dir: Path, last_step: int) -> None:
+    output = run_dir / "evaluation" / f"global_step_{last_step}"
     before = (output / "problems.jsonl").read_bytes()
     refused = evaluate(run_dir, "actor_rollout_ref.rollout.val_kwargs.n=4")
     assert refused.returncode == 2
