@@ -1,7 +1,7 @@
 """GRPO and DAPO: one reward a response, normalised in its group (the baselines GTPO and GRPO-S are compared with)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,15 +100,4 @@ DAPO = Algorithm(
     style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
 )
 
-GRPO = Algorithm(
-    name="grpo",
-    label="GRPO",
-    level="outcome",
-    needs=frozenset({"rewards"}),
-    config=GRPOConfig,
-    compute=_compute,
-    verl_estimator="grpo",
-    loss="vanilla",
-    aggregation="seq-mean-token-mean",
-    advantage_ns=41.0,
-)
+GRPO = replace(DAPO, name="grpo", label="GRPO", aggregation="seq-mean-token-mean", style=None)

@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 def preflight_findings(config: DictConfig) -> list[Finding]:
     """What the checks before a training say about a composed configuration, without its model and files."""
-    errors, remarks = preflight.problems(config)
-    return [Finding("error", message) for message in errors] + [Finding("note", message) for message in remarks]
+    errors, notes = preflight.problems(config)
+    return [Finding("error", message) for message in errors] + [Finding("note", message) for message in notes]
 
 
 def _given(args: argparse.Namespace) -> dict[str, float]:
