@@ -55,7 +55,8 @@ def estimator(entry: Algorithm) -> Estimator:
         )
         out = entry.advantages(replace(batch, length_penalty=length_penalty(settings, batch, context)), settings)
         context.metrics.update(out.metrics)
-        return out.advantages, out.advantages
+        advantages = out.advantages.to(token_level_rewards.dtype)
+        return advantages, advantages
 
     estimate.__name__ = f"{entry.name}_advantages"
     return estimate
