@@ -8,8 +8,8 @@ DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 # Metrics of verl that the second table of the document leaves out.
 VERL = (
-    r"actor/(lr|lr_\w+|loss|kl_\w+|reward_kl_\w+|perf/.*|\w+_gb)",
-    r"(critic|global_seqlen|num_turns|perf|response|response_length_non_aborted|timing_per_token_ms|timing_s)/.*",
+    r"actor/(lr|loss|entropy_loss|kl_\w+|reward_kl_\w+|perf/.*)",
+    r"(critic|global_seqlen|num_turns|perf|response|response_length_non_aborted|separate_async|timing_\w+)/.*",
     r"(prompt_length|response_length)/(mean|max|min|clip_ratio)",
     r"(rollout|rollout_corr|spec_decode|tool_call_counts|variance_proxy)/.*",
     r"training/(epoch|global_step|num_turns/.*|off_policy/.*|rollout_failure/.*|rollout_(actor_)?probs_.*)",
