@@ -1,18 +1,21 @@
 """Bad input gets one line that says what to do, before verl, Ray or vLLM start."""
 
+import copy
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import pytest
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import preflight
-from gtpo_verl.config import compose_config, prepare
+from gtpo_verl.config import GROUPS, compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import checks
 
@@ -73,6 +76,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 Composer = Callable[..., DictConfig]
 
 
+@cache
+def _chosen(groups: tuple[str, ...]) -> DictConfig:
+    """The configuration of these groups: composing takes half a second, and test_config.py tests it."""
+    return compose_config(groups)
+
+
 @pytest.fixture
 def composed(inputs: dict[str, str]) -> Composer:
     """A function that composes the sound run with some keys changed; DIR stands for the inputs' directory."""
@@ -84,7 +93,10 @@ def composed(inputs: dict[str, str]) -> Composer:
             key, value = change.replace("DIR", directory).split("=", 1)
             changed[key] = value
         overrides = [f"{key}={value}" for key, value in changed.items() if value != "MISSING"]
-        config = compose_config(overrides)
+        config = copy.deepcopy(_chosen(tuple(item for item in overrides if item.partition("=")[0] in GROUPS)))
+        for item in OverridesParser.create().parse_overrides(overrides):
+            if item.key_or_group not in GROUPS:
+                OmegaConf.update(config, item.key_or_group, item.value(), force_add=True)
         prepare(config, overrides)
         return config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
+pytestmark = pytest.mark.e2e
 
 Training = Any  # tests/e2e/conftest.py
 Start = Callable[..., Training]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 Training = Any  # tests/e2e/conftest.py
 Start = Callable[..., Training]

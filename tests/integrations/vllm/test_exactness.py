@@ -109,6 +109,7 @@ def test_v1_prefix_caching(run_engine, check):
     check(answer, batches)
 
 
+@pytest.mark.exhaustive
 def test_v2_prefix_caching_and_tensor_parallel(run_engine, check, v2_on_cpu):
     batches = cached(3, 70, max_tokens=6)
     answer = run_engine(batches, env=v2_on_cpu, block_size=32, tensor_parallel_size=2)
