@@ -1,4 +1,4 @@
-"""``algorithm.entropy.source=rollout`` in verl's synchronous trainer; `make test` has it in colocate_async
+"""``algorithm.entropy.source=rollout`` in verl's synchronous trainer; with colocate_async it is an exhaustive test
 (test_trainer_modes.py).
 """
 
