@@ -63,10 +63,10 @@ def estimator(entry: Algorithm) -> Estimator:
 
 
 def length_penalty(settings: object, batch: Batch, context: CreditContext) -> torch.Tensor | None:
-    """(B,) the length penalty of a batch, times the run's `penalty_factor`; None for none.
+    """(B,) the length penalty of a batch; None for none.
 
     GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
-    does.
+    does. The soft one is multiplied by the run's `penalty_factor`; the group-relative one has a size of its own.
     """
     overlong = context.overlong
     if isinstance(settings, ShapingConfig) and settings.length_penalty == "grop":
