@@ -82,6 +82,7 @@ def test_every_algorithm_composes_with_every_backend(arm: str, backend: str) -> 
     assert config.actor_rollout_ref.actor.strategy == {"fsdp": "fsdp2", "megatron": "megatron"}[backend]
 
 
+@pytest.mark.slow
 def test_a_setting_brings_the_layout_of_its_backend_and_settings_know_no_backend() -> None:
     """Settings are written once for both engines; how a 32B model is split is chosen by setting and backend
     together.

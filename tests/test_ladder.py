@@ -44,6 +44,7 @@ def leaves(config: DictConfig) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("setting", ["default", "paper_dapo_32b"])
+@pytest.mark.slow  # fourteen compositions
 def test_each_row_differs_from_the_one_above_in_one_thing(setting: str) -> None:
     rows = [leaves(compose_config([f"algo=ladder/{row}", f"setting={setting}"])) for row in ROWS]
     for (above, row), expected in zip(itertools.pairwise(rows), STEPS, strict=True):
@@ -69,6 +70,7 @@ def test_the_first_row_has_nothing_of_dapo() -> None:
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in ("setting", "algo") for name in choices(group)])
+@pytest.mark.slow  # twenty compositions
 def test_surplus_is_thrown_away_as_in_the_paper_unless_asked_for(choice: str) -> None:
     config = compose_config([choice])
     assert config.algorithm.filter_groups.carry_over.max_age == 0

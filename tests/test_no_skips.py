@@ -21,6 +21,7 @@ def test_it(): pass
 
 
 @pytest.mark.parametrize(("source", "workers"), [(SKIPPED_TEST, 0), (SKIPPED_FILE, 0), (SKIPPED_FILE, 1)])
+@pytest.mark.slow  # starts pytest three times
 def test_a_skip_fails_the_run_under_ci_alone(source: str, workers: int, tmp_path: Path) -> None:
     (tmp_path / "test_skipped.py").write_text(source)
     (tmp_path / "test_passed.py").write_text("def test_it(): pass\n")

@@ -304,6 +304,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(composed: Composer, monkey
         preflight.check(composed("actor_rollout_ref.model.path=organisation/name"))
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_line_and_starts_no_ray(inputs: dict[str, str], tmp_path: Path) -> None:
     """Through the real command: exit code, stderr, and no Ray session of its own."""
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}

@@ -46,6 +46,7 @@ def overrides_of(recipe: str, tools: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_a_recipe_composes_and_plans_without_an_error(recipe: str, tools: Path) -> None:
     overrides = overrides_of(recipe, tools)
     assert [word.partition("=")[0] for word in overrides] == ["setting", "algo", "verifier"]
@@ -74,6 +75,7 @@ def test_published_figures_of_a_recipe_are_those_of_the_table(recipe: str) -> No
     assert f"`{recipe}" in table
 
 
+@pytest.mark.slow
 def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
     """With the real command behind it: `--cfg` stops before anything starts."""
     done = call("recipe/smoke_one_gpu.sh", "--cfg", tools=Path(sys.executable).parent)

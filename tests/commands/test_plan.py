@@ -10,6 +10,7 @@ import pytest
 from gtpo_verl.cli import main
 
 
+@pytest.mark.slow
 def test_the_paper_run_as_a_new_user_plans_it(tmp_path: Path) -> None:
     """From an empty folder, in a process of its own: exact parameters, the step, and nothing that torch or verl
     print."""

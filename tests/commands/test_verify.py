@@ -60,6 +60,7 @@ def test_the_table_the_share_and_the_examples(
     assert "boxed: agrees with the run on 100.00 % of 10" in printed
 
 
+@pytest.mark.slow
 def test_a_sample_that_hangs_is_reported_and_the_rest_judged(dump: WriteDump, tmp_path: Path) -> None:
     path = dump(BOTH, (r"\boxed{9^{9^{9^9}}}", "9^{9^{9^8}}", None), BOXED_ONLY)
     report = tmp_path / "report.json"

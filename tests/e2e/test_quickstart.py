@@ -120,7 +120,7 @@ def test_a_step_was_trained_on_the_advantages_of_the_papers_equations(quickstart
     )
     wanted = torch.tensor(expected.advantages, dtype=torch.float64)
     assert wanted.abs().max() > 0.5
-    torch.testing.assert_close(batch["advantages"].double(), wanted, atol=2e-4, rtol=0)
+    torch.testing.assert_close(batch["advantages"].double(), wanted, atol=1e-6, rtol=0)
 
 
 def reference_loops() -> Any:

@@ -22,6 +22,7 @@ def messages(config: DictConfig, level: str, overrides: list[str] | None = None,
 
 @pytest.mark.parametrize("setting", [name for name in choices("setting") if name not in ("default", "quickstart")])
 @pytest.mark.parametrize("backend", choices("backend"))
+@pytest.mark.slow
 def test_settings_that_ship_have_nothing_wrong_and_fit_80_gb(run: Run, setting: str, backend: str) -> None:
     config = run(f"setting={setting}", f"backend={backend}")
     plan = make_plan(config, preflight=preflight_findings(config))

@@ -6,10 +6,12 @@ import signal
 from pathlib import Path
 
 import psutil
+import pytest
 
 from gtpo_verl.runs.process import TrainingProcess
 
 
+@pytest.mark.slow
 def test_a_failed_training_is_followed_to_its_end_and_gives_its_error(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": {"x": 0.5}}) + '\n{"step": 4, "da')
     training = TrainingProcess(tmp_path, ["algo=nonsense"])

@@ -99,6 +99,7 @@ def test_the_overlong_punishment_is_in_the_reward_and_not_in_the_verdict(tokeniz
     assert punished["reward_extra_info"]["score"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_sample_that_hangs_costs_itself_and_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     """Every sample has the same keys, which verl's batches need, and the share is what the trainer logs."""
     config = composed("boxed", "reward.custom_reward_function.reward_kwargs.timeout=2")

@@ -39,6 +39,7 @@ def sample(sampler, logits, temperature):
     return sampler(logits.clone(), metadata).logprobs_tensors
 
 
+@pytest.mark.slow  # imports the engine
 def test_v1_sampled_tokens_carry_the_entropy_at_their_temperature(patched):
     logits = 4 * torch.randn(3, 1000)
     logits[:, 900:] = -torch.inf
