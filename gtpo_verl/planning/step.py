@@ -77,7 +77,8 @@ def check_batches(config: DictConfig) -> Parallelism:
     if rest:
         raise UserError(
             f"a mini-batch of {actor.ppo_mini_batch_size} prompts × {rollout.n} responses does not divide over "
-            f"{parallel.data} data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or rollout.n."
+            f"{parallel.data} data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or "
+            "actor_rollout_ref.rollout.n."
         )
     if actor.use_dynamic_bsz:
         longest = config.data.max_prompt_length + config.data.max_response_length

@@ -110,7 +110,7 @@ def test_micro_batches_by_tokens_are_those_that_verl_cuts(
         (
             [],
             {"actor_rollout_ref.rollout.tensor_model_parallel_size": 3},
-            "do not divide by the 3 of one rollout engine",
+            "one rollout engine takes 3 GPUs",
         ),
         (
             [],
