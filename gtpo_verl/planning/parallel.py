@@ -51,7 +51,7 @@ def parallelism(config: DictConfig) -> Parallelism:
             raise UserError(
                 f"{gpus} GPUs is not a multiple of {tensor} × {pipeline} × {context}, the tensor, pipeline and context "
                 "parallel sizes: change actor_rollout_ref.actor.megatron.*, or "
-                " trainer.nnodes and trainer.n_gpus_per_node."
+                "trainer.nnodes and trainer.n_gpus_per_node."
             )
     else:
         tensor = pipeline = context = 1
