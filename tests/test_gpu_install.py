@@ -1,0 +1,54 @@
+"""The installation of machines with GPUs: extras resolve under the committed constraints; the image is well formed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / "gtpo_verl" / "gpu_constraints.txt"
+DOCKERFILE = ROOT / "scripts" / "Dockerfile"
+
+
+def pins(text: str) -> dict[str, str]:
+    return dict(line.split("==") for line in text.splitlines())
+
+
+def test_constraints_are_plain_pins_of_the_supported_versions() -> None:
+    lines = CONSTRAINTS.read_text().splitlines()
+    assert all(re.fullmatch(r"[a-z0-9.-]+==[0-9][a-z0-9.+]*", line) for line in lines)
+    versions = pins(CONSTRAINTS.read_text())
+    assert (versions["verl"], versions["vllm"], versions["torch"]) == ("0.9.1", "0.24.0", "2.11.0")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_both_extras_resolve_to_the_constraints(python: str) -> None:
+    """By a resolver that reads metadata for another platform; what it would install is the committed list."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--extra", "gpu", "--extra", "megatron"]
+    command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_34"]
+    command += ["--no-header", "--no-annotate", "--quiet", "--constraints", str(CONSTRAINTS)]
+    resolved = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert resolved.returncode == 0, resolved.stderr
+    assert pins(resolved.stdout) == pins(CONSTRAINTS.read_text())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    linted = subprocess.run(
+        [Path(sys.executable).with_name("hadolint"), DOCKERFILE], capture_output=True, text=True, check=False
+    )
+    assert (linted.returncode, linted.stdout) == (0, "")
+
+
+def test_the_dockerfile_copies_and_installs_what_exists() -> None:
+    text = DOCKERFILE.read_text()
+    for source in re.findall(r"^COPY (\S+) ", text, re.MULTILINE):
+        assert (ROOT / source).exists()
+    extras = re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert {"gpu", "megatron"} <= set(extras)
+    assert "gtpo-verl[" not in text  # the name is not this project's on an index
