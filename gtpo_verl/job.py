@@ -24,6 +24,7 @@ JOINING = ("++ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpu
 def run() -> int:
     """Do what was handed over; returns the exit code."""
     task = handover.read()
+    handover.export_environment()  # Ray calls it in workers, not here
     if task.action == "stop":
         return 0 if ask_to_stop(Path(task.run_dir)) else 1
     prove_plugin(task.plugin)

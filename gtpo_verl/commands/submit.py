@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.jobs import Jobs, JobInfo
+from gtpo_verl.experiments.jobs import JobInfo, Jobs
 from gtpo_verl.experiments.package import WorkingDirectory
 from gtpo_verl.experiments.request import check_request, run_dir_of
 from gtpo_verl.runs.lock import GRACE
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for `gtpo-verl train`")
     parser.add_argument(
-        "--address", metavar="URL", help="the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, else this machine's)"
+        "--address",
+        metavar="URL",
+        help="the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, or this machine's)",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--follow", action="store_true", help="follow the log to the end of the job (default)")

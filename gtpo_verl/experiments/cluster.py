@@ -1,7 +1,8 @@
-"""What a job proves of its cluster before it trains: on every node the plugin is the one that was carried, and works."""
+"""What a job proves of its cluster before it trains: every node has the plugin that was carried, and its needs."""
 
 import importlib.metadata
 import importlib.util
+import logging
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ def prove_plugin(expected: str) -> None:
     from ray.exceptions import GetTimeoutError, RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    ray.init(log_to_driver=False, logging_level="WARNING")
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
     try:
         nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
         task = ray.remote(num_cpus=0, max_retries=0)(look)
@@ -82,7 +83,7 @@ def _check_plugin(expected: str) -> None:
         raise UserError(f"gtpo_verl is imported from {package}, which is not what was submitted: uninstall it there.")
     version = installed_version("gtpo-verl")
     if version != gtpo_verl.__version__:
-        raise UserError(f"gtpo_verl {gtpo_verl.__version__} was submitted, and the metadata of {version} is found first.")
+        raise UserError(f"gtpo_verl {gtpo_verl.__version__} was submitted, and metadata of {version} is found first.")
     for group in ("verl.plugins", "vllm.general_plugins"):
         found = [point for point in importlib.metadata.entry_points(group=group) if point.name == "gtpo_verl"]
         specs = [importlib.util.find_spec(point.module) for point in found]

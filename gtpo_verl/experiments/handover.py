@@ -1,8 +1,8 @@
 """What a submission hands to its job: overrides and environment variables, in a file that travels with the plugin.
 
 Ray's entry point is a shell command, and its runtime environment and metadata are shown by ``ray job list`` and the
-dashboard. A file needs no quoting and is shown by neither. Every worker of a job imports this module: only the standard
-library, and Ray, which is there.
+dashboard. A file needs no quoting and is shown by neither. Every worker of a job imports this module, when it starts:
+the standard library is enough for it.
 """
 
 import hashlib
@@ -59,11 +59,8 @@ def read() -> HandOver:
 
 
 def export_environment() -> None:
-    """Set the job's variables in this process; those that the run's configuration sets for its workers win."""
-    import ray
-
-    environment = ray.get_runtime_context().runtime_env.get("env_vars") or {}
-    os.environ.update({name: value for name, value in read().environment.items() if name not in environment})
+    """Set the job's variables in this process; they win over the node's and the run's own."""
+    os.environ.update(read().environment)
 
 
 def fingerprint(package: Path) -> str:

@@ -5,6 +5,7 @@ Ray alone is needed here, no verl and no torch. A job of ours is marked by its m
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import os
 import tempfile
@@ -31,7 +32,13 @@ UPLOAD_TIMEOUT = 600.0  # seconds
 ASK_TIMEOUT = 120.0  # seconds that the job which asks a training to stop may take
 POLL = 1.0  # seconds between two looks at a job
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
-KILL_AFTER = 60  # seconds from Ray's SIGTERM to its SIGKILL
+KILL_AFTER = 120  # seconds from Ray's signal to its SIGKILL
+# Modules of Ray that report every file which they pack and upload.
+REPORTING = (
+    "ray.dashboard.modules.dashboard_sdk",
+    "ray.dashboard.modules.job.sdk",
+    "ray._private.runtime_env.packaging",
+)
 MARK = "gtpo_verl"  # key of a job's metadata: the version that submitted it
 
 Value = TypeVar("Value")
@@ -76,7 +83,12 @@ class Jobs:
             self.address = f"http://{self.address}"
         if not self.address.startswith(("http://", "https://")):
             raise UserError(f"--address {self.address}: it must be the URL of a Ray dashboard, {DEFAULT_ADDRESS} here.")
-        self._client = self._call(lambda: _client(self.address), CONNECT_TIMEOUT)
+        if any(importlib.util.find_spec(name) is None for name in ("ray", "aiohttp", "requests")):
+            raise UserError("submitting needs Ray with its client: pip install 'ray[default]'.")
+        try:
+            self._client = self._call(lambda: _client(self.address), CONNECT_TIMEOUT)
+        except RuntimeError as error:
+            raise UserError(f"{self.address} is no Ray cluster that takes jobs: {first_line(error)}") from error
 
     def submit(
         self,
@@ -111,8 +123,7 @@ class Jobs:
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
             if files:
                 copy_files(directory.path, files, Path(place) / "files")
-            given = {"overrides": tuple(overrides), "environment": dict(environment)}
-            return self._start(Path(place), submission_id, action, run_dir, **given)
+            return self._start(Path(place), submission_id, action, run_dir, tuple(overrides), dict(environment))
 
     def info(self, submission_id: str) -> JobInfo | None:
         """What Ray knows of a job of ours; None if it knows none of this id."""
@@ -144,7 +155,7 @@ class Jobs:
 
         Args:
             submission_id: of the job; one that has ended is left alone.
-            grace: seconds for the step and its checkpoint; 0: the job is stopped at once.
+            grace: seconds for the step and its checkpoint; 0: the training is interrupted at once.
 
         Raises:
             UserError: there is no such job.
@@ -153,7 +164,7 @@ class Jobs:
         if job is None:
             raise UserError(f"{submission_id}: no such job on {self.address}; `gtpo-verl submit --list` shows them.")
         deadline = time.monotonic() + grace
-        if grace > 0 and job.status == "RUNNING" and self._ask_to_stop(job, min(grace, ASK_TIMEOUT)):
+        if job.status == "RUNNING" and self._ask_to_stop(job):
             self._wait(submission_id, deadline)
         if self.status(submission_id) not in ENDED:
             self._call(lambda: self._client.stop_job(submission_id))
@@ -193,12 +204,12 @@ class Jobs:
             while (text := runner.run(next_chunk())) is not None:
                 yield text
 
-    def _ask_to_stop(self, job: JobInfo, seconds: float) -> bool:
+    def _ask_to_stop(self, job: JobInfo) -> bool:
         """Write the file STOP where the training was started; False if none writes to the run directory there."""
         helper = f"{job.id}-stop-{uuid.uuid4().hex[:8]}"
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
-            self._start(Path(place), helper, "stop", job.run_dir, overrides=(), environment={})
-        asked = self._wait(helper, time.monotonic() + seconds) == "SUCCEEDED"
+            self._start(Path(place), helper, "stop", job.run_dir)
+        asked = self._wait(helper, time.monotonic() + ASK_TIMEOUT) == "SUCCEEDED"
         with contextlib.suppress(RuntimeError):  # it has not ended: nothing depends on its entry in the list
             self._call(lambda: self._client.delete_job(helper))
         return asked
@@ -217,20 +228,24 @@ class Jobs:
         submission_id: str,
         action: str,
         run_dir: str,
-        *,
-        overrides: tuple[str, ...],
-        environment: dict[str, str],
+        overrides: tuple[str, ...] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> bool:
         """Submit what lies in ``place``, an empty directory but for the user's ``files``, and the plugin."""
         plugin, metadata = copy_plugin(place)
         handover = HandOver(
-            action=action, run_dir=run_dir, overrides=overrides, environment=environment, plugin=fingerprint(plugin)
+            action=action,
+            run_dir=run_dir,
+            overrides=overrides,
+            environment=dict(environment),
+            plugin=fingerprint(plugin),
         )
         handover.write(place / DIRECTORY)
         runtime_env: dict[str, Any] = {
             "py_modules": [str(plugin), str(metadata), str(place / DIRECTORY)],
             "worker_process_setup_hook": HOOK,
-            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(KILL_AFTER)},
+            # The training's Ctrl-C: asked to stop already, it stops at once; else after its step.
+            "env_vars": {"RAY_JOB_STOP_SIGNAL": "SIGINT", "RAY_JOB_STOP_WAIT_TIME_S": str(KILL_AFTER)},
         }
         if (place / "files").is_dir():
             runtime_env["working_dir"] = str(place / "files")
@@ -257,8 +272,8 @@ class Jobs:
             return within(seconds, request)
         except AuthenticationError as error:
             raise UserError(
-                f"{self.address} asks for Ray's token, and {first_line(error)[:80]}: set RAY_AUTH_MODE=token, and "
-                "RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH."
+                f"{self.address} asks for Ray's authentication token, and this machine has none or another: copy "
+                "~/.ray/auth_token from the head node, or set RAY_AUTH_TOKEN_PATH."
             ) from error
         except (TimeoutError, OSError, requests.exceptions.RequestException, ValueError, KeyError) as error:
             raise UserError(
@@ -268,20 +283,33 @@ class Jobs:
 
 
 def _client(address: str) -> Any:
-    from ray.dashboard.modules import dashboard_sdk
-    from ray.dashboard.modules.job import sdk
+    from ray.exceptions import AuthenticationError
+    from ray.job_submission import JobSubmissionClient
 
-    for module in (dashboard_sdk, sdk):
-        module.logger.setLevel(logging.WARNING)  # they report every package that they upload
+    for module in REPORTING:
+        logging.getLogger(module).setLevel(logging.WARNING)
     before = os.environ.get(ADDRESS_VARIABLE)
     os.environ[ADDRESS_VARIABLE] = address  # for Ray the variable wins over the argument
     try:
-        return sdk.JobSubmissionClient()
+        return JobSubmissionClient()
+    except AuthenticationError:  # Ray sends its token only with RAY_AUTH_MODE=token
+        token = _token()
+        if token is None:
+            raise
+        return JobSubmissionClient(headers={"Authorization": f"Bearer {token}"})
     finally:
         if before is None:
             del os.environ[ADDRESS_VARIABLE]
         else:
             os.environ[ADDRESS_VARIABLE] = before
+
+
+def _token() -> str | None:
+    """Ray's authentication token on this machine, where Ray looks for it; None if there is none."""
+    if token := os.environ.get("RAY_AUTH_TOKEN"):
+        return token
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    return file.read_text().strip() if file.is_file() else None
 
 
 def _ours(job: Any) -> JobInfo | None:

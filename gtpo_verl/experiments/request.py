@@ -1,4 +1,4 @@
-"""What can be said of a run where it is submitted, without verl and torch: syntax, choices, and the files that lie here.
+"""What can be said of a run where it is submitted, without verl and torch: syntax, choices, and files that lie here.
 
 Everything else is checked by the job itself, on the cluster, before it trains.
 """
@@ -20,7 +20,7 @@ from gtpo_verl.errors import UserError, did_you_mean
 
 RUN_DIR = "trainer.run_dir"
 DATA = ("data.train_files", "data.val_files")
-# Too large to carry: they lie on a file system that all nodes share, under the same path as here if the path is relative.
+# Too large to carry: they lie on a file system that all nodes share, and a relative path is the one that it has here.
 SHARED = (*DATA, "actor_rollout_ref.model.path")
 CODE = (".py", ".yaml", ".yml", ".json", ".jinja", ".j2")  # of files that the job carries
 SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_size": 1}  # verl's names; any batch
@@ -109,8 +109,8 @@ def _with_absolute_path(item: Override, text: str) -> str:
     paths = [_absolute(item.key_or_group, path) for path in given]
     if paths == given:
         return text
-    quoted = ["'{}'".format(path.replace("'", r"\'")) for path in paths]
-    return f"{text.partition('=')[0]}={f'[{",".join(quoted)}]' if isinstance(value, list) else quoted[0]}"
+    quoted = ",".join("'{}'".format(path.replace("'", r"\'")) for path in paths)
+    return f"{text.partition('=')[0]}=" + (f"[{quoted}]" if isinstance(value, list) else quoted)
 
 
 def _absolute(key: str, path: str) -> str:
