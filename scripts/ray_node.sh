@@ -11,7 +11,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 case "${1:-} $#" in
 "head 1")
-    if [ "$RAY_AUTH_MODE" = token ]; then ray get-auth-token --generate >/dev/null; fi # none is replaced
+    if [ "$RAY_AUTH_MODE" = token ] && ! ray get-auth-token --generate >/dev/null; then # none is replaced
+        echo "error: this Ray has no token authentication: RAY_AUTH_MODE=disabled starts it without." >&2
+        exit 1
+    fi
     exec ray start --head --port=6379 --dashboard-host="${DASHBOARD_HOST:-127.0.0.1}" --dashboard-port=8265 \
         --disable-usage-stats
     ;;

@@ -72,7 +72,7 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     run_dir_of(overrides)
     result = [_with_absolute_path(item, text) for item, text in zip(parsed(overrides), overrides, strict=True)]
     items = parsed(result)
-    if all(importlib.util.find_spec(name) for name in ("verl", "torch")):
+    if _can_compose():
         compose_config(result)
     else:
         _check_choices(items)
@@ -80,6 +80,10 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     for item in items:
         _check_carried(item, working_dir, carried)
     return result
+
+
+def _can_compose() -> bool:
+    return all(importlib.util.find_spec(name) for name in ("verl", "torch"))
 
 
 def _values(items: Sequence[Override]) -> dict[str, Any]:
