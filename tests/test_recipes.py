@@ -132,7 +132,9 @@ def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_pa
     environment = {
         **os.environ,
         **{f"SLURM_{name}": value for name, value in slurm.items()},
-        **{"SLURMD_NODENAME": "n1", "CALLS": str(calls), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        "SLURMD_NODENAME": "n1",
+        "CALLS": str(calls),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
     }
     script = subprocess.Popen(["bash", str(ROOT / "scripts" / "slurm.sbatch"), "algo=gtpo"], env=environment)
     deadline = time.monotonic() + 20
