@@ -87,7 +87,7 @@ class Jobs:
             raise UserError("submitting needs Ray with its client: pip install 'ray[default]'.")
         try:
             self._client = self._call(lambda: _client(self.address), CONNECT_TIMEOUT)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, KeyError) as error:  # another server's answer
             raise UserError(f"{self.address} is no Ray cluster that takes jobs: {first_line(error)}") from error
 
     def submit(
@@ -178,10 +178,13 @@ class Jobs:
         Raises:
             UserError: the cluster does not answer any more; the job may go on.
         """
+        from aiohttp import ClientError
+
         given = 0
         while True:
             passed = 0
-            with contextlib.suppress(RuntimeError, OSError):  # the connection, not the job: its status says more
+            # the connection's failures, not the job's: its status says more
+            with contextlib.suppress(RuntimeError, OSError, ClientError):
                 for text in self._tail(submission_id):
                     fresh = text[max(0, given - passed) :]
                     passed += len(text)
@@ -275,7 +278,7 @@ class Jobs:
                 f"{self.address} asks for Ray's authentication token, and this machine has none or another: copy "
                 "~/.ray/auth_token from the head node, or set RAY_AUTH_TOKEN_PATH."
             ) from error
-        except (TimeoutError, OSError, requests.exceptions.RequestException, ValueError, KeyError) as error:
+        except (TimeoutError, OSError, requests.exceptions.RequestException) as error:
             raise UserError(
                 f"no Ray cluster answers at {self.address} ({first_line(error)[:120]}): name its dashboard by "
                 f"--address or {ADDRESS_VARIABLE}; `scripts/ray_node.sh head` starts one."

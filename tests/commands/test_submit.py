@@ -1,9 +1,13 @@
 """``gtpo-verl submit``: variables, and what it says where nothing can be submitted."""
 
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from gtpo_verl.cli import main
@@ -46,7 +50,7 @@ def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch)
         variables(["LD_PRELOAD=/x.so"], None)
 
 
-@pytest.mark.parametrize("words", [["--list"], ["--stop", "a"], ["--status", "a"], ["--logs", "a"], ["--", *WORDS]])
+@pytest.mark.parametrize("words", [["--list"], ["--stop", "a"], ["--status", "a"], ["--logs", "a"]])
 def test_a_dead_address_is_one_line(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,3 +94,26 @@ def test_the_reason_of_a_failure_is_its_last_error() -> None:
     assert reason("failed with exit code 2:\nerror: first\nerror: second \nbye\n") == "error: second"
     assert reason("Traceback\nValueError: x") == "ValueError: x"
     assert reason("") == "Ray gives no reason."
+
+
+THIN = """
+import sys
+blocked = ("torch", "verl", "vllm", "transformers", "matplotlib", "math_verify", "jinja2")
+sys.modules.update(dict.fromkeys(blocked))  # importing one fails, and it counts as missing
+from gtpo_verl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_with_ray_alone_checks_and_submits(tmp_path: Path) -> None:
+    """As far as the cluster, which does not answer."""
+    row = {"prompt": [{"role": "user", "content": "1"}], "data_source": "s", "reward_model": {"ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "here.parquet")
+    words = [*WORDS[:2], "data.val_files=here.parquet", "setting=paper_gtpo_7b", "algo=gtpo"]
+    for algo, message in (("gtpo", "no Ray cluster answers"), ("gtpx", "algo=gtpx: no such algo; did you mean gtpo?")):
+        command = [sys.executable, "-c", THIN, "submit", "--address", "127.0.0.1:9", "--", *words, f"algo={algo}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: {message}")
