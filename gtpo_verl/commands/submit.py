@@ -100,12 +100,14 @@ def run(args: argparse.Namespace) -> int:
 
 def submit(args: argparse.Namespace) -> int:
     """Check what can be checked here, submit, and follow unless told otherwise; returns the exit code."""
+    if args.id and args.id != _as_id(args.id):
+        raise UserError(f"--id {args.id}: use letters, digits and _.- only, for instance {_as_id(args.id)}.")
     working_dir = WorkingDirectory(path=args.working_dir.resolve(), exclude=tuple(args.exclude))
     files = working_dir.files()
     overrides = check_request(args.overrides, working_dir=working_dir.path, carried=files)
     environment = variables(args.env, args.environment)
     jobs = Jobs(args.address)
-    name = args.id or _new_id(run_dir_of(overrides))
+    name = args.id or f"{_as_id(run_dir_of(overrides))}-{dt.datetime.now():%Y%m%d-%H%M%S}"
     print(f"Carrying gtpo_verl and {len(files)} file{'s' * (len(files) != 1)} of {working_dir.path}", flush=True)
     submitted = jobs.submit(
         overrides, submission_id=name, environment=environment, working_dir=working_dir, check_only=args.check
@@ -202,9 +204,9 @@ def exports(script: Path) -> dict[str, str]:
     return dict(item.split("=", 1) for item in done.stdout.split("\0") if item)
 
 
-def _new_id(run_dir: str) -> str:
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(run_dir).name).strip("-.") or "run"
-    return f"{name}-{dt.datetime.now():%Y%m%d-%H%M%S}"
+def _as_id(path: str) -> str:
+    """The last part of a path in the characters of an address and a file name, which a job's id becomes."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(path).name).strip("-.") or "run"
 
 
 def _hints(name: str) -> str:

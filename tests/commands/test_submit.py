@@ -82,6 +82,11 @@ def test_an_address_is_a_url_of_a_dashboard(address: str, capsys: pytest.Capture
     assert "it must be the URL of a Ray dashboard" in capsys.readouterr().err
 
 
+def test_an_id_fits_into_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--id", "a b?ü", "--", *WORDS]) == 2
+    assert capsys.readouterr().err == "error: --id a b?ü: use letters, digits and _.- only, for instance a-b.\n"
+
+
 def test_looking_takes_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--list", "algo=gtpo"]) == 2
     assert "take no overrides" in capsys.readouterr().err
