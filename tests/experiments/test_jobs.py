@@ -82,7 +82,7 @@ def test_a_job_gets_what_it_was_given_and_no_list_or_log_shows_its_secrets(
     (own / "own" / "rule.py").write_text(RULE)
     (own / ".env").write_text("not carried")
     note = tmp_path / "note.json"
-    quoted = json.dumps(HOSTILE).replace("\\n", "\n").replace("\\u00fc", "ü").replace("\\u6f22", "漢")
+    quoted = '"{}"'.format(HOSTILE.replace('"', '\\"'))  # Hydra's
     words = [
         *overrides,
         "reward.custom_reward_function.path=own/mine.py",

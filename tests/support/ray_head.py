@@ -1,5 +1,6 @@
 """A real Ray head with a dashboard and a token, on this machine's loopback."""
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -51,10 +52,9 @@ def ray_head(environment: Mapping[str, str], *options: str) -> Iterator[Head]:
     finally:
         family = [process, *process.children(recursive=True)]
         for one in family:
-            one.terminate()
-        _, left = psutil.wait_procs(family, timeout=20)
-        for one in left:
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        psutil.wait_procs(family, timeout=20)
         shutil.rmtree(temporary, ignore_errors=True)
         log.unlink()
 
