@@ -15,6 +15,10 @@ COMMANDS = {
         "train dapo, gtpo and grpo_s on an embedded task and write a report",
     ),
     "train": ("gtpo_verl.commands.train", "train one model: Hydra overrides over verl's configuration"),
+    "submit": (
+        "gtpo_verl.commands.submit",
+        "train on a Ray cluster: submit a job that carries this plugin, follow, list and stop jobs",
+    ),
     "plan": (
         "gtpo_verl.commands.plan",
         "what a configuration means, before a GPU is used: step arithmetic, memory, time",

@@ -39,7 +39,7 @@ def check(config: DictConfig) -> None:
     _check_entropy_source(config)
     _check_sizes(config)
     _check_model(config)
-    _check_data(config)
+    check_data(config)
 
 
 def problems(config: DictConfig) -> tuple[list[str], list[str]]:
@@ -62,7 +62,7 @@ def check_evaluation(config: DictConfig) -> None:
     """
     _check_lengths(config)
     _check_model(config)
-    _check_data(config, ("val_files",))
+    check_data(config, ("val_files",))
 
 
 # -------------------------------------------------------------------- algorithm
@@ -297,7 +297,12 @@ def _check_hub(name: str) -> None:
         ) from error
 
 
-def _check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_files")) -> None:
+def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_files")) -> None:
+    """Check that the local files under ``data`` exist, and that verl can read their columns.
+
+    Raises:
+        UserError: the first problem, and what to do about it.
+    """
     import pyarrow.parquet as pq
 
     columns = {config.data.prompt_key, config.data.reward_fn_key, "reward_model"}

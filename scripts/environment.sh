@@ -1,5 +1,7 @@
+# shellcheck shell=bash
 # Environment of a node before Ray starts on it; every script here sources it. Adapt it to your site.
-# Ray's workers inherit the environment of `ray start` on their node, not that of the shell that submits a job.
+# Ray's workers inherit the environment of `ray start` on their node; scripts/launch_ray_cluster.sh also passes on, to
+# one job, what is exported here where it is called.
 
 export PYTHONUNBUFFERED=1 # logs as they are written
 

@@ -3,10 +3,21 @@
 #   scripts/ray_node.sh head
 #   scripts/ray_node.sh worker HEAD_ADDRESS
 # A worker stays in the foreground until the cluster stops. `ray stop` on a node removes it.
+#
+# Nodes and clients share Ray's token: ~/.ray/auth_token of the head, or what RAY_AUTH_TOKEN_PATH names. The dashboard,
+# which takes jobs, listens on the head's loopback; DASHBOARD_HOST=0.0.0.0 opens it to the network.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 case "${1:-} $#" in
-"head 1") exec ray start --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 --disable-usage-stats ;;
+"head 1")
+    if [ "$RAY_AUTH_MODE" = token ] && ! ray get-auth-token --generate >/dev/null; then # none is replaced
+        echo "error: this Ray has no token authentication: RAY_AUTH_MODE=disabled starts it without." >&2
+        exit 1
+    fi
+    exec ray start --head --port=6379 --dashboard-host="${DASHBOARD_HOST:-127.0.0.1}" --dashboard-port=8265 \
+        --disable-usage-stats
+    ;;
 "worker 2") exec ray start --address="$2:6379" --block --disable-usage-stats ;;
 *)
     echo "usage: $0 head | worker HEAD_ADDRESS" >&2

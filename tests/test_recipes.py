@@ -2,11 +2,15 @@
 
 import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import compose_config, prepare
@@ -37,10 +41,10 @@ def overrides_of(recipe: str, tools: Path, *words: str) -> list[str]:
     done = call(f"recipe/{recipe}.sh", *first, *words, tools=tools)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
-    if printed[0] == "ray":
-        assert printed[:4] == ["ray", "job", "submit", "--address"]
-        assert printed[5:9] == ["--", "python", "-m", "gtpo_verl.train"]
-        return printed[9:]
+    if printed[1] == "submit":
+        assert printed[:3] == ["gtpo-verl", "submit", "--environment"]
+        assert Path(printed[3]).samefile(ROOT / "scripts" / "environment.sh")
+        return printed[4:]
     assert printed[:3] == ["gtpo-verl", "train", "trainer.nnodes=1"]
     return printed[3:]
 
@@ -87,6 +91,9 @@ def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
 def test_ray_nodes(tools: Path) -> None:
     head = call("scripts/ray_node.sh", "head", tools=tools).stdout.split()
     assert head[:3] == ["ray", "start", "--head"]
+    assert "--dashboard-host=127.0.0.1" in head
+    opened = call("scripts/ray_node.sh", "head", tools=tools, DASHBOARD_HOST="0.0.0.0").stdout.split()
+    assert "--dashboard-host=0.0.0.0" in opened
     worker = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tools).stdout.split()
     assert worker[:4] == ["ray", "start", "--address=10.0.0.1:6379", "--block"]
     for words in ([], ["worker"], ["head", "10.0.0.1"]):
@@ -100,3 +107,70 @@ def test_an_allocator_with_which_vllm_cannot_sleep_is_refused(script: str, tools
     done = call(f"scripts/{script}", "head", tools=tools, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert (done.returncode, done.stdout) == (1, "")
     assert "unset it" in done.stderr
+
+
+# -------------------------------------------------------------------- templates
+
+CLUSTER_TOOL = """#!/bin/bash
+case "$*" in
+"list nodes"*) printf '[{"node_id": "a"}, {"node_id": "b"}]' ;;
+*--stop*) echo "$@" >>"$CALLS"; touch "$CALLS.stopped" ;;
+submit*) echo "$@" >>"$CALLS"; until [ -e "$CALLS.stopped" ]; do sleep 0.05; done; exit 3 ;;
+*) echo "${0##*/} $*" "$RAY_AUTH_MODE" >>"$CALLS" ;;
+esac
+"""
+
+
+def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_path: Path) -> None:
+    """With stand-ins for `ray`, `srun` and `gtpo-verl`, of which the last goes on until it is asked to stop."""
+    for name in ("ray", "srun", "gtpo-verl"):
+        tool = tmp_path / name
+        tool.write_text(CLUSTER_TOOL)
+        tool.chmod(0o755)
+    calls = tmp_path / "calls"
+    slurm = {"SUBMIT_DIR": str(ROOT), "JOB_NAME": "gtpo", "JOB_ID": "7", "NNODES": "2"}
+    environment = {
+        **os.environ,
+        **{f"SLURM_{name}": value for name, value in slurm.items()},
+        "SLURMD_NODENAME": "n1",
+        "CALLS": str(calls),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    script = subprocess.Popen(["bash", str(ROOT / "scripts" / "slurm.sbatch"), "algo=gtpo"], env=environment)
+    deadline = time.monotonic() + 20
+    while "submit" not in (calls.read_text() if calls.exists() else ""):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    script.send_signal(signal.SIGUSR1)
+    assert script.wait(timeout=20) == 3  # the training's exit code
+    lines = calls.read_text().splitlines()
+    assert lines[1].startswith("ray start --head --port=6379 --dashboard-host=127.0.0.1")
+    assert lines[1].endswith("token")
+    assert "srun --nodes=1 --ntasks=1 --exclude=n1 scripts/ray_node.sh worker n1 token" in lines
+    (submitted,) = [line for line in lines if line.startswith("submit --environment")]
+    assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo")
+    assert lines[-2:] == ["submit --stop gtpo-7 --grace 780", "ray stop token"]
+
+
+def test_the_options_of_the_slurm_script_stand_before_its_first_command() -> None:
+    """sbatch reads no option behind a command."""
+    lines = (ROOT / "scripts" / "slurm.sbatch").read_text().splitlines()
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    options = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    assert len(options) > 5
+    assert max(options) < first
+
+
+def test_the_run_of_the_kuberay_template_composes_and_gets_the_nodes_that_it_wants() -> None:
+    spec = yaml.safe_load((ROOT / "scripts" / "kuberay_rayjob.yaml").read_text())["spec"]
+    words = shlex.split(spec["entrypoint"])
+    assert words[:3] == ["python", "-m", "gtpo_verl.train"]
+    config = compose_config(words[3:])
+    cluster = spec["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert 1 + group["replicas"] == config.trainer.nnodes
+    for node in (cluster["headGroupSpec"], group):
+        (container,) = node["template"]["spec"]["containers"]
+        assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == config.trainer.n_gpus_per_node
+        volumes = {volume["name"] for volume in node["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes

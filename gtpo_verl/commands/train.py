@@ -88,6 +88,7 @@ def launch(config: DictConfig, command: str) -> int:
     validate(config)
     check_ray(config)
     check_gpus(config)
+    print(f"This run is valid: {devices(config)}.", flush=True)
 
     run_dir = Path(config.trainer.run_dir)
     with training_session(run_dir, config=OmegaConf.to_yaml(config, resolve=True), command=command):

@@ -187,6 +187,15 @@ def _refusal(run_dir: Path, error: LockedError) -> str:
     return text
 
 
+def ask_to_stop(run_dir: Path) -> bool:
+    """Ask the training in a run directory to stop after its step, by the file ``STOP``; False if none runs there."""
+    owner = DirectoryLock(run_dir / LOCK_FILE).owner()
+    if owner is None or owner.age > LEASE:
+        return False
+    (run_dir / STOP_FILE).touch()
+    return True
+
+
 @contextmanager
 def preparing(directory: Path, announce: Callable[[str], object]) -> Iterator[None]:
     """Be the only process that prepares ``directory``; waits for another one that does.

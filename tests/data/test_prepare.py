@@ -148,7 +148,7 @@ def test_the_output_is_what_verls_data_set_reads(write: Write, math_rows: Rows, 
     output = tmp_path / "out.parquet"
     assert prepare("math-500", "--from", write("test.jsonl", math_rows), "--output", output) == 0
     config = compose_config([f"data.train_files={output}", f"data.val_files={output}", "data.train_batch_size=4"])
-    preflight._check_data(config)
+    preflight.check_data(config)
 
 
 # -------------------------------------------------------------------- the checks

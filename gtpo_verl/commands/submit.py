@@ -1,0 +1,217 @@
+"""``gtpo-verl submit``: a training as a job on a Ray cluster, submitted from any machine with Ray and this package."""
+
+import argparse
+import datetime as dt
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.experiments.jobs import JobInfo, Jobs
+from gtpo_verl.experiments.package import WorkingDirectory
+from gtpo_verl.experiments.request import check_request, run_dir_of
+from gtpo_verl.runs.lock import GRACE
+
+EPILOG = """\
+examples:
+  gtpo-verl submit --address http://HEAD:8265 -- setting=paper_gtpo_7b algo=gtpo trainer.run_dir=/shared/runs/gtpo ...
+  gtpo-verl submit --env HF_TOKEN --exclude 'figures/' -- reward.custom_reward_function.path=rewards/mine.py ...
+  gtpo-verl submit --check -- ...       what only the cluster can say of a run, without training
+  gtpo-verl submit --list
+  gtpo-verl submit --stop JOB           after the current step, with a checkpoint
+
+The job carries this package and the files of the working directory, without hidden files, data, weights and what
+.gitignore and .rayignore name. Relative paths of data and model are taken from here and must be the same on the nodes;
+other relative paths are those of the working directory. A job's first phase is the check of `gtpo-verl train --check`,
+and that every node uses this package. Ctrl-C while following leaves the job alone.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for `gtpo-verl train`")
+    parser.add_argument(
+        "--address",
+        metavar="URL",
+        help="the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, or this machine's)",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--follow", action="store_true", help="follow the log to the end of the job (default)")
+    what.add_argument("--detach", action="store_true", help="print the job's id and return")
+    what.add_argument("--list", action="store_true", help="show the trainings that were submitted to this cluster")
+    what.add_argument("--status", metavar="JOB", help="show one of them")
+    what.add_argument("--logs", metavar="JOB", help="follow its log, from the beginning")
+    what.add_argument("--stop", metavar="JOB", help="stop it after its step, with a checkpoint")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE,
+        metavar="SECONDS",
+        help="how long --stop waits for step and checkpoint; 0: stop at once (default: %(default)g)",
+    )
+    parser.add_argument("--check", action="store_true", help="check the run on the cluster and stop")
+    parser.add_argument("--id", metavar="JOB", help="name of the job (default: the run directory's, and the time)")
+    parser.add_argument(
+        "--working-dir", type=Path, default=Path(), metavar="DIR", help="files to carry (default: this directory's)"
+    )
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="PATTERN", help="files to leave out, as in .gitignore"
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="a variable for the job and its workers, this process's where no value is given; shown in no log",
+    )
+    parser.add_argument(
+        "--environment", type=Path, metavar="FILE", help="a bash script whose exports are passed like --env"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Submit, or look at jobs; returns the exit code."""
+    looking = args.list or args.status or args.logs or args.stop
+    if looking and args.overrides:
+        raise UserError("--list, --status, --logs and --stop take no overrides.")
+    if not looking:
+        return submit(args)
+    jobs = Jobs(args.address)
+    if args.list:
+        show(jobs.list())
+        return 0
+    if args.logs:
+        return follow(jobs, args.logs)
+    if args.stop:
+        known(jobs, args.stop)
+        print(f"Stopping {args.stop}: up to {args.grace:g} s for its step and checkpoint.", flush=True)
+        jobs.stop(args.stop, grace=args.grace)
+    show([known(jobs, args.status or args.stop)])
+    return 0
+
+
+def submit(args: argparse.Namespace) -> int:
+    """Check what can be checked here, submit, and follow unless told otherwise; returns the exit code."""
+    if args.id and args.id != _as_id(args.id):
+        raise UserError(f"--id {args.id}: use letters, digits and _.- only, for instance {_as_id(args.id)}.")
+    working_dir = WorkingDirectory(path=args.working_dir.resolve(), exclude=tuple(args.exclude))
+    files = working_dir.files()
+    overrides = check_request(args.overrides, working_dir=working_dir.path, carried=files)
+    environment = variables(args.env, args.environment)
+    jobs = Jobs(args.address)
+    name = args.id or f"{_as_id(run_dir_of(overrides))}-{dt.datetime.now():%Y%m%d-%H%M%S}"
+    print(f"Carrying gtpo_verl and {len(files)} file{'s' * (len(files) != 1)} of {working_dir.path}", flush=True)
+    submitted = jobs.submit(
+        overrides, submission_id=name, environment=environment, working_dir=working_dir, check_only=args.check
+    )
+    if not submitted:
+        raise UserError(f"a job {name} exists on {jobs.address}: choose another --id.")
+    print(f"Job {name} on {jobs.address}\n{_hints(name)}", flush=True)
+    return 0 if args.detach else follow(jobs, name)
+
+
+def follow(jobs: Jobs, name: str) -> int:
+    """Print the log of a job until it ends; returns 0 if it succeeded.
+
+    Raises:
+        UserError: it failed, with its last error; or it is unknown.
+    """
+    known(jobs, name)
+    try:
+        for text in jobs.follow(name):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\nThe job goes on. {_hints(name)}", file=sys.stderr)
+        return 130
+    job = known(jobs, name)
+    if job.status == "FAILED":
+        raise UserError(f"job {name} failed: {job.reason.removeprefix('error: ')}")
+    print(f"Job {name}: {job.status}", flush=True)
+    return 0 if job.status == "SUCCEEDED" else 1
+
+
+def known(jobs: Jobs, name: str) -> JobInfo:
+    """The job of this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    job = jobs.info(name)
+    if job is None:
+        raise UserError(f"{name}: no such job on {jobs.address}; `gtpo-verl submit --list` shows them.")
+    return job
+
+
+def show(jobs: Sequence[JobInfo]) -> None:
+    """Print a table of jobs, and why one failed."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("job", "status", "started", "ended", "run directory"):
+        table.add_column(column, overflow="fold")
+    for job in jobs:
+        table.add_row(job.id, job.status, _moment(job.start), _moment(job.end), job.run_dir)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(table if jobs else "No training was submitted to this cluster.")
+    for job in jobs:
+        if job.status == "FAILED":
+            console.print(f"{job.id}: {job.reason}")
+
+
+def variables(given: Iterable[str], script: Path | None) -> dict[str, str]:
+    """The variables for a job: the exports of a script, then those given as NAME or NAME=VALUE.
+
+    Raises:
+        UserError: a variable is not set here, or acts only when a process starts.
+    """
+    found = exports(script) if script else {}
+    for item in given:
+        name, separator, value = item.partition("=")
+        if not separator and name not in os.environ:
+            raise UserError(f"--env {name}: it is not set here.")
+        found[name] = value if separator else os.environ[name]
+    early = sorted(name for name in found if name.startswith("LD_") or name in ("PATH", "PYTHONPATH"))
+    if early:
+        raise UserError(f"{', '.join(early)}: set it on the nodes before `ray start`; it acts when a process starts.")
+    return found
+
+
+def exports(script: Path) -> dict[str, str]:
+    """What a bash script exports.
+
+    It is sourced where no variable is exported yet, all keeping their values, so that exactly its own exports are left.
+
+    Raises:
+        UserError: there is no such script, or it fails; with its last line.
+    """
+    if not script.is_file():
+        raise UserError(f"--environment {script}: no such file.")
+    program = (
+        'for name in $(compgen -e); do declare +x "$name"; done; source "$1" >&2 || exit; '
+        'for name in $(compgen -e); do printf "%s=%s\\0" "$name" "${!name}"; done'
+    )
+    done = subprocess.run(["bash", "-c", program, "bash", str(script.resolve())], capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
+        raise UserError(f"{script}: {said[-1].removeprefix('error: ')}")
+    return dict(item.split("=", 1) for item in done.stdout.split("\0") if item)
+
+
+def _as_id(path: str) -> str:
+    """The last part of a path in the characters of an address and a file name, which a job's id becomes."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(path).name).strip("-.") or "run"
+
+
+def _hints(name: str) -> str:
+    return f"`gtpo-verl submit --logs {name}` follows it, `gtpo-verl submit --stop {name}` stops it."
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else f"{dt.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -1,0 +1,105 @@
+"""What a job proves of its cluster before it trains: every node has the plugin that was carried, and its needs."""
+
+import importlib.metadata
+import importlib.util
+import logging
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+import gtpo_verl
+from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.experiments.handover import fingerprint
+from gtpo_verl.versions import check_verl, installed_version
+
+WORKER_TIMEOUT = 120.0  # seconds until a worker has started on every node
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a worker sees on its node; ``problem`` in one line, or empty."""
+
+    python: str
+    verl: str
+    problem: str
+
+
+def prove_plugin(expected: str) -> None:
+    """Check on every node that a worker of this job uses the carried plugin and a supported verl; prints one line.
+
+    Args:
+        expected: the :func:`~gtpo_verl.experiments.handover.fingerprint` of the plugin that was carried.
+
+    Raises:
+        UserError: one does not, in one line that names the node.
+    """
+    import ray
+    from ray.exceptions import GetTimeoutError, RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+        task = ray.remote(num_cpus=0, max_retries=0)(look)
+        tasks = {
+            node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(expected)
+            for node in nodes
+        }
+        for node, reference in tasks.items():
+            try:
+                view: View = ray.get(reference, timeout=WORKER_TIMEOUT)
+            except GetTimeoutError as error:
+                raise UserError(f"node {nodes[node]}: no worker started within {WORKER_TIMEOUT:.0f} s.") from error
+            except RayError as error:
+                raise UserError(f"node {nodes[node]}: no worker could start: {first_line(error)}") from error
+            if view.problem:
+                raise UserError(f"node {nodes[node]}: {view.problem}")
+    finally:
+        ray.shutdown()
+    print(
+        f"Plugin gtpo_verl {gtpo_verl.__version__} ({expected}) on {len(nodes)} node{'s' * (len(nodes) > 1)}: "
+        f"Python {view.python}, verl {view.verl}.",
+        flush=True,
+    )
+
+
+def look(expected: str) -> View:
+    """What this process finds; a worker's function."""
+    try:
+        verl = check_verl()
+        _check_plugin(expected)
+        _check_requirements()
+    except UserError as error:
+        return View(python=platform.python_version(), verl="", problem=str(error))
+    return View(python=platform.python_version(), verl=verl, problem="")
+
+
+def _check_plugin(expected: str) -> None:
+    """Check that import, metadata and entry points lead to the package that was carried, whatever is installed."""
+    package = Path(next(iter(gtpo_verl.__path__)))
+    if fingerprint(package) != expected:
+        raise UserError(f"gtpo_verl is imported from {package}, which is not what was submitted: uninstall it there.")
+    version = installed_version("gtpo-verl")
+    if version != gtpo_verl.__version__:
+        raise UserError(f"gtpo_verl {gtpo_verl.__version__} was submitted, and metadata of {version} is found first.")
+    for group in ("verl.plugins", "vllm.general_plugins"):
+        found = [point for point in importlib.metadata.entry_points(group=group) if point.name == "gtpo_verl"]
+        specs = [importlib.util.find_spec(point.module) for point in found]
+        if not specs or any(spec is None or not Path(str(spec.origin)).is_relative_to(package) for spec in specs):
+            raise UserError(f"the entry point gtpo_verl of {group} is not the submitted one: {found}.")
+
+
+def _check_requirements() -> None:
+    """Check that what gtpo-verl requires is installed: it was carried without its dependencies."""
+    missing = []
+    for text in importlib.metadata.requires("gtpo-verl") or ():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        version = installed_version(requirement.name)
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            missing.append(f"'{requirement.name}{requirement.specifier}'")
+    if missing:
+        raise UserError(f"gtpo-verl's requirements are not met there: pip install {' '.join(missing)} on every node.")

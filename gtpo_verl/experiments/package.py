@@ -1,0 +1,151 @@
+"""What travels to the cluster with a job: this package as it is installed, and the user's own files.
+
+The package is carried as plain directories, together with its metadata: a wheel would be installed with its
+dependencies, whose numpy then shadows the cluster's, and without metadata verl and vLLM find no entry points.
+"""
+
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pathspec import PathSpec
+
+import gtpo_verl
+from gtpo_verl.errors import UserError
+
+MAX_FILES = 2000
+MAX_SIZE = 50 * 2**20  # bytes; Ray keeps it in the memory of the head and copies it to every node
+IGNORE_FILES = (".gitignore", ".rayignore")  # in the working directory itself
+# Patterns as in .gitignore. Hidden files hold settings and keys of the submitting machine; data and weights lie on the
+# file system that the nodes share.
+EXCLUDED = (
+    ".*",
+    "__pycache__/",
+    "*.egg-info/",
+    "*.dist-info/",
+    "/gtpo_verl/",
+    "build/",
+    "dist/",
+    "venv/",
+    "node_modules/",
+    "outputs/",
+    "runs/",
+    "checkpoints/",
+    "wandb/",
+    "mlruns/",
+    "*.parquet",
+    "*.arrow",
+    "*.safetensors",
+    "*.gguf",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkingDirectory:
+    """The user's files: those below ``path`` that no pattern excludes.
+
+    exclude: more patterns, as in .gitignore, besides ``EXCLUDED`` and those of ``.gitignore`` and ``.rayignore``.
+    """
+
+    path: Path
+    exclude: tuple[str, ...] = ()
+
+    def files(self) -> list[Path]:
+        """The files to carry, relative to ``path``, sorted.
+
+        Raises:
+            UserError: there is no such directory, or more below it than ``MAX_FILES`` or ``MAX_SIZE``.
+        """
+        if not self.path.is_dir():
+            raise UserError(f"--working-dir {self.path}: no such directory.")
+        found, size = [], 0
+        for file in self._walk():
+            found.append(file)
+            size += (self.path / file).stat().st_size
+            if len(found) > MAX_FILES or size > MAX_SIZE:
+                raise UserError(self._too_much(found))
+        return sorted(found)
+
+    def _walk(self) -> Iterator[Path]:
+        excluded = PathSpec.from_lines("gitignore", [*self._patterns()])
+        for place, directories, names in os.walk(self.path):
+            here = Path(place).relative_to(self.path)
+            directories[:] = [
+                name
+                for name in sorted(directories)
+                if not excluded.match_file(f"{here / name}/") and not (Path(place) / name / "pyvenv.cfg").exists()
+            ]
+            for name in names:
+                if not excluded.match_file(str(here / name)) and (Path(place) / name).is_file():
+                    yield here / name
+
+    def _patterns(self) -> Iterator[str]:
+        for name in IGNORE_FILES:
+            file = self.path / name
+            if file.is_file():
+                yield from file.read_text(encoding="utf-8").splitlines()
+        yield from EXCLUDED  # behind them, so that a `!` of theirs does not bring a hidden file back
+        yield from self.exclude
+
+    def _too_much(self, found: Sequence[Path]) -> str:
+        sizes: dict[str, int] = {}
+        for file in found:
+            sizes[file.parts[0]] = sizes.get(file.parts[0], 0) + (self.path / file).stat().st_size
+        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+        return (
+            f"{self.path} holds more than {MAX_FILES} files or {MAX_SIZE // 2**20} MiB to carry (most of it so far: "
+            f"{', '.join(f'{name} {sizes[name] / 2**20:.1f} MiB' for name in largest)}): leave some out with --exclude "
+            "PATTERN or a .rayignore, or choose a --working-dir. Data and models belong on a file system that all "
+            "nodes share."
+        )
+
+
+def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
+    """Copy ``files``, relative to ``root``, to the same places below ``target``."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(root / file, target / file)
+
+
+def copy_plugin(target: Path) -> list[Path]:
+    """Copy this package, its YAML files and its metadata into ``target``; returns the directories made there.
+
+    Raises:
+        UserError: it is not installed, or another version's metadata is.
+    """
+    package = target / "gtpo_verl"
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(next(iter(gtpo_verl.__path__)), package, ignore=ignore)
+    configs = importlib.import_module("gtpo_verl.configs")  # elsewhere in an editable installation
+    shutil.copytree(next(iter(configs.__path__)), package / "configs", ignore=ignore, dirs_exist_ok=True)
+    return [package, _copy_metadata(target)]
+
+
+def _copy_metadata(target: Path) -> Path:
+    """Write a ``.dist-info`` with what identifies the distribution, and its entry points."""
+    try:
+        installed = importlib.metadata.distribution("gtpo-verl")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise UserError("gtpo-verl is not installed in this Python: pip install gtpo-verl.") from error
+    if installed.version != gtpo_verl.__version__:
+        raise UserError(
+            f"gtpo_verl {gtpo_verl.__version__} is imported and {installed.version} is installed: install it again."
+        )
+    directory = target / f"gtpo_verl-{installed.version}.dist-info"
+    directory.mkdir()
+    texts = {
+        "METADATA": installed.read_text("METADATA") or installed.read_text("PKG-INFO"),
+        "entry_points.txt": installed.read_text("entry_points.txt"),
+    }
+    for name, text in texts.items():
+        if not text:
+            raise UserError(f"the installed gtpo-verl has no {name}: install it again.")
+        (directory / name).write_text(text, encoding="utf-8")
+    return directory

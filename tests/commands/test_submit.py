@@ -1,0 +1,124 @@
+"""``gtpo-verl submit``: variables, and what it says where nothing can be submitted."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gtpo_verl.cli import main
+from gtpo_verl.commands.submit import exports, variables
+from gtpo_verl.errors import UserError
+from gtpo_verl.experiments import jobs
+from gtpo_verl.experiments.jobs import JobInfo
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["trainer.run_dir=/shared/run", "data.train_files=/a.parquet", "data.val_files=/b.parquet"]
+
+
+def test_a_script_gives_its_exports_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", 'it\'s "$x"\nü')
+    monkeypatch.setenv("OTHER", "not exported by the script")
+    script = tmp_path / "environment.sh"
+    script.write_text('export A="$KEY"\nB=1\nexport KEY\nexport C="${OTHER:+set}"\necho printed\n')
+    assert exports(script) == {"A": 'it\'s "$x"\nü', "KEY": 'it\'s "$x"\nü', "C": "set"}
+
+
+def test_a_script_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ROOT / "scripts" / "environment.sh"
+    assert exports(script) == {"PYTHONUNBUFFERED": "1"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(UserError, match="expandable_segments:True, with which vLLM cannot sleep: unset it"):
+        exports(script)
+
+
+def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert variables(["HF_TOKEN", "NCCL_DEBUG=INFO", "X=a=b", "EMPTY="], None) == {
+        "HF_TOKEN": "secret",
+        "NCCL_DEBUG": "INFO",
+        "X": "a=b",
+        "EMPTY": "",
+    }
+    with pytest.raises(UserError, match="--env NOT_SET: it is not set here"):
+        variables(["NOT_SET"], None)
+    with pytest.raises(UserError, match="LD_PRELOAD: set it on the nodes"):
+        variables(["LD_PRELOAD=/x.so"], None)
+
+
+@pytest.mark.parametrize("words", [["--list"], ["--stop", "a"], ["--status", "a"], ["--logs", "a"]])
+def test_a_dead_address_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "http://127.0.0.1:9")  # --address wins
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        assert main(["submit", "--address", address, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: no Ray cluster answers at {address} ")
+
+
+def test_a_server_that_is_silent_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "CONNECT_TIMEOUT", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        started = time.monotonic()
+        assert main(["submit", "--address", f"127.0.0.1:{server.getsockname()[1]}", "--list"]) == 2
+    assert time.monotonic() - started < 10  # not the minutes of a socket
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no answer within 1 s" in line
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "ftp://x"])
+def test_an_address_is_a_url_of_a_dashboard(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--address", address, "--list"]) == 2
+    assert "it must be the URL of a Ray dashboard" in capsys.readouterr().err
+
+
+def test_an_id_fits_into_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--id", "a b?ü", "--", *WORDS]) == 2
+    assert capsys.readouterr().err == "error: --id a b?ü: use letters, digits and _.- only, for instance a-b.\n"
+
+
+def test_looking_takes_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--list", "algo=gtpo"]) == 2
+    assert "take no overrides" in capsys.readouterr().err
+
+
+def test_the_reason_of_a_failure_is_its_last_error() -> None:
+    def reason(message: str) -> str:
+        return JobInfo(id="a", status="FAILED", run_dir="/a", start=None, end=None, message=message).reason
+
+    assert reason("failed with exit code 2:\nerror: first\nerror: second \nbye\n") == "error: second"
+    assert reason("Traceback\nValueError: x") == "ValueError: x"
+    assert reason("") == "Ray gives no reason."
+
+
+THIN = """
+import sys
+blocked = ("torch", "verl", "vllm", "transformers", "matplotlib", "math_verify", "jinja2")
+sys.modules.update(dict.fromkeys(blocked))  # importing one fails, and it counts as missing
+from gtpo_verl.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_machine_with_ray_alone_checks_and_submits(tmp_path: Path) -> None:
+    """As far as the cluster, which does not answer."""
+    row = {"prompt": [{"role": "user", "content": "1"}], "data_source": "s", "reward_model": {"ground_truth": "1"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "here.parquet")
+    words = [*WORDS[:2], "data.val_files=here.parquet", "setting=paper_gtpo_7b", "algo=gtpo"]
+    for algo, message in (("gtpo", "no Ray cluster answers"), ("gtpx", "algo=gtpx: no such algo; did you mean gtpo?")):
+        command = [sys.executable, "-c", THIN, "submit", "--address", "127.0.0.1:9", "--", *words, f"algo={algo}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"error: {message}")

@@ -1,0 +1,61 @@
+"""A training submitted to a Ray cluster by the command, from a directory of the user's, and stopped by it."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ray_head import Head, ray_head
+
+from gtpo_verl.cli import main
+from gtpo_verl.experiments.jobs import Jobs
+from gtpo_verl.runs.directory import read_record
+from gtpo_verl.tasks.sums.task import Task
+
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    with ray_head({}, "--num-gpus=1") as found:
+        yield found
+
+
+def test_a_submitted_training_stops_with_a_checkpoint_and_goes_on(
+    head: Head, task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", head.token)
+    user, run_dir = tmp_path / "user", tmp_path / "run"
+    user.mkdir()
+    (user / "mine.py").write_text("from gtpo_verl.tasks.sums.reward import compute_score\n")
+    monkeypatch.chdir(user)
+    words = [
+        *("setting=quickstart", "hardware=cpu", f"actor_rollout_ref.model.path={task.model_path}"),
+        *(f"data.train_files={task.train_file}", f"data.val_files={task.val_file}", f"trainer.run_dir={run_dir}"),
+        *("reward.custom_reward_function.path=mine.py", "trainer.val_before_train=False", "trainer.test_freq=-1"),
+    ]
+    submit = ["submit", "--address", head.address]
+    assert main([*submit, "--detach", "--id", "first", "--", *words, "trainer.total_training_steps=100000"]) == 0
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 600
+    while not metrics.exists():
+        assert time.monotonic() < deadline
+        assert Jobs(head.address).status("first") in ("PENDING", "RUNNING")
+        time.sleep(1)
+    assert main([*submit, "--stop", "first"]) == 0
+    assert Jobs(head.address).status("first") == "SUCCEEDED"
+    record = read_record(run_dir)
+    assert record is not None
+    assert record["status"] == "interrupted"
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert (run_dir / "checkpoints" / f"global_step_{steps[-1]}").is_dir()
+
+    goal = steps[-1] + 1
+    capsys.readouterr()
+    assert main([*submit, "--id", "second", "--", *words, f"trainer.total_training_steps={goal}"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("Plugin gtpo_verl") < printed.index("This run is valid: 1 rank on CPUs.")
+    assert printed.endswith("Job second: SUCCEEDED\n")
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    assert steps[-1] == goal
+    assert len(steps) == len(set(steps)), "it began again"

@@ -1,0 +1,96 @@
+"""What is said of a run where it is submitted."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.experiments import request
+from gtpo_verl.experiments.request import check_request, parsed, run_dir_of
+
+RUN = "trainer.run_dir=/shared/run"
+
+
+@pytest.fixture(autouse=True)
+def thin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without verl, and an empty current directory."""
+    monkeypatch.setattr(request, "_can_compose", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def data(thin: Path) -> Path:
+    file = thin / "it's a file.parquet"
+    rows = [{"prompt": [{"role": "user", "content": "1+1"}], "data_source": "s", "reward_model": {"ground_truth": "2"}}]
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    return file
+
+
+def check(*overrides: str, carried: tuple[str, ...] = ()) -> list[str]:
+    given = [RUN, "data.train_files=/only/there.parquet", "data.val_files=s3://bucket/val.parquet", *overrides]
+    result = check_request(given, working_dir=Path.cwd(), carried=[Path(name) for name in carried])
+    return result[3:]
+
+
+def test_what_only_the_cluster_knows_passes_unchanged() -> None:
+    words = ["algo=gtpo", "algorithm.gtpo.alpha2=0.2", "+no.such.key=1", "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B"]
+    assert check(*words) == words
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algo=gtpx", r"algo=gtpx: no such algo; did you mean gtpo\? Choose one of"),
+        ("a=b=c", r"'a=b=c' is no override KEY=VALUE"),
+        ("a b", "is no override KEY=VALUE"),
+        ("data.train_files=missing.parquet", "data.train_files=missing.parquet: no such file here"),
+        ("data.val_files=null", "no data: set data.val_files"),
+        ("actor_rollout_ref.model.path=./model", "actor_rollout_ref.model.path=./model: no such file here"),
+        ("reward.custom_reward_function.path=mine.py", "the job would not carry this file, not in"),
+    ],
+)
+def test_a_mistake_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        check(override)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["", "trainer.run_dir=runs/a", "trainer.run_dir=null"])
+def test_a_run_directory_must_be_absolute(word: str) -> None:
+    with pytest.raises(UserError, match=r"add trainer\.run_dir=/DIRECTORY, an absolute path"):
+        run_dir_of([word] if word else [])
+
+
+def test_relative_data_become_the_same_file_for_hydra(data: Path, thin: Path) -> None:
+    (thin / "model").mkdir()
+    (word, model) = check(f'data.train_files="{data.name}"', "actor_rollout_ref.model.path=model")
+    assert parsed([word])[0].value() == str(data)
+    assert parsed([model])[0].value() == str(thin / "model")
+    (word,) = check(f'data.val_files=["{data.name}",/there.parquet]')
+    assert parsed([word])[0].value() == [str(data), "/there.parquet"]
+
+
+def test_data_that_lie_here_are_checked(thin: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["1+1"]}), thin / "bad.parquet")
+    with pytest.raises(UserError, match="lacks the columns data_source, reward_model"):
+        check("data.train_files=bad.parquet")
+
+
+def test_code_must_be_among_the_carried_files(thin: Path) -> None:
+    (thin / "rewards").mkdir()
+    (thin / "rewards" / "mine.py").write_text("")
+    word = "reward.custom_reward_function.path=./rewards/mine.py"
+    assert check(word, carried=("rewards/mine.py",)) == [word]
+    with pytest.raises(UserError, match="which an exclude pattern leaves out"):
+        check(word)
+    for elsewhere in ("pkg://my_package.reward", "/opt/mine.py"):
+        assert check(f"reward.custom_reward_function.path={elsewhere}")
+
+
+def test_where_verl_is_installed_every_key_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"algorithm.gtpo.alpha9: no such key; did you mean"):
+        check("algorithm.gtpo.alpha9=1")
