@@ -129,6 +129,7 @@ def test_dapo_is_whole_in_every_arm() -> None:
 
 
 OURS = {  # keys that verl's YAML does not have, and who reads them
+    "seed": "interpolations of the seeds",
     "algorithm.correct_threshold": "trainer._verdicts",
     "algorithm.entropy": "trainer, task_runner, preflight",
     "algorithm.filter_groups.on_budget": "sampling",

@@ -1,0 +1,1 @@
+"""Several trainings: submitted to a Ray cluster, and swept over axes."""
