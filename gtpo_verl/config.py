@@ -271,7 +271,7 @@ def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass mode."""
+    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass."""
     _name_run(config, chosen(overrides, "algo") or "gtpo")
     set_value(
         config, "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard"

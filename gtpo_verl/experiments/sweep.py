@@ -4,7 +4,8 @@
 directory says whether it is finished.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from gtpo_verl import preflight
 from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
@@ -31,14 +32,7 @@ SWEEP_FILE = "sweep.json"
 SCHEMA = 1
 GROUP = "sweep"
 # Keys that say where a run is kept and how Ray is started, not what is trained.
-_WHERE = (
-    "ray_kwargs.",
-    "trainer.default_local_dir",
-    "trainer.device",
-    "trainer.experiment_name",
-    "trainer.run_dir",
-    "trainer.validation_data_dir",
-)
+_WHERE = re.compile(r"^ray_kwargs\.|^trainer\.device$|(^|\.)(experiment_name|\w+_dir)$")
 
 
 @dataclass
@@ -132,7 +126,7 @@ def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile
         try:
             config = compose(
                 "sweep_of_file" if named else "sweep_settings",
-                overrides=[*search_path, *(line_of(item) for item in own)],
+                overrides=[*search_path, *(_with_plus(item) for item in own)],
             )
         except (HydraException, OmegaConfBaseException) as error:
             raise _explain(error, next((line_of(item) for item in own), GROUP)) from error
@@ -144,20 +138,30 @@ def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile
     return settings
 
 
+def _with_plus(item: Override) -> str:
+    """The override as Hydra takes it: axes and baseline have any keys."""
+    return f"++{line_of(item)}" if item.key_or_group in (f"{GROUP}.axes", f"{GROUP}.baseline") else line_of(item)
+
+
 def _explain(error: BaseException, line: str) -> UserError:
     known = [item.name for item in fields(SweepFile)]
     if isinstance(error, MissingConfigException) and error.options is not None:
         wrong, options = str(error.missing_cfg_file).partition("/")[2], sorted(error.options)
         hint = did_you_mean(wrong, options) or "."
         return UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.")
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, ConfigKeyError):
-        key = str(error.key)
-        return UserError(
-            f"{line}: a sweep has no key {key}{did_you_mean(key, known) or '.'} Known: {', '.join(known)}."
-        )
-    return UserError(f"{line}: {str(error).splitlines()[0]}")
+    for cause in _chain(error):
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            key = str(cause.key)
+            hint = did_you_mean(key, known) or "."
+            return UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
+    cause = next((cause for cause in _chain(error) if isinstance(cause, OmegaConfBaseException)), error)
+    return UserError(f"{line}: {str(cause).splitlines()[0]}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _check_baseline(baseline: dict[str, str], axes: Sequence[Axis]) -> None:
@@ -323,7 +327,7 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
 def _trained(text: str) -> dict[str, Any]:
     """What a configuration in YAML trains: its values by dotted key, in order, without where the run is kept."""
     values = flatten(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    return dict(sorted((key, value) for key, value in values if not key.startswith(_WHERE)))
+    return dict(sorted((key, value) for key, value in values if not _WHERE.search(key)))
 
 
 def _check_recorded(sweep: Sweep, member: Member, trained: dict[str, Any]) -> None:

@@ -108,8 +108,8 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
             super()._check_space()
 
     launcher = LocalLauncher([{}], program=FAKE)
-    with pytest.raises(OSError, match="little space left"), sweep_lock(tmp_path):
-        write(sweep)
+    write(sweep)
+    with pytest.raises(OSError, match="little space left"):
         Filling(sweep, launcher, announce=lambda line: None).run()
     [run] = [run for run in statuses(tmp_path) if run.attempts.number]
     assert not launcher.is_running(tmp_path / run.name, 1)
