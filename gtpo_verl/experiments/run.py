@@ -59,9 +59,9 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     sweep, task = embedded_task(define(overrides, directory))
     check_directory(sweep)
     console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.members)} runs in {sweep.directory}")
+    configs = compose_runs(sweep)
     if task is not None:
         task.prepare(task_directory(sweep))
-    configs = compose_runs(sweep)
     preflight.check(next(iter(configs.values())))
     for line in idle_axes(sweep, configs):
         console.print(f"warning: {line}", markup=False)
