@@ -1,1 +1,1 @@
-"""Several trainings: submitted to a Ray cluster, and swept over axes."""
+"""Trainings on a Ray cluster elsewhere: what is carried there, Ray jobs, and what a job proves before it trains."""
