@@ -104,14 +104,13 @@ class RayLauncher:
     The id of a job is made of run directory and attempt, so that the cluster itself refuses to run one twice.
     """
 
-    def __init__(self, jobs: "Jobs", capacity: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, jobs: "Jobs", capacity: int) -> None:
         self.capacity = capacity
         self.cluster: str | None = jobs.address
         self._jobs = jobs
-        self._environment = environment
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
-        return self._jobs.submit(overrides, submission_id=job_id(run_dir, attempt), environment=self._environment)
+        return self._jobs.submit(overrides, submission_id=job_id(run_dir, attempt))
 
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         return self._jobs.status(job_id(run_dir, attempt)) in ("PENDING", "RUNNING")

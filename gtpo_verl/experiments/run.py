@@ -2,9 +2,9 @@
 
 import errno
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -40,13 +40,11 @@ class Where:
 
     local: in processes of this machine, else as jobs of the Ray cluster whose dashboard is at `address`.
     parallel: runs at once, instead of what fits.
-    environment: variables for the jobs.
     """
 
     local: bool = False
     parallel: int | None = None
     address: str | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int:
@@ -140,7 +138,7 @@ def _launcher(configs: Sequence[DictConfig], where: Where) -> Launcher:
     from gtpo_verl.experiments.jobs import Jobs
 
     jobs = Jobs(where.address)
-    return RayLauncher(jobs, where.parallel or cluster_slots(configs, jobs.address), where.environment)
+    return RayLauncher(jobs, where.parallel or cluster_slots(configs, jobs.address))
 
 
 @contextmanager
