@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ COMMANDS = {
         "gtpo_verl.commands.submit",
         "train on a Ray cluster: submit a job that carries this plugin, follow, list and stop jobs",
     ),
+    "sweep": ("gtpo_verl.commands.sweep", "train every combination of several values, and go on where it was stopped"),
     "plan": (
         "gtpo_verl.commands.plan",
         "what a configuration means, before a GPU is used: step arithmetic, memory, time",
@@ -38,10 +40,13 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``gtpo-verl``; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] in (["-sc"], ["--shell-completion"]):
+        return main_guard(lambda: _complete(argv[1:]))
     parser = argparse.ArgumentParser(
         prog="gtpo-verl",
         description="GTPO, GRPO-S and DAPO on verl: credit assignment by policy entropy.",
-        epilog="`gtpo-verl COMMAND --help` explains a command. GTPO_VERL_TRACEBACK=1 shows stack traces.",
+        epilog="`gtpo-verl COMMAND --help` explains a command. GTPO_VERL_TRACEBACK=1 shows stack traces. "
+        'Shell completion, also of overrides: eval "$(gtpo-verl -sc install=bash)".',
     )
     parser.add_argument("--version", action="version", version=f"gtpo-verl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -57,6 +62,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.overrides.extend(rest)
     module, _ = COMMANDS[args.command]
     return main_guard(lambda: importlib.import_module(module).run(args))
+
+
+def _complete(arguments: Sequence[str]) -> int:
+    """Hydra's shell completion of overrides, in a command line whose first word is a command of ours."""
+    line = os.environ.get("COMP_LINE", "")
+    words = line.split()
+    at_new_word = line.endswith(" ")
+    if words and len(words) + at_new_word == 2:
+        print(" ".join(COMMANDS))
+        return 0
+    if words:
+        overrides = [word for word in words[2:-1] if "=" in word and not word.startswith(("-", "sweep="))]
+        last = [words[-1]] if len(words) > 2 else []
+        # with several values where a sweep may have them
+        os.environ["COMP_LINE"] = " ".join([words[0], "--multirun", *overrides, *last]) + " " * at_new_word
+    from gtpo_verl.config import complete_shell
+
+    complete_shell(arguments)
+    return 0
 
 
 if __name__ == "__main__":

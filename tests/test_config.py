@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
 from gtpo_verl.algorithms.config import run_settings
-from gtpo_verl.config import choices, compose_config, verl_config_dir
+from gtpo_verl.config import choices, compose_config, prepare, verl_config_dir, with_config_dir
 from gtpo_verl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,7 @@ def test_dapo_is_whole_in_every_arm() -> None:
 
 
 OURS = {  # keys that verl's YAML does not have, and who reads them
+    "seed": "interpolations of the seeds",
     "algorithm.correct_threshold": "trainer._verdicts",
     "algorithm.entropy": "trainer, task_runner, preflight",
     "algorithm.filter_groups.on_budget": "sampling",
@@ -228,3 +229,57 @@ def test_words_numbers_and_interpolations_pass_where_they_belong() -> None:
         ]
     )
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 24
+
+
+# -------------------------------------------------------------------- a Hydra application like others
+
+
+def test_a_users_own_configuration_is_found_by_config_dir_and_by_hydras_search_path(tmp_path: Path) -> None:
+    for place, alpha2 in (("a", 0.3), ("b", 0.4)):
+        (tmp_path / place / "algo").mkdir(parents=True)
+        text = f"# @package _global_\ndefaults: [/algo/gtpo, _self_]\nalgorithm: {{gtpo: {{alpha2: {alpha2}}}}}\n"
+        (tmp_path / place / "algo" / f"mine_{place}.yaml").write_text(text)
+    (tmp_path / "a" / "layout").mkdir()
+    (tmp_path / "a" / "layout" / "fsdp_mine.yaml").write_text("# @package _global_\ntrainer: {nnodes: 3}\n")
+    overrides = with_config_dir(["algo=mine_b", f"hydra.searchpath=[file://{tmp_path / 'b'}]"], tmp_path / "a")
+    assert compose_config(overrides).algorithm.gtpo.alpha2 == 0.4
+    config = compose_config(with_config_dir(["algo=mine_a", "layout=fsdp_mine"], tmp_path / "a"))
+    assert (config.algorithm.gtpo.alpha2, config.trainer.nnodes) == (0.3, 3)
+    with pytest.raises(UserError, match="no such directory"):
+        with_config_dir([], tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("~algo", "a run needs a method"),
+        ("algo=[dapo,gtpo]", "a run trains one method"),
+        ("algo=dapo,gtpo", "`gtpo-verl sweep` trains every value"),
+        ("seed=range(3)", "`gtpo-verl sweep` trains every value"),
+    ],
+)
+def test_no_method_several_and_several_values_are_refused(override: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose_config([override])
+    assert message in str(caught.value)
+
+
+def test_a_new_key_needs_a_plus_except_where_verl_hands_a_section_on() -> None:
+    config = compose_config(
+        ["actor_rollout_ref.rollout.engine_kwargs.vllm.new=1", "actor_rollout_ref.model.override_config.a.b=2"]
+    )
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.new == 1
+    assert config.actor_rollout_ref.model.override_config.a.b == 2
+
+
+def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
+    def names(*overrides: str) -> tuple[str, str]:
+        config = compose_config(overrides)
+        prepare(config, overrides)
+        return Path(config.trainer.run_dir).name, config.trainer.experiment_name
+
+    directory, name = names("algo=gtpo", "algo=dapo", "seed=3")
+    assert directory.startswith("dapo-seed3-")
+    assert name == directory
+    assert names("algo=ladder/6_dapo", f"trainer.run_dir={tmp_path}/x") == ("x", "ladder-6_dapo-seed0-x")
+    assert names("trainer.experiment_name=mine", f"trainer.run_dir={tmp_path}/x") == ("x", "mine")

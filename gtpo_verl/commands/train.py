@@ -8,9 +8,23 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import preflight
-from gtpo_verl.config import GROUPS, choices, compose_config, prepare, with_hardware
+from gtpo_verl.config import (
+    GROUPS,
+    choices,
+    compose_config,
+    prepare,
+    print_config,
+    print_info,
+    with_config_dir,
+    with_hardware,
+)
+from gtpo_verl.errors import UserError
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.session import training_session
+
+# Hydra's, the default first
+CFG = ("job", "hydra", "all")
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 EPILOG = """\
 examples:
@@ -23,6 +37,8 @@ examples:
                                                                      2_overlong_filtering, 3_clip_higher,
                                                                      4_soft_overlong, 5_token_level_loss, 6_dapo
   gtpo-verl train algo=gtpo --cfg                                    print the configuration and stop
+  gtpo-verl train --config-dir conf algo=mine ...                    conf/algo/mine.yaml
+  gtpo-verl train --multirun algo=dapo,gtpo seed=1,2 ...             the same as `gtpo-verl sweep --local`
   gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    validate the run, also on a machine without a GPU
 
 Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To resume, repeat the command
@@ -38,17 +54,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help=f"Hydra overrides over verl's configuration. Groups: {groups}"
     )
+    parser.add_argument(
+        "--config-dir", "-cd", type=Path, metavar="DIR", help="your own configuration, on Hydra's search path"
+    )
+    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
+    parser.add_argument("--package", "-p", metavar="KEY", help="with --cfg: print this section alone")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--cfg", action="store_true", help="print the composed configuration, unchecked, and stop")
+    what.add_argument(
+        "--cfg",
+        "-c",
+        nargs="?",
+        const="job",
+        metavar="|".join(CFG),
+        help="print the composed configuration, unchecked, and stop (default: job)",
+    )
+    what.add_argument(
+        "--info", "-i", nargs="?", const="all", metavar="|".join(INFO), help="print how it is composed and stop"
+    )
     what.add_argument("--check", action="store_true", help="check all that can be checked without a GPU and stop")
+    what.add_argument("--multirun", "-m", action="store_true", help="train every value: `gtpo-verl sweep --local`")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    overrides, note = with_hardware(args.overrides)
+    _return_overrides(args)
+    given = with_config_dir(args.overrides, args.config_dir)
+    if args.multirun:
+        from gtpo_verl.experiments.run import Where
+        from gtpo_verl.experiments.run import train as train_all
+
+        return train_all(given, None, Where(local=True))
+    if args.resolve and args.cfg is None:
+        raise UserError("--resolve goes with --cfg.")
+    overrides, note = with_hardware(given)
     config = compose_config(overrides)
-    if args.cfg:
-        print(OmegaConf.to_yaml(config))
+    if args.cfg is not None:
+        print_config(overrides, args.cfg, package=args.package, resolve=args.resolve)
+        return 0
+    if args.info is not None:
+        print_info(overrides, args.info)
         return 0
     prepare(config, overrides)
     for finding in idle_findings(config, overrides):
@@ -66,6 +110,15 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     return launch(config, command=shlex.join(["gtpo-verl", "train", *args.overrides]))
+
+
+def _return_overrides(args: argparse.Namespace) -> None:
+    """Give an override back that argparse has taken for the optional value of the flag before it."""
+    for flag, values in (("cfg", CFG), ("info", INFO)):
+        value = getattr(args, flag)
+        if value is not None and value not in values:
+            args.overrides.insert(0, value)
+            setattr(args, flag, values[0])
 
 
 def devices(config: DictConfig) -> str:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from gtpo_verl.errors import UserError
@@ -56,6 +57,19 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def live_owner(file: Path) -> Owner | None:
+    """Who holds a lock, as far as its record says, without touching the lock; None where nobody alive does."""
+    owner = _recorded(file)
+    if owner is None or owner.age > LEASE:
+        return None
+    return owner if owner.is_remote or psutil.pid_exists(owner.pid) else None
+
+
+def _recorded(file: Path) -> Owner | None:
+    values = read_json(file.with_name(f"{file.name}.json"))
+    return Owner(**values) if values else None
 
 
 class LockedError(Exception):
@@ -105,8 +119,7 @@ class DirectoryLock:
 
     def owner(self) -> Owner | None:
         """The owner as recorded, None where there is none."""
-        values = read_json(self.owner_file)
-        return Owner(**values) if values else None
+        return _recorded(self.file)
 
     def release(self) -> None:
         """Give the lock up."""

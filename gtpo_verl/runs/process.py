@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gtpo_verl.runs.directory import read_metrics_from
 
 LOG_FILE = "train.log"
+TRAIN = (sys.executable, "-m", "gtpo_verl.train")
 POLL = 0.5  # seconds between looks at the metrics
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,16 +30,26 @@ class TrainingProcess:
     Args:
         run_dir: made if need be; stdout and stderr are appended to its ``train.log``.
         overrides: Hydra overrides of the training, ``trainer.run_dir`` included.
+        environment: variables that it has beside those of this process.
+        program: the command that trains.
     """
 
-    def __init__(self, run_dir: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        overrides: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = TRAIN,
+    ) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.run_dir = run_dir
         self.log = run_dir / LOG_FILE
         self.stops = 0
         with self.log.open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gtpo_verl.train", *overrides],
+                [*program, *overrides],
+                env={**os.environ, **(environment or {})},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -75,7 +86,7 @@ class TrainingProcess:
             self.stops += 1
             if self.stops == 1:
                 announce()
-            self._process.send_signal(signal.SIGINT)
+            self.stop()
 
         previous = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
         try:
@@ -83,16 +94,29 @@ class TrainingProcess:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-            if self.returncode is None:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+            self.kill()
+
+    def stop(self) -> None:
+        """Ask it to stop after its step, with a checkpoint; the second time, to stop at once."""
+        self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """End it, and what runs in its session, if it still runs."""
+        if self.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def reason(self) -> str:
-        """Why it failed, in one line: the last ``error:`` among the last lines of its log, else the last line."""
-        with self.log.open(errors="replace") as log:
-            lines = deque((line.strip() for line in log if line.strip()), maxlen=200)
-        errors = [line for line in lines if line.startswith("error: ")]
-        return [*lines, *errors][-1] if lines else "it printed nothing."
+        """Why it failed, in one line; see `reason_in`."""
+        return reason_in(self.log)
+
+
+def reason_in(log: Path) -> str:
+    """Why a training failed, in one line: the last ``error:`` among the last lines of its log, else the last line."""
+    with log.open(errors="replace") as content:
+        lines = deque((line.strip() for line in content if line.strip()), maxlen=200)
+    errors = [line for line in lines if line.startswith("error: ")]
+    return [*lines, *errors][-1] if lines else "it printed nothing."
 
 
 def _stop_with_parent() -> None:

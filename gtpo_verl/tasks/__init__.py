@@ -35,6 +35,7 @@ class EmbeddedTask:
     data_source: that of its rows.
     reward: ``reward.custom_reward_function.path``, a module with ``compute_score`` and the control ``random_verdict``.
     prepare: makes the task in a directory, or returns the one that is there.
+    locate: where `prepare` puts it in a directory, with an empty manifest.
     """
 
     name: str
@@ -42,6 +43,7 @@ class EmbeddedTask:
     data_source: str
     reward: str
     prepare: Callable[[Path], Task]
+    locate: Callable[[Path], Task]
 
 
 def task(name: str) -> EmbeddedTask:
@@ -55,3 +57,8 @@ def task(name: str) -> EmbeddedTask:
     found = importlib.import_module(_MODULES[name]).TASK
     assert isinstance(found, EmbeddedTask)
     return found
+
+
+def task_of(reward: str | None) -> EmbeddedTask | None:
+    """The embedded task with this reward module; None where it is no embedded task's."""
+    return next((found for found in map(task, _MODULES) if found.reward == reward), None)

@@ -253,6 +253,10 @@ def _load(directory: Path, key: str) -> Task | None:
     manifest = read_json(directory / MANIFEST)
     if manifest is None or manifest.get("key") != key:
         return None
+    return _task_in(directory, manifest)
+
+
+def _task_in(directory: Path, manifest: dict[str, Any]) -> Task:
     return Task(directory / MODEL, directory / TRAIN, directory / VALIDATION, manifest)
 
 
@@ -278,4 +282,5 @@ TASK = EmbeddedTask(
     data_source=DATA_SOURCE,
     reward="pkg://gtpo_verl.tasks.sums.reward",
     prepare=prepare_task,
+    locate=lambda directory: _task_in(directory.absolute(), manifest={}),
 )

@@ -1,0 +1,118 @@
+"""The axes of a sweep, in Hydra's sweep syntax and read by Hydra's parser, and the runs that they make."""
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from gtpo_verl.config import hydra_app, line_of
+from gtpo_verl.errors import UserError
+
+SEED = "seed"
+LONGEST_NAME = 160  # bytes; a file system's limit is 255, and trackers and job ids add to the name
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A key and its values, as Hydra's parser writes them."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run of a sweep: its name, which is also its directory's, and its value on each axis as overrides."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Parse overrides in which a value may be a sweep: `a,b`, `choice(a,b)`, `range(8)` or `glob(*)`.
+
+    Raises:
+        UserError: one does not parse.
+    """
+    with hydra_app() as hydra:
+        try:
+            return OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(list(overrides))
+        except HydraException as error:
+            raise UserError(f"these overrides do not parse: {' '.join(str(error).split())}") from error
+
+
+def split(parsed: Sequence[Override]) -> tuple[list[Axis], list[str]]:
+    """Separate the axes from the overrides that every run has.
+
+    Raises:
+        UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many.
+    """
+    swept = {item.get_key_element() for item in parsed if item.is_sweep_override()}
+    count = Counter(item.get_key_element() for item in parsed)
+    for key in sorted(swept):
+        if count[key] > 1:
+            raise UserError(f"{key} is given {count[key]} times: write the values of an axis once, as {key}=A,B.")
+    axes = [_axis(item) for item in parsed if item.is_sweep_override()]
+    return axes, [line_of(item) for item in parsed if not item.is_sweep_override()]
+
+
+def _axis(item: Override) -> Axis:
+    if not item.is_discrete_sweep():
+        raise UserError(f"{item.input_line}: an interval has no end of values. Write the values, or range(A,B,STEP).")
+    found = list(item.sweep_iterator())
+    texts = list(item.sweep_string_iterator())
+    for value, text in zip(found, texts, strict=True):
+        if found.count(value) > 1:
+            raise UserError(f"{item.input_line}: the axis has the value {text} more than once.")
+    if not texts:
+        raise UserError(f"{item.input_line}: the axis has no value.")
+    return Axis(item.get_key_element(), tuple(texts))
+
+
+def members(axes: Sequence[Axis]) -> list[Member]:
+    """Every combination of values, with a name that depends on nothing but the axes.
+
+    The seed varies slowest: a sweep that is stopped early has whole comparisons.
+
+    Raises:
+        UserError: two runs would have the same name.
+    """
+    keys = _short([axis.key for axis in axes])
+    ordered = sorted(axes, key=lambda axis: axis.key != SEED)
+    found: dict[str, Member] = {}
+    for values in itertools.product(*(axis.values for axis in ordered)):
+        chosen = {axis.key: value for axis, value in zip(ordered, values, strict=True)}
+        overrides = tuple(f"{axis.key}={chosen[axis.key]}" for axis in axes)
+        name = _limited(",".join(f"{keys[axis.key]}={_safe(chosen[axis.key])}" for axis in axes))
+        if name in found:
+            raise UserError(
+                f"{' '.join(overrides)} and {' '.join(found[name].overrides)} would both be the run {name}: values "
+                "must differ in more than punctuation."
+            )
+        found[name] = Member(name, overrides)
+    return list(found.values())
+
+
+def _short(keys: Sequence[str]) -> dict[str, str]:
+    """The last part of each dotted key, or all of it where another axis has the same last part."""
+    tails = {key: re.split(r"[./+]", key)[-1] for key in keys}
+    count = Counter(tails.values())
+    return {key: tail if count[tail] == 1 else _safe(key) for key, tail in tails.items()}
+
+
+def _safe(text: str) -> str:
+    """What a file system, a tracker and a shell take as part of a name."""
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "empty"
+
+
+def _limited(name: str) -> str:
+    if len(name.encode()) <= LONGEST_NAME:
+        return name
+    digest = blake2b(name.encode(), digest_size=4).hexdigest()
+    return f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"

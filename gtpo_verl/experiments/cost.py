@@ -1,0 +1,52 @@
+"""What the runs of a sweep cost, as `gtpo-verl plan` estimates it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.experiments.launchers import gpus_of
+from gtpo_verl.planning.plan import make_plan
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Devices of a run (ranks on a CPU), its steps, and hours on them where they can be estimated."""
+
+    devices: int
+    on_cpu: bool
+    steps: int
+    hours: float | None
+
+    def __str__(self) -> str:
+        one = "rank on CPUs" if self.on_cpu else "GPU"
+        devices = f"{self.devices} {one}" if self.devices == 1 else f"{self.devices} {one.replace('rank', 'ranks')}s"
+        time = "" if self.hours is None else f", {self.hours:,.1f} h"
+        return f"{devices}, {self.steps} steps{time}"
+
+
+def cost_of(config: DictConfig, *, gpu: str, measured: Path | None) -> Cost:
+    """The cost of one run.
+
+    Args:
+        config: composed, and prepared as for a run.
+        gpu: a name in ``planning.timing.GPUS``.
+        measured: a run to take lengths, yield and speeds from; on a CPU there is no estimate without one.
+    """
+    try:
+        time = make_plan(config, gpu=gpu, measured=measured).time
+    except UserError:  # the shape of its model is not known here
+        time = None
+    steps = config.trainer.total_training_steps
+    hours = None if time is None else time.total * steps / 3600
+    return Cost(gpus_of(config), config.trainer.device == "cpu", steps, hours)
+
+
+def total(costs: list[Cost]) -> str:
+    """One line on all runs together."""
+    if any(cost.hours is None for cost in costs):
+        return f"{len(costs)} runs; their time is not estimated: --measured RUN takes it from a run."
+    hours = sum(cost.hours * cost.devices for cost in costs if cost.hours is not None)
+    unit = "rank-hours" if costs[0].on_cpu else "GPU-hours"
+    return f"{len(costs)} runs, {hours:,.0f} {unit}, without validation and verifier."

@@ -1,0 +1,189 @@
+"""Where the runs of a sweep run: in processes of this machine, or as jobs of a Ray cluster."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import psutil
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import STOP_FILE
+from gtpo_verl.runs.process import LOG_FILE, TRAIN, TrainingProcess, reason_in
+
+if TYPE_CHECKING:
+    from gtpo_verl.experiments.jobs import Jobs  # it needs Ray
+
+GIB = 1024**3
+CPU_CORES = 2  # of a training on a CPU, by rank
+CPU_MEMORY = 5 * GIB  # of a training of the embedded task on a CPU, by rank
+# A Ray of its own for each run, also on a machine where a cluster is running.
+OWN_RAY = "++ray_kwargs.ray_init.address=local"
+
+
+class Launcher(Protocol):
+    """Starts attempts at runs. An attempt is known by its run directory and its number.
+
+    capacity: runs at once.
+    cluster: the dashboard of the Ray cluster that they run on and remembers them when this process is killed, or None.
+    """
+
+    capacity: int
+    cluster: str | None
+
+    def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
+        """Start an attempt; False if it is known to have been started before."""
+
+    def is_running(self, run_dir: Path, attempt: int) -> bool:
+        """Whether the attempt was started and has not ended."""
+
+    def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
+        """Ask for a stop after the step, with a checkpoint; called again and again until the attempt has ended."""
+
+    def reason(self, run_dir: Path, attempt: int) -> str:
+        """Why an attempt ended, in one line."""
+
+    def close(self) -> None:
+        """End what must not outlive this process."""
+
+
+class LocalLauncher:
+    """Runs as child processes, which are asked to stop when this process is killed.
+
+    Args:
+        slots: environment variables for each of the runs at once, which give every run its own GPUs.
+        program: the command that trains.
+    """
+
+    def __init__(self, slots: Sequence[Mapping[str, str]], program: Sequence[str] = TRAIN) -> None:
+        self.capacity = len(slots)
+        self.cluster: str | None = None
+        self._free = list(slots)
+        self._program = program
+        self._processes: dict[Path, tuple[TrainingProcess, Mapping[str, str]]] = {}
+        self._asked: dict[Path, bool] = {}
+
+    def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
+        slot = self._free.pop(0)
+        process = TrainingProcess(run_dir, [*overrides, OWN_RAY], environment=slot, program=self._program)
+        self._processes[run_dir] = process, slot
+        return True
+
+    def is_running(self, run_dir: Path, attempt: int) -> bool:
+        if run_dir not in self._processes:
+            return False
+        process, slot = self._processes[run_dir]
+        if process.returncode is None:
+            return True
+        del self._processes[run_dir]
+        self._asked.pop(run_dir, None)
+        self._free.append(slot)
+        return False
+
+    def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
+        if run_dir not in self._processes:  # of a sweep that was killed
+            (run_dir / STOP_FILE).touch()
+        elif self._asked.get(run_dir) is not at_once:
+            self._asked[run_dir] = at_once
+            self._processes[run_dir][0].stop()
+
+    def reason(self, run_dir: Path, attempt: int) -> str:
+        return reason_in(run_dir / LOG_FILE)
+
+    def close(self) -> None:
+        for process, _ in self._processes.values():
+            process.kill()
+
+
+class RayLauncher:
+    """Runs as jobs of a Ray cluster, which go on when this process is killed.
+
+    The id of a job is made of run directory and attempt, so that the cluster itself refuses to run one twice.
+    """
+
+    def __init__(self, jobs: "Jobs", capacity: int) -> None:
+        self.capacity = capacity
+        self.cluster: str | None = jobs.address
+        self._jobs = jobs
+
+    def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
+        return self._jobs.submit(overrides, submission_id=job_id(run_dir, attempt))
+
+    def is_running(self, run_dir: Path, attempt: int) -> bool:
+        return self._jobs.status(job_id(run_dir, attempt)) in ("PENDING", "RUNNING")
+
+    def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
+        if at_once or self._jobs.status(job_id(run_dir, attempt)) == "PENDING":
+            self._jobs.stop(job_id(run_dir, attempt), grace=0)
+        elif run_dir.is_dir():  # again and again, since a training that starts removes the file of an earlier stop
+            (run_dir / STOP_FILE).touch()
+
+    def reason(self, run_dir: Path, attempt: int) -> str:
+        job = self._jobs.info(job_id(run_dir, attempt))
+        return "the job is unknown to the cluster." if job is None else job.reason
+
+    def close(self) -> None:
+        """The cluster keeps its jobs."""
+
+
+def job_id(run_dir: Path, attempt: int) -> str:
+    """The id of the Ray job of an attempt at a run: the run's name, a digest of its directory, the attempt."""
+    name = re.sub(r"[^\w.-]+", "-", run_dir.name)[:80]
+    return f"{name}-{blake2b(str(run_dir).encode(), digest_size=5).hexdigest()}-{attempt}"
+
+
+# -------------------------------------------------------------------- how many at once
+
+
+def gpus_of(config: DictConfig) -> int:
+    """The GPUs of a run, those of the rollout's own servers included; on a CPU its ranks."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    own = rollout.nnodes * rollout.n_gpus_per_node if trainer.v1.trainer_mode == "separate_async" else 0
+    return int(trainer.nnodes * trainer.n_gpus_per_node + own)
+
+
+def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:
+    """As many slots as runs fit on this machine at once, each with the GPUs of its own.
+
+    Args:
+        configs: of all runs.
+        parallel: the number of slots, instead of what fits.
+
+    Raises:
+        UserError: not even one fits.
+    """
+    needed = max(gpus_of(config) for config in configs)
+    if all(config.trainer.device == "cpu" for config in configs):
+        memory = psutil.virtual_memory().available // (CPU_MEMORY * needed)
+        cores = len(os.sched_getaffinity(0)) // (CPU_CORES * needed)
+        return [{} for _ in range(parallel or max(1, min(memory, cores)))]
+    gpus = _visible_gpus()
+    fitting = len(gpus) // needed
+    if (parallel or 1) > fitting:
+        raise UserError(
+            f"--local: {parallel or 1} run{'s' * ((parallel or 1) > 1)} of {needed} GPUs do not fit on this machine, "
+            f"which has {len(gpus)}. Without --local the runs are jobs of a Ray cluster."
+        )
+    count = parallel or fitting
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * needed : (i + 1) * needed])} for i in range(count)]
+
+
+def cluster_slots(configs: Sequence[DictConfig], dashboard: str) -> int:
+    """How many runs fit on a Ray cluster at once, by its GPUs, which on CPUs are logical; at least 1."""
+    from ray.util.state import list_nodes
+
+    nodes = list_nodes(address=dashboard, filters=[("state", "=", "ALIVE")])
+    gpus = sum((node.resources_total or {}).get("GPU", 0) for node in nodes)
+    return max(1, int(gpus // max(gpus_of(config) for config in configs)))
+
+
+def _visible_gpus() -> list[str]:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name]
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]

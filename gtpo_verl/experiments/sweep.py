@@ -1,0 +1,357 @@
+"""A sweep: what it trains, from the command line and a file of the config group `sweep`, and its directory.
+
+`SWEEP/sweep.json` says what the sweep is, `SWEEP/NAME/` is the run directory of each run. Nothing but a run's own
+directory says whether it is finished.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from gtpo_verl import preflight
+from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
+from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
+from gtpo_verl.files import read_json, write_json
+from gtpo_verl.planning.findings import idle_findings
+from gtpo_verl.runs.directory import CONFIG_FILE
+from gtpo_verl.runs.reader import flatten
+from gtpo_verl.tasks import EmbeddedTask, task_of
+
+SWEEP_FILE = "sweep.json"
+SCHEMA = 1
+GROUP = "sweep"
+# Keys that say where a run is kept and how Ray is started, not what is trained.
+_WHERE = re.compile(r"^ray_kwargs\.|^trainer\.device$|(^|\.)(experiment_name|\w+_dir)$")
+
+
+@dataclass
+class SweepFile:
+    """A file of the config group `sweep`.
+
+    axes: the values of each key, in Hydra's sweep syntax.
+    overrides: of every run.
+    baseline: the value on some axes of the runs that the others are compared with.
+    retries: attempts at a run after one that failed without a new training step.
+    """
+
+    axes: dict[str, str] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+    baseline: dict[str, str] = field(default_factory=dict)
+    retries: int = 2
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is trained: the runs, the overrides that all of them have, and the rest of `SweepFile`."""
+
+    name: str
+    directory: Path
+    axes: tuple[Axis, ...]
+    common: tuple[str, ...]
+    members: tuple[Member, ...]
+    baseline: dict[str, str] | None
+    retries: int
+
+    def run_dir(self, name: str) -> Path:
+        return self.directory / name
+
+    def overrides(self, member: Member) -> list[str]:
+        """Every override of a run, as `gtpo-verl train` takes them."""
+        own = [*self.common, *member.overrides, f"trainer.run_dir={quoted(self.run_dir(member.name))}"]
+        if chosen(own, "trainer.experiment_name") is None:
+            own.append(f"trainer.experiment_name={quoted(f'{self.name}-{member.name}')}")
+        return own
+
+
+# -------------------------------------------------------------------- definition
+
+
+def define(overrides: Sequence[str], directory: Path | None = None) -> Sweep:
+    """The sweep that overrides and the file that they choose describe; a key on the command line replaces the file's.
+
+    Args:
+        overrides: as for `gtpo-verl train`, with several values where an axis is meant, `sweep=FILE` and
+            `sweep.KEY=VALUE`.
+        directory: by default `outputs/NAME`, where the name follows from the file or the axes, and the setting.
+
+    Raises:
+        UserError: an override, an axis or the file is wrong.
+    """
+    parsed = parse(overrides)
+    own = [item for item in parsed if item.key_or_group.split(".")[0] == GROUP]
+    given = [item for item in parsed if item not in own]
+    file = _read_file(own, [line_of(item) for item in given if item.is_hydra_override()])
+    keys = {item.get_key_element() for item in given}
+    from_file = parse([*(f"{key}={values}" for key, values in file.axes.items()), *file.overrides])
+    _check_baseline(file.baseline, split(from_file)[0])
+    axes, common = split([*(item for item in from_file if item.get_key_element() not in keys), *given])
+    if not axes:
+        raise UserError(
+            "a sweep needs an axis: give a key several values, as in algo=dapo,gtpo or seed='range(8)', or choose a "
+            "file with sweep=NAME."
+        )
+    if chosen(common, "trainer.run_dir") is not None:
+        raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --dir names.")
+    common, _ = with_hardware(common)
+    name = _name(chosen([line_of(item) for item in own], GROUP), axes, chosen(common, "setting"))
+    return Sweep(
+        name=directory.resolve().name if directory else name,
+        directory=(directory or Path("outputs") / name).resolve(),
+        axes=tuple(axes),
+        common=tuple(common),
+        members=tuple(members(axes)),
+        baseline=_baseline(file.baseline, axes),
+        retries=file.retries,
+    )
+
+
+def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile:
+    """Compose the file that is chosen, with what the command line changes of it."""
+    named = any(item.key_or_group == GROUP for item in own)
+    store = ConfigStore.instance()
+    store.store(name="sweep_settings", node={GROUP: OmegaConf.structured(SweepFile)})
+    store.store(name="sweep_of_file", node={"defaults": ["sweep_settings", {GROUP: "???"}]})
+    with hydra_app():
+        try:
+            config = compose(
+                "sweep_of_file" if named else "sweep_settings",
+                overrides=[*search_path, *(_with_plus(item) for item in own)],
+            )
+        except (HydraException, OmegaConfBaseException) as error:
+            raise _explain(error, next((line_of(item) for item in own), GROUP)) from error
+    values = OmegaConf.to_container(config[GROUP])  # interpolations are the runs'
+    assert isinstance(values, dict)
+    settings = SweepFile(**{str(key): value for key, value in values.items()})
+    if settings.retries < 0:
+        raise UserError(f"sweep.retries={settings.retries}: it must be 0 or more.")
+    return settings
+
+
+def _with_plus(item: Override) -> str:
+    """The override as Hydra takes it: axes and baseline have any keys."""
+    return f"++{line_of(item)}" if item.key_or_group in (f"{GROUP}.axes", f"{GROUP}.baseline") else line_of(item)
+
+
+def _explain(error: BaseException, line: str) -> UserError:
+    known = [item.name for item in fields(SweepFile)]
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        wrong, options = str(error.missing_cfg_file).partition("/")[2], sorted(error.options)
+        hint = did_you_mean(wrong, options) or "."
+        return UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.")
+    for cause in _chain(error):
+        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
+            key = str(cause.key)
+            hint = did_you_mean(key, known) or "."
+            return UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
+    cause = next((cause for cause in _chain(error) if isinstance(cause, OmegaConfBaseException)), error)
+    return UserError(f"{line}: {str(cause).splitlines()[0]}")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _check_baseline(baseline: dict[str, str], axes: Sequence[Axis]) -> None:
+    values = {axis.key: axis.values for axis in axes}
+    for key, value in baseline.items():
+        if axes and value not in values.get(key, ()):
+            raise UserError(f"sweep.baseline: {key}={value} is not on an axis of the sweep.")
+
+
+def _baseline(baseline: dict[str, str], axes: Sequence[Axis]) -> dict[str, str] | None:
+    """The file's baseline where the command line has left it on the axes; without one DAPO, where it is trained."""
+    values = {axis.key: axis.values for axis in axes}
+    wanted = baseline or {"algo": "dapo"}
+    return wanted if all(value in values.get(key, ()) for key, value in wanted.items()) else None
+
+
+def _name(file: str | None, axes: Sequence[Axis], setting: str | None) -> str:
+    what = file or "-".join(["sweep", *(axis.key.rsplit(".", 1)[-1].lstrip("+") for axis in axes)])
+    return "-".join([what, *([setting] if setting else [])]).replace("/", "-")
+
+
+def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
+    """Give the runs the model and the data of the embedded task where they have its verifier and name neither."""
+    config = compose_config([*sweep.common, *sweep.members[0].overrides])
+    task = task_of(config.reward.custom_reward_function.path)
+    data = config.data
+    if task is None or any(item is not None for item in (config.actor_rollout_ref.model.path, *_files(data))):
+        return sweep, None
+    paths = task.locate(task_directory(sweep))
+    files = {
+        "actor_rollout_ref.model.path": paths.model_path,
+        "data.train_files": paths.train_file,
+        "data.val_files": paths.val_file,
+    }
+    own = [f"{key}={quoted(path)}" for key, path in files.items()]
+    return replace(sweep, common=(*sweep.common, *own)), task
+
+
+def _files(data: DictConfig) -> tuple[Any, Any]:
+    return data.train_files, data.val_files
+
+
+def task_directory(sweep: Sweep) -> Path:
+    """Where the embedded task of the sweeps beside this one is prepared."""
+    return sweep.directory.parent / "task"
+
+
+# -------------------------------------------------------------------- directory
+
+
+def write(sweep: Sweep) -> None:
+    """Write `sweep.json`; runs of an earlier definition with the same axes and overrides stay in it.
+
+    Raises:
+        UserError: the directory is that of another sweep.
+    """
+    found = read(sweep.directory)
+    facts: dict[str, Any] = {
+        "schema": SCHEMA,
+        "name": sweep.name,
+        "axes": {axis.key: list(axis.values) for axis in sweep.axes},
+        "baseline": sweep.baseline,
+        "common": list(sweep.common),
+        "runs": {member.name: {"overrides": list(member.overrides)} for member in sweep.members},
+    }
+    if found is not None:
+        for key, values in found["axes"].items():
+            own = facts["axes"][key]
+            facts["axes"][key] = [*own, *(value for value in values if value not in own)]
+        facts["runs"] = {**found["runs"], **facts["runs"]}
+    if facts != found:
+        write_json(sweep.directory / SWEEP_FILE, facts)
+
+
+def read(directory: Path) -> dict[str, Any] | None:
+    """Read `sweep.json`; None where there is none.
+
+    Raises:
+        UserError: it is not a sweep's.
+    """
+    file = directory / SWEEP_FILE
+    try:
+        facts = read_json(file)
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): repair it, or choose another --dir.") from error
+    if facts is None:
+        return None
+    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
+        raise UserError(f"{file} was written by another version of gtpo_verl: choose another --dir.")
+    return facts
+
+
+def load(directory: Path) -> Sweep:
+    """The sweep in a directory.
+
+    Raises:
+        UserError: there is none.
+    """
+    facts = read(directory)
+    if facts is None:
+        raise UserError(f"{directory} is no sweep: it has no {SWEEP_FILE}.")
+    return Sweep(
+        name=facts["name"],
+        directory=directory.resolve(),
+        axes=tuple(Axis(key, tuple(values)) for key, values in facts["axes"].items()),
+        common=tuple(facts["common"]),
+        members=tuple(Member(name, tuple(run["overrides"])) for name, run in facts["runs"].items()),
+        baseline=facts["baseline"],
+        retries=SweepFile().retries,
+    )
+
+
+def check_directory(sweep: Sweep) -> None:
+    """Refuse a directory that holds something else than this sweep.
+
+    Raises:
+        UserError: what it holds.
+    """
+    facts = read(sweep.directory)
+    if facts is None:
+        if sweep.directory.is_dir() and any(item.name != "LOCK" for item in sweep.directory.iterdir()):
+            raise UserError(f"{sweep.directory} is not empty and not a sweep: choose another --dir.")
+        return
+    own = [axis.key for axis in sweep.axes]
+    if sorted(facts["axes"]) != sorted(own):
+        raise UserError(
+            f"{sweep.directory} is a sweep over {', '.join(facts['axes'])}, not over {', '.join(own)}: choose another "
+            "--dir."
+        )
+
+
+# -------------------------------------------------------------------- runs
+
+
+def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
+    """Compose and check every run: the configurations by name.
+
+    Raises:
+        UserError: a run does not compose or would fail; two have the same configuration; one is already in the
+            directory with another configuration.
+    """
+    configs: dict[str, DictConfig] = {}
+    seen: dict[str, str] = {}
+    for member in sweep.members:
+        overrides = sweep.overrides(member)
+        try:
+            config = compose_config(overrides)
+            prepare(config, overrides)
+        except UserError as error:
+            raise UserError(f"{member.name}: {error}") from error
+        errors, _ = preflight.problems(config)
+        if errors:
+            raise UserError(f"{member.name}: {errors[0]}")
+        trained = _trained(OmegaConf.to_yaml(config, resolve=True))
+        twin = seen.setdefault(repr(trained), member.name)
+        if twin != member.name:
+            raise UserError(f"{member.name} and {twin} would be the same run: an axis has no effect there.")
+        _check_recorded(sweep, member, trained)
+        configs[member.name] = config
+    return configs
+
+
+def _trained(text: str) -> dict[str, Any]:
+    """What a configuration in YAML trains: its values by dotted key, in order, without where the run is kept."""
+    values = flatten(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
+    return dict(sorted((key, value) for key, value in values if not _WHERE.search(key)))
+
+
+def _check_recorded(sweep: Sweep, member: Member, trained: dict[str, Any]) -> None:
+    """Refuse a run whose directory holds a training with another configuration."""
+    file = sweep.run_dir(member.name) / CONFIG_FILE
+    if not file.is_file():
+        return
+    recorded = _trained(file.read_text(encoding="utf-8"))
+    missing = object()
+    for key in sorted(recorded.keys() | trained.keys()):
+        before, now = recorded.get(key, missing), trained.get(key, missing)
+        if before != now:
+            was = "absent" if before is missing else before
+            will_be = "absent" if now is missing else now
+            raise UserError(
+                f"{member.name}: {key} was {was} in {sweep.run_dir(member.name)} and would be {will_be}. Restore it, "
+                "remove that directory, or choose another --dir."
+            )
+
+
+def idle_axes(sweep: Sweep, configs: dict[str, DictConfig]) -> list[str]:
+    """Values on the axes that have no effect in a run, one line each."""
+    found = []
+    for member in sweep.members:
+        own = [item for item in member.overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
+        found += [f"{member.name}: {finding.message}" for finding in idle_findings(configs[member.name], own)]
+    return found

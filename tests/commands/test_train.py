@@ -1,0 +1,53 @@
+"""`gtpo-verl train` as a Hydra application: what it prints, and completion of the shell."""
+
+from pathlib import Path
+
+import pytest
+
+from gtpo_verl.cli import main
+
+
+def test_the_configuration_is_printed_as_hydra_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--cfg", "algo=gtpo", "-p", "algorithm.gtpo", "hardware=cpu"]) == 0
+    assert "alpha2: 0.1" in capsys.readouterr().out
+    package = ["-p", "trainer.validation_data_dir"]
+    assert main(["train", "hardware=cpu", "trainer.run_dir=/x", "--cfg", "job", "--resolve", *package]) == 0
+    assert capsys.readouterr().out == "/x/validation\n"
+    assert main(["train", "--resolve"]) == 2
+    assert "--resolve goes with --cfg" in capsys.readouterr().err
+
+
+def test_info_shows_the_search_path(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--config-dir", str(tmp_path), "--info", "searchpath"]) == 0
+    printed = capfd.readouterr().out
+    order = [printed.index(name) for name in ("pkg://gtpo_verl.configs", "verl/trainer/config", str(tmp_path))]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("gtpo-verl sw", "sweep"),
+        ("gtpo-verl train algo=grpo_", "algo=grpo_s"),
+        ("gtpo-verl sweep algo=gtpo,dapo --local sweep=al", "sweep=alpha"),
+        ("gtpo-verl sweep --parallel 2 algo=gtpo,dapo algorithm.gtpo.alp", "algorithm.gtpo.alpha2="),
+    ],
+)
+def test_the_shell_completes_commands_groups_and_keys(
+    line: str, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=bash"]) == 0
+    assert expected in capsys.readouterr().out.split()
+
+
+def test_completion_installs_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["/bin/gtpo-verl"])
+    monkeypatch.delenv("COMP_LINE", raising=False)
+    assert main(["-sc", "install=bash"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("gtpo-verl")
+
+
+def test_multirun_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--multirun", "algo=gtpo"]) == 2
+    assert "a sweep needs an axis" in capsys.readouterr().err

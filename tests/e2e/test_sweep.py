@@ -1,0 +1,26 @@
+"""A sweep of real trainings that is killed and continued: four runs, each finished once, of one configuration but the
+axes.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupted_sweep.py"
+
+
+@pytest.mark.e2e
+@pytest.mark.exhaustive
+def test_a_sweep_that_is_killed_ends_with_every_run_finished_once(tmp_path: Path) -> None:
+    arguments = ["algo=dapo,gtpo", "seed=1,2", "--local", "--parallel", "2"]
+    command = [sys.executable, str(BENCHMARK), "--dir", str(tmp_path / "sweep"), "--kills", "1", "--within", "90"]
+    done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, timeout=850)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout[done.stdout.index("\n{\n") :])
+    assert (report["runs"], report["finished"], report["failures"], report["steps"]) == (4, 4, 0, [2])
+    own = {"seed", *report["axes"], "adv_estimator", "loss_mode"}
+    assert "algorithm.adv_estimator" in report["keys_that_differ"]
+    assert [key for key in report["keys_that_differ"] if key.split(".")[-1] not in own and "seed" not in key] == []

@@ -1,0 +1,249 @@
+"""The scheduler of a sweep, with child processes that stand for trainings, and whatever the moment it is killed."""
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from drive_sweep import FAKE, drive, fake_sweep
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.experiments import scheduler as module
+from gtpo_verl.experiments.axes import Axis
+from gtpo_verl.experiments.launchers import LocalLauncher
+from gtpo_verl.experiments.scheduler import Scheduler, is_finished, read_attempts, sweep_lock
+from gtpo_verl.experiments.status import statuses, summary, table
+from gtpo_verl.experiments.sweep import write
+from gtpo_verl.files import write_json
+from gtpo_verl.runs.directory import MetricsRecorder, write_record
+
+DRIVE = [sys.executable, str(Path(__file__).parents[1] / "support" / "drive_sweep.py")]
+ONE = (Axis("seed", ("0",)),)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "POLL", 0.02)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def starts_of(run_dir: Path) -> list[int]:
+    return [json.loads(line)["from"] for line in (run_dir / "starts.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_every_run_is_trained_once_and_a_second_sweep_trains_nothing(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path)
+    lines: list[str] = []
+    assert drive(sweep, lines) == []
+    assert {line.split(": ")[1] for line in lines} == {"started", "finished"}
+    assert lines[0].startswith("algo=dapo,seed=0")
+    for member in sweep.members:
+        assert (steps_of(sweep.run_dir(member.name)), starts_of(sweep.run_dir(member.name))) == ([1, 2, 3], [0])
+    lines.clear()
+    assert drive(sweep, lines) == lines == []
+    assert summary(statuses(tmp_path)) == "4 runs: 4 finished"
+    assert {run.progress.accuracy["sums"] for run in statuses(tmp_path)} == {1.0}
+    assert table(statuses(tmp_path)).row_count == 4
+
+
+@pytest.mark.slow
+def test_a_failed_run_goes_on_from_its_last_step_and_is_given_up_where_it_gets_no_further(tmp_path: Path) -> None:
+    lines: list[str] = []
+    once = fake_sweep(tmp_path / "once", "+fake.fail_at=2", "+fake.failures=2", axes=ONE)
+    assert drive(once, lines) == []
+    assert starts_of(once.run_dir("seed=0")) == [0, 1, 1]  # the first attempt got further, and is not counted
+    assert "attempt 1 ended at step 1: step 2 went wrong. It is tried again." in lines[1]
+    lines.clear()
+    always = fake_sweep(tmp_path / "always", "+fake.fail_at=1", axes=ONE)
+    assert drive(always, lines) == ["seed=0"]
+    assert starts_of(always.run_dir("seed=0")) == [0, 0]
+    assert "That was the last attempt" in lines[-1]
+    assert [run.state for run in statuses(tmp_path / "always")] == ["failed"]
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.steps=40", "+fake.seconds=0.1")
+    lines: list[str] = []
+    seen = threading.Event()
+
+    def interrupt() -> None:
+        running = [run for run in statuses(tmp_path) if run.progress.step]
+        if len(running) == 2 and not seen.is_set():
+            seen.set()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert len(drive(sweep, lines, show=interrupt)) == 4
+    assert sum("Stopping: 2 runs" in line for line in lines) == 1
+    stopped = [run for run in statuses(tmp_path) if run.state == "stopped"]
+    assert len(stopped) == 2
+    assert all(0 < run.progress.step < 40 and run.attempts.failures == 0 for run in stopped)
+    shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01")
+    assert drive(shorter, lines) == []
+    for run in stopped:
+        assert starts_of(tmp_path / run.name) == [0, run.progress.step]
+
+
+@pytest.mark.slow
+def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.steps=200", "+fake.seconds=0.05")
+
+    class Filling(Scheduler):
+        def _check_space(self) -> None:
+            self.least_space = 2**62 if any(run.progress.step for run in statuses(tmp_path)) else 0
+            super()._check_space()
+
+    launcher = LocalLauncher([{}], program=FAKE)
+    write(sweep)
+    with pytest.raises(OSError, match="little space left"):
+        Filling(sweep, launcher, announce=lambda line: None).run()
+    [run] = [run for run in statuses(tmp_path) if run.attempts.number]
+    assert not launcher.is_running(tmp_path / run.name, 1)
+    assert 0 < run.progress.step < 200
+    assert run.attempts.failures == 0
+
+
+def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
+    with (
+        sweep_lock(tmp_path),
+        pytest.raises(UserError, match="another sweep is at work in") as caught,
+        sweep_lock(tmp_path),
+    ):
+        pass
+    assert "sweep stop" in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "seed", [1, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
+)
+def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int) -> None:
+    moments = random.Random(seed)
+    overrides = ("+fake.steps=6", "+fake.seconds=0.2")
+    sweep = fake_sweep(tmp_path, *overrides)
+    for _ in range(3):
+        process = subprocess.Popen([*DRIVE, str(tmp_path), *overrides])
+        time.sleep(moments.uniform(0.5, 5))
+        process.kill()
+        process.wait()
+    subprocess.run([*DRIVE, str(tmp_path), *overrides], check=True, timeout=120)
+    for member in sweep.members:
+        run_dir = sweep.run_dir(member.name)
+        assert is_finished(run_dir)
+        assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6]
+        assert all(start < 6 for start in starts_of(run_dir))
+        assert read_attempts(tmp_path)[member.name].failures == 0
+
+
+# -------------------------------------------------------------------- a cluster that outlives its scheduler
+
+
+class KilledError(BaseException):
+    """The scheduler's process is gone: none of its code runs any more."""
+
+
+class Cluster:
+    """A launcher as Ray's: it remembers every id, and its jobs go on when the scheduler is killed.
+
+    outcomes: of each attempt in the order of their starts, the steps that it logs before it ends; at 3 it is finished.
+    kills: the numbers of the effects, counted over all schedulers, before which the scheduler is killed.
+    """
+
+    cluster: str | None = "http://cluster"
+
+    def __init__(self, outcomes: Sequence[int], kills: Sequence[int]) -> None:
+        self.capacity = 2
+        self.outcomes = itertools.chain(outcomes, itertools.repeat(3))
+        self.kills = set(kills)
+        self.effects = self.looks = 0
+        self.jobs: dict[tuple[Path, int], int] = {}  # for how many more looks it runs
+        self.most = 0
+
+    def write(self, file: Path, value: object) -> None:
+        self.effect()
+        write_json(file, value)
+        self.effect()
+
+    def effect(self) -> None:
+        self.effects += 1
+        if self.effects in self.kills:
+            raise KilledError
+
+    def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
+        self.effect()
+        if (run_dir, attempt) in self.jobs:
+            return False
+        assert not is_finished(run_dir), "a finished run was started again"
+        assert not any(looks for (place, _), looks in self.jobs.items() if place == run_dir), "two jobs of one run"
+        self.jobs[run_dir, attempt] = 1 + len(self.jobs) % 3
+        self.most = max(self.most, sum(looks > 0 for looks in self.jobs.values()))
+        self.effect()
+        return True
+
+    def is_running(self, run_dir: Path, attempt: int) -> bool:
+        """Every look is also the time in which the job does its work."""
+        self.looks += 1
+        assert self.looks < 10_000, "the scheduler does not come to an end"
+        looks = self.jobs.get((run_dir, attempt), 0)
+        if looks == 1:
+            step = next(self.outcomes)
+            recorder = MetricsRecorder(run_dir)
+            for number in range(1, step + 1):
+                recorder.write(number, {"x": 1.0})
+            write_record(run_dir, {"status": "complete" if step == 3 else "failed"})
+        if looks:
+            self.jobs[run_dir, attempt] = looks - 1
+        return looks > 0
+
+    def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
+        self.jobs[run_dir, attempt] = 0
+
+    def reason(self, run_dir: Path, attempt: int) -> str:
+        self.effect()
+        return "it ended."
+
+    def close(self) -> None:
+        pass
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    outcomes=st.lists(st.integers(0, 3), max_size=8),
+    kills=st.lists(st.integers(1, 60), max_size=6, unique=True),
+)
+def test_no_run_is_started_twice_whatever_the_moment_of_the_kill(
+    outcomes: list[int], kills: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("sweep")
+    sweep = fake_sweep(directory, retries=1)
+    write(sweep)
+    cluster = Cluster(outcomes, kills)
+    for _ in range(30):
+        scheduler = Scheduler(sweep, cluster, announce=lambda line: cluster.effect())
+        scheduler._stop_runs = lambda: None  # type: ignore[method-assign]  # killed, it stops nothing
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "POLL", 0)
+            patch.setattr(module, "write_json", cluster.write)
+            try:
+                unfinished = scheduler.run()
+            except KilledError:
+                continue
+        if not unfinished:
+            break
+    assert [member for member in sweep.members if not is_finished(sweep.run_dir(member.name))] == []
+    assert cluster.most <= cluster.capacity
+    assert not any(cluster.jobs.values())
