@@ -5,6 +5,7 @@ Nothing here imports verl or Ray, so a typing error is answered within seconds.
 
 import datetime as dt
 import importlib.util
+import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -22,6 +23,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from gtpo_verl import versions
 from gtpo_verl.errors import UserError, did_you_mean
 
+IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
 GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
 
 
@@ -176,6 +178,19 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     if config.algorithm.entropy.source == "rollout":
         # verl's name for "old log-probs are the rollout's": the pass that would compute the actor's is skipped.
         config.algorithm.rollout_correction.bypass_mode = True
+
+
+def check_path_in_job(name: str, path: str | Path | None) -> None:
+    """Refuse a place for results that would be in Ray's temporary directory, the working directory of a submitted job.
+
+    Raises:
+        UserError: this process is the entry point of such a job, and the path is missing or relative.
+    """
+    if IN_RAY_JOB in os.environ and not (path and Path(path).expanduser().is_absolute()):
+        raise UserError(
+            f"{name}{f'={path}' if path else ' is missing'}: a job that was submitted to Ray works in a temporary "
+            "directory of Ray's, which is deleted. Give an absolute path that every node sees."
+        )
 
 
 def _absolute(path: str) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.runs.directory import read_metrics_from
+from gtpo_verl.runs.terminal import LOG_FILE
 
-LOG_FILE = "train.log"
 POLL = 0.5  # seconds between looks at the metrics
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
