@@ -9,7 +9,7 @@ until its placement groups are there.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import ray
@@ -27,6 +27,7 @@ NAMESPACE, NAME = "gtpo_verl", "turnstile"
 PATIENCE = 10.0  # seconds in which free devices are found free; resources of a job that has just ended come back late
 PLACEMENT_TIMEOUT = 120.0  # seconds that a placement group of an admitted job may be pending
 POLL = 1.0  # seconds
+_held: dict[str, Any] = {}  # Ray ends an actor whose first handle is gone
 SERVER_CPUS = 2  # of each device of a standalone server, a literal in verl's replicas
 
 
@@ -102,10 +103,8 @@ class Turnstile:
     def is_waiting(self) -> bool:
         return self.waiting
 
-    def leave(self, job: str) -> None:
-        """Free the name, if this job holds it."""
-        if job == self.job:
-            ray.actor.exit_actor()
+    def holder(self) -> str:
+        return self.job
 
 
 def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]) -> None:
@@ -124,7 +123,7 @@ def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]
         if probe.wait(PATIENCE):
             return
         if not wait:
-            leave()
+            ray.kill(turnstile)
             raise UserError(
                 f"no room for this run: {_shortage(bundles)}. --wait waits until there is; otherwise give it fewer "
                 "devices, or stop another job."
@@ -165,7 +164,8 @@ def _enter(wait: bool, say: Callable[[str], object]) -> Any:
     while True:
         try:
             actor = ray.remote(num_cpus=0)(Turnstile).options(name=NAME, namespace=NAMESPACE)
-            return actor.remote(ray.get_runtime_context().get_job_id())
+            _held["turnstile"] = actor.remote(ray.get_runtime_context().get_job_id())
+            return _held["turnstile"]
         except ValueError:  # the name is taken
             waits = _holder_waits()
         if waits and not wait:
@@ -189,11 +189,10 @@ def _holder_waits() -> bool:
 
 def leave() -> None:
     """Let the next job start, if this one holds the turnstile."""
-    try:
-        holder = ray.get_actor(NAME, namespace=NAMESPACE)
-    except ValueError:
-        return
-    holder.leave.remote(ray.get_runtime_context().get_job_id())
+    with suppress(ValueError, RayActorError):  # it is gone
+        turnstile = ray.get_actor(NAME, namespace=NAMESPACE)
+        if ray.get(turnstile.holder.remote()) == ray.get_runtime_context().get_job_id():
+            ray.kill(turnstile)
 
 
 def _shortage(bundles: Sequence[Bundle]) -> str:

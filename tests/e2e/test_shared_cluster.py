@@ -1,0 +1,151 @@
+"""Trainings that share a Ray cluster of two nodes: real verl, Ray and vLLM, as a user starts them on the head node."""
+
+import json
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gtpo_verl.runs.reader import read_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
+
+Training = Any  # tests/e2e/conftest.py
+Start = Callable[..., Training]
+
+SMALL = (
+    *("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.rollout.n=4"),
+    *("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32", "algorithm.filter_groups.enable=false"),
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+    *("trainer.total_training_steps=100000", "trainer.save_freq=1"),
+)
+MANY = 40  # lines: more than a terminal shows before and after the steps
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Two nodes with one logical device each, behind a token; the environment of what joins it."""
+    temporary = Path("/tmp") / f"gtpo_verl-{secrets.token_hex(4)}"  # short: Ray's sockets are in it
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    common = ("--num-cpus=12", "--num-gpus=1", "--object-store-memory=200000000", "--disable-usage-stats", "--block")
+    head = ("--head", f"--port={port}", f"--temp-dir={temporary}", "--include-dashboard=false")
+    nodes = []
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--node-ip-address=127.0.0.1"]
+    for place in (head, (f"--address=127.0.0.1:{port}",)):
+        log = (tmp_path_factory.mktemp("node") / "log").open("w")
+        node = subprocess.Popen([*ray, *place, *common], stdout=log, stderr=log, env=os.environ | environment)
+        nodes.append(psutil.Process(node.pid))
+        wait_for_port(port)
+    yield environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
+    family = [process for node in nodes for process in (node, *node.children(recursive=True))]
+    for process in family:
+        process.terminate()
+    _, left = psutil.wait_procs(family, timeout=20)
+    for process in left:
+        process.kill()
+
+
+def wait_for_port(port: int) -> None:
+    for _ in range(600):
+        with socket.socket() as client:
+            client.settimeout(0.1)
+            if client.connect_ex(("127.0.0.1", port)) == 0:
+                return
+    raise AssertionError("Ray's head did not start")
+
+
+@pytest.fixture(scope="module")
+def pair(start: Start, cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Training]:
+    """Started together; they would go on for ever."""
+    directory = tmp_path_factory.mktemp("pair")
+    first, second = (
+        start(directory / name, f"algo={name}", *SMALL, environment=cluster) for name in ("gtpo", "grpo_s")
+    )
+    for training in (first, second):
+        training.wait_for_step(3)
+    return first, second
+
+
+def groups(training: Training) -> set[str]:
+    lines = [json.loads(line) for line in (training.run_dir / "groups.jsonl").read_text().splitlines()]
+    assert {len(line["groups"]) for line in lines} == {8}
+    return {uid for line in lines for uid in line["groups"]}
+
+
+def controllers() -> dict[int, psutil.Process]:
+    return {
+        process.pid: process
+        for process in psutil.process_iter()
+        if "ray::TransferQueueController" in " ".join(process.cmdline() or [process.name()])
+    }
+
+
+def test_two_trainings_at_once_train_on_groups_of_their_own(pair: tuple[Training, Training]) -> None:
+    first, second = pair
+    assert groups(first).isdisjoint(groups(second))
+    assert len(controllers()) >= 2
+
+
+def test_the_terminal_shows_steps_and_the_log_everything(pair: tuple[Training, Training]) -> None:
+    for training in pair:
+        shown = training.output().splitlines()
+        steps = [line for line in shown if re.match(r"step \d+/100000: accuracy \d\.\d\d, entropy", line)]
+        assert len(steps) >= 2
+        assert len(shown) - len(steps) < MANY, training.output()
+        assert "(WorkerDict pid=" in training.log()
+        assert training.log().count("target_num_threads") == 0
+
+
+def test_a_third_is_refused_in_one_line_and_takes_nothing(
+    start: Start, cluster: dict[str, str], pair: tuple[Training, Training]
+) -> None:
+    third = start(pair[0].run_dir.with_name("dapo"), "algo=dapo", *SMALL, environment=cluster)
+    third.wait_for_end(code=2)
+    (error,) = [line for line in third.output().splitlines() if line.startswith("error: ")]
+    assert "it needs 1 GPUs (0 of 2 in the cluster are free)" in error
+    assert "--wait" in error
+    assert "TaskRunner" not in third.log()
+
+
+def test_one_that_is_killed_leaves_the_other_alone_and_its_place_free(
+    start: Start, cluster: dict[str, str], pair: tuple[Training, Training]
+) -> None:
+    killed, other = pair
+    killed.process.kill()
+    killed.process.wait()
+    assert json.loads((killed.run_dir / "run.json").read_text())["status"] == "running"
+    assert read_run(killed.run_dir).status == "interrupted"
+    assert any((killed.run_dir / "model").glob("*.safetensors"))
+    other.wait_for_step(max(other.steps()) + 3)
+
+    last, before = max(killed.steps()), set(controllers())
+    resumed = start(killed.run_dir, "algo=gtpo", *SMALL, environment=cluster)
+    resumed.wait_for_step(last + 2)
+    (controller,) = set(controllers()) - before
+    controllers()[controller].kill()
+    resumed.wait_for_end(code=2, seconds=120)
+    errors = [line for line in resumed.output().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "TransferQueue died (TransferQueueController: its Ray actor has ended)" in errors[0]
+    other.wait_for_step(max(other.steps()) + 2)
+
+
+def test_a_stop_ends_a_training_of_a_cluster(pair: tuple[Training, Training]) -> None:
+    """Runs last."""
+    _, training = pair
+    (training.run_dir / "STOP").touch()
+    training.wait_for_end()
+    record = json.loads((training.run_dir / "run.json").read_text())
+    assert (record["status"], record["reason"]) == ("interrupted", "the file STOP")
+    assert any((training.run_dir / "model").glob("*.safetensors"))
