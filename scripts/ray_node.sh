@@ -5,9 +5,23 @@
 # A worker stays in the foreground until the cluster stops. `ray stop` on a node removes it.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+
+token() { # [--generate]
+    [ "$RAY_AUTH_MODE" != token ] || ray get-auth-token "$@" >/dev/null 2>&1 || {
+        echo "error: no token here: copy ~/.ray/auth_token from the head, or export RAY_AUTH_TOKEN (scripts/environment.sh)." >&2
+        exit 1
+    }
+}
+
 case "${1:-} $#" in
-"head 1") exec ray start --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 --disable-usage-stats ;;
-"worker 2") exec ray start --address="$2:6379" --block --disable-usage-stats ;;
+"head 1")
+    token --generate
+    exec ray start --head --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 --disable-usage-stats
+    ;;
+"worker 2")
+    token
+    exec ray start --address="$2:6379" --block --disable-usage-stats
+    ;;
 *)
     echo "usage: $0 head | worker HEAD_ADDRESS" >&2
     exit 2

@@ -12,7 +12,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.terminal import say
 
-RAY_SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
 def export_environment(config: DictConfig) -> dict[str, str]:
@@ -20,7 +20,7 @@ def export_environment(config: DictConfig) -> dict[str, str]:
 
     verl chooses its platform when it is imported, here and in every worker, so call this before anything imports verl.
     """
-    if not joined_cluster(config) and not any(name in os.environ for name in RAY_SECRETS):
+    if not joined_cluster(config) and not any(name in os.environ for name in RAY_TOKENS):
         # Ray would leave a token in the home directory, and every cluster started there later would ask for it
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     variables = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}

@@ -130,8 +130,8 @@ class CreditAssignmentMixin(PPOTrainer):
         if dead:
             raise UserError(
                 f"vLLM died ({'; '.join(dead)}). See the engine's traceback in the run's log; if there is none, it was "
-                f"probably killed for lack of memory. The same command with trainer.run_dir={self.run_dir} resumes from "
-                "the last checkpoint."
+                "probably killed for lack of memory. The same command with "
+                f"trainer.run_dir={self.run_dir} resumes from the last checkpoint."
             )
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:

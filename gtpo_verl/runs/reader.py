@@ -153,7 +153,9 @@ def read_run(path: Path) -> Run:
     if (path / METRICS_FILE).is_file():
         arm = _read_single_arm(path, path / METRICS_FILE, name=path.resolve().name)
         parent = _read_record(path.resolve().parent)
-        return _run(path, [arm], record=parent if arm.name in parent.get("arms", []) else {}, single=True)
+        if arm.name in parent.get("arms", []):
+            return _run(path, [arm], record=parent, single=True)
+        return _run(path, [arm], record=_read_record(path))
     return _read_run_directory(path)
 
 
