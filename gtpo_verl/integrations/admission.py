@@ -9,25 +9,22 @@ until its placement groups are there.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import ray
 from omegaconf import DictConfig
-from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import ResourcePoolManager
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.turnstile import enter, leave
 
 Bundle = dict[str, float]  # amounts by resource
 
-NAMESPACE, NAME = "gtpo_verl", "turnstile"
 PATIENCE = 10.0  # seconds in which free devices are found free; resources of a job that has just ended come back late
 PLACEMENT_TIMEOUT = 120.0  # seconds that a placement group of an admitted job may be pending
-POLL = 1.0  # seconds
-_held: dict[str, Any] = {}  # Ray ends an actor whose first handle is gone
 SERVER_CPUS = 2  # of each device of a standalone server, a literal in verl's replicas
 
 
@@ -89,26 +86,8 @@ def device_resource() -> str:
 # -------------------------------------------------------------------- admission
 
 
-class Turnstile:
-    """The actor that a job holds from its admission until it has its placement groups; gone with the job."""
-
-    def __init__(self, job: str) -> None:
-        self.job = job
-        self.waiting = False
-
-    def wait(self) -> None:
-        """The job that holds it waits for devices."""
-        self.waiting = True
-
-    def is_waiting(self) -> bool:
-        return self.waiting
-
-    def holder(self) -> str:
-        return self.job
-
-
 def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]) -> None:
-    """Return when the cluster has room for these bundles, holding the turnstile until :func:`leave`.
+    """Return when the cluster has room for these bundles, holding the turnstile until :func:`turnstile.leave`.
 
     Args:
         bundles: see :func:`training_bundles`.
@@ -118,7 +97,7 @@ def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]
     Raises:
         UserError: there is no room, and ``wait`` is off.
     """
-    turnstile = _enter(wait, say)
+    turnstile = enter(wait, say)
     with _queued(bundles) as probe:
         if probe.wait(PATIENCE):
             return
@@ -156,43 +135,6 @@ def _queued(bundles: Sequence[Bundle]) -> Iterator[PlacementGroup]:
         yield probe
     finally:
         remove_placement_group(probe)
-
-
-def _enter(wait: bool, say: Callable[[str], object]) -> Any:
-    """Take the turnstile, after the job that holds it."""
-    announced = False
-    while True:
-        try:
-            actor = ray.remote(num_cpus=0)(Turnstile).options(name=NAME, namespace=NAMESPACE)
-            _held["turnstile"] = actor.remote(ray.get_runtime_context().get_job_id())
-            return _held["turnstile"]
-        except ValueError:  # the name is taken
-            waits = _holder_waits()
-        if waits and not wait:
-            raise UserError(
-                "no room for this run: another one waits for devices of this cluster. --wait queues this run behind it."
-            )
-        if not announced:
-            say("Waiting for another run, which is just starting or waits for devices.")
-        announced = True
-        time.sleep(POLL)
-
-
-def _holder_waits() -> bool:
-    """Whether the job in the turnstile waits for devices; False where it has just left."""
-    try:
-        holder = ray.get_actor(NAME, namespace=NAMESPACE)
-        return bool(ray.get(holder.is_waiting.remote()))
-    except (ValueError, RayActorError):
-        return False
-
-
-def leave() -> None:
-    """Let the next job start, if this one holds the turnstile."""
-    with suppress(ValueError, RayActorError):  # it is gone
-        turnstile = ray.get_actor(NAME, namespace=NAMESPACE)
-        if ray.get(turnstile.holder.remote()) == ray.get_runtime_context().get_job_id():
-            ray.kill(turnstile)
 
 
 def _shortage(bundles: Sequence[Bundle]) -> str:

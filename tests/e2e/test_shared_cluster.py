@@ -7,12 +7,15 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from gtpo_verl.runs.reader import read_run
 
@@ -27,28 +30,49 @@ SMALL = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
     *("trainer.total_training_steps=100000", "trainer.save_freq=1"),
 )
-MANY = 40  # lines: more than a terminal shows before and after the steps
+MANY = 15  # lines: more than a terminal shows beside the steps
+
+
+@dataclass
+class Cluster:
+    """Its nodes, and the environment of what joins it."""
+
+    nodes: list[psutil.Process]
+    environment: dict[str, str]
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for node in self.nodes for process in (*node.children(recursive=True), node)]
+
+    def controllers(self) -> dict[int, psutil.Process]:
+        """Those of all TransferQueues."""
+        return {
+            process.pid: process
+            for process in self.processes()
+            if "ray::TransferQueueController" in " ".join(process.cmdline() or [process.name()])
+        }
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Two nodes with one logical device each, behind a token; the environment of what joins it."""
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two nodes with one logical device each, behind a token."""
     temporary = Path("/tmp") / f"gtpo_verl-{secrets.token_hex(4)}"  # short: Ray's sockets are in it
+    host = ray.util.get_node_ip_address()
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         port = probe.getsockname()[1]
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     common = ("--num-cpus=12", "--num-gpus=1", "--object-store-memory=200000000", "--disable-usage-stats", "--block")
     head = ("--head", f"--port={port}", f"--temp-dir={temporary}", "--include-dashboard=false")
     nodes = []
-    ray = [str(Path(sys.executable).with_name("ray")), "start", "--node-ip-address=127.0.0.1"]
-    for place in (head, (f"--address=127.0.0.1:{port}",)):
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host}"]
+    for place in (head, (f"--address={host}:{port}",)):
         log = (tmp_path_factory.mktemp("node") / "log").open("w")
-        node = subprocess.Popen([*ray, *place, *common], stdout=log, stderr=log, env=os.environ | environment)
+        node = subprocess.Popen([*command, *place, *common], stdout=log, stderr=log, env=os.environ | environment)
         nodes.append(psutil.Process(node.pid))
-        wait_for_port(port)
-    yield environment | {"RAY_ADDRESS": f"127.0.0.1:{port}"}
-    family = [process for node in nodes for process in (node, *node.children(recursive=True))]
+        wait_for_port(host, port)
+    cluster = Cluster(nodes, environment | {"RAY_ADDRESS": f"{host}:{port}"})
+    yield cluster
+    family = cluster.processes()
     for process in family:
         process.terminate()
     _, left = psutil.wait_procs(family, timeout=20)
@@ -56,21 +80,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         process.kill()
 
 
-def wait_for_port(port: int) -> None:
-    for _ in range(600):
+def wait_for_port(host: str, port: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         with socket.socket() as client:
-            client.settimeout(0.1)
-            if client.connect_ex(("127.0.0.1", port)) == 0:
+            if client.connect_ex((host, port)) == 0:
                 return
+        time.sleep(0.2)
     raise AssertionError("Ray's head did not start")
 
 
 @pytest.fixture(scope="module")
-def pair(start: Start, cluster: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Training]:
+def pair(start: Start, cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Training, Training]:
     """Started together; they would go on for ever."""
     directory = tmp_path_factory.mktemp("pair")
     first, second = (
-        start(directory / name, f"algo={name}", *SMALL, environment=cluster) for name in ("gtpo", "grpo_s")
+        start(directory / name, f"algo={name}", *SMALL, environment=cluster.environment) for name in ("gtpo", "grpo_s")
     )
     for training in (first, second):
         training.wait_for_step(3)
@@ -83,18 +108,10 @@ def groups(training: Training) -> set[str]:
     return {uid for line in lines for uid in line["groups"]}
 
 
-def controllers() -> dict[int, psutil.Process]:
-    return {
-        process.pid: process
-        for process in psutil.process_iter()
-        if "ray::TransferQueueController" in " ".join(process.cmdline() or [process.name()])
-    }
-
-
-def test_two_trainings_at_once_train_on_groups_of_their_own(pair: tuple[Training, Training]) -> None:
+def test_two_trainings_at_once_train_on_groups_of_their_own(cluster: Cluster, pair: tuple[Training, Training]) -> None:
     first, second = pair
     assert groups(first).isdisjoint(groups(second))
-    assert len(controllers()) >= 2
+    assert len(cluster.controllers()) == 2
 
 
 def test_the_terminal_shows_steps_and_the_log_everything(pair: tuple[Training, Training]) -> None:
@@ -108,9 +125,9 @@ def test_the_terminal_shows_steps_and_the_log_everything(pair: tuple[Training, T
 
 
 def test_a_third_is_refused_in_one_line_and_takes_nothing(
-    start: Start, cluster: dict[str, str], pair: tuple[Training, Training]
+    start: Start, cluster: Cluster, pair: tuple[Training, Training]
 ) -> None:
-    third = start(pair[0].run_dir.with_name("dapo"), "algo=dapo", *SMALL, environment=cluster)
+    third = start(pair[0].run_dir.with_name("dapo"), "algo=dapo", *SMALL, environment=cluster.environment)
     third.wait_for_end(code=2)
     (error,) = [line for line in third.output().splitlines() if line.startswith("error: ")]
     assert "it needs 1 GPUs (0 of 2 in the cluster are free)" in error
@@ -119,7 +136,7 @@ def test_a_third_is_refused_in_one_line_and_takes_nothing(
 
 
 def test_one_that_is_killed_leaves_the_other_alone_and_its_place_free(
-    start: Start, cluster: dict[str, str], pair: tuple[Training, Training]
+    start: Start, cluster: Cluster, pair: tuple[Training, Training]
 ) -> None:
     killed, other = pair
     killed.process.kill()
@@ -129,11 +146,11 @@ def test_one_that_is_killed_leaves_the_other_alone_and_its_place_free(
     assert any((killed.run_dir / "model").glob("*.safetensors"))
     other.wait_for_step(max(other.steps()) + 3)
 
-    last, before = max(killed.steps()), set(controllers())
-    resumed = start(killed.run_dir, "algo=gtpo", *SMALL, environment=cluster)
+    last, before = max(killed.steps()), set(cluster.controllers())
+    resumed = start(killed.run_dir, "algo=gtpo", *SMALL, environment=cluster.environment)
     resumed.wait_for_step(last + 2)
-    (controller,) = set(controllers()) - before
-    controllers()[controller].kill()
+    (controller,) = set(cluster.controllers()) - before
+    cluster.controllers()[controller].kill()
     resumed.wait_for_end(code=2, seconds=120)
     errors = [line for line in resumed.output().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations import admission, queue_namespace
+from gtpo_verl.integrations import admission, queue_namespace, turnstile
 
 pytestmark = pytest.mark.slow
 
@@ -141,13 +141,13 @@ NODE = {"GPU": float(GPUS), "CPU": 2.0}
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PATIENCE", 1.0)
-    monkeypatch.setattr(admission, "POLL", 0.1)
+    monkeypatch.setattr(turnstile, "POLL", 0.1)
 
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
     yield []
-    admission.leave()
+    turnstile.leave()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -159,7 +159,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def turnstile_is_free() -> bool:
     try:
-        ray.get_actor(admission.NAME, namespace=admission.NAMESPACE)
+        ray.get_actor(turnstile.NAME, namespace=turnstile.NAMESPACE)
     except ValueError:
         return True
     return False
