@@ -1,5 +1,6 @@
 """Trainings that share a Ray cluster of two nodes: real verl, Ray and vLLM, as a user starts them on the head node."""
 
+import contextlib
 import json
 import os
 import re
@@ -43,6 +44,14 @@ class Cluster:
     def processes(self) -> list[psutil.Process]:
         return [process for node in self.nodes for process in (*node.children(recursive=True), node)]
 
+    def stop(self) -> None:
+        family = self.processes()
+        for end in (psutil.Process.terminate, psutil.Process.kill):
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    end(process)
+            psutil.wait_procs(family, timeout=20)
+
     def controllers(self) -> dict[int, psutil.Process]:
         """Those of all TransferQueues."""
         return {
@@ -63,21 +72,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     common = ("--num-cpus=12", "--num-gpus=1", "--object-store-memory=200000000", "--disable-usage-stats", "--block")
     head = ("--head", f"--port={port}", f"--temp-dir={temporary}", "--include-dashboard=false")
-    nodes = []
+    cluster = Cluster([], environment | {"RAY_ADDRESS": f"{host}:{port}"})
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={host}"]
-    for place in (head, (f"--address={host}:{port}",)):
-        log = (tmp_path_factory.mktemp("node") / "log").open("w")
-        node = subprocess.Popen([*command, *place, *common], stdout=log, stderr=log, env=os.environ | environment)
-        nodes.append(psutil.Process(node.pid))
-        wait_for_port(host, port)
-    cluster = Cluster(nodes, environment | {"RAY_ADDRESS": f"{host}:{port}"})
-    yield cluster
-    family = cluster.processes()
-    for process in family:
-        process.terminate()
-    _, left = psutil.wait_procs(family, timeout=20)
-    for process in left:
-        process.kill()
+    try:
+        for place in (head, (f"--address={host}:{port}",)):
+            log = (tmp_path_factory.mktemp("node") / "log").open("w")
+            node = subprocess.Popen([*command, *place, *common], stdout=log, stderr=log, env=os.environ | environment)
+            cluster.nodes.append(psutil.Process(node.pid))
+            wait_for_port(host, port)
+        yield cluster
+    finally:
+        cluster.stop()
 
 
 def wait_for_port(host: str, port: int) -> None:
