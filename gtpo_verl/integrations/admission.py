@@ -123,7 +123,7 @@ def check_room(bundles: Sequence[Bundle]) -> None:
         if not probe.wait(PATIENCE):
             raise UserError(
                 f"no room for this run: {_shortage(bundles)}. Set trainer.nnodes and trainer.n_gpus_per_node to what "
-                "there is."
+                "there is; every unit of transfer_queue.backend.SimpleStorage.num_data_storage_units takes a CPU too."
             )
 
 

@@ -81,8 +81,10 @@ def leave_sizes_to_cluster(config: DictConfig) -> None:
     """Unset the numbers of CPUs and devices where a cluster is joined: it has its own, and those of hardware=cpu are
     for a Ray that the run starts.
     """
-    if joined_cluster(config):
-        config.ray_kwargs.ray_init.update({"num_cpus": None, "num_gpus": None})
+    ray_init = config.ray_kwargs.ray_init
+    for name in ("num_cpus", "num_gpus"):
+        if joined_cluster(config) and name in ray_init:
+            ray_init[name] = None
 
 
 def joined_cluster(config: DictConfig) -> str | None:

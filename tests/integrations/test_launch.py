@@ -87,6 +87,10 @@ def test_a_cluster_keeps_its_own_numbers_of_cpus_and_devices(monkeypatch: pytest
     override = "ray_kwargs.ray_init.num_cpus=32"
     with pytest.raises(UserError, match=rf"{override} is for a Ray of this run's own.*address=local"):
         launch.check_ray(run_with(**sizes), [override])
+    without = run_with(num_cpus=None)
+    OmegaConf.set_struct(without, True)  # as hardware=gpu is composed
+    launch.leave_sizes_to_cluster(without)
+
     own = run_with(**sizes | {"address": "local"})
     launch.check_ray(own, [override])
     launch.leave_sizes_to_cluster(own)
