@@ -147,7 +147,10 @@ def _evaluate(
     )
     log = file.file.with_name(LOG_FILE)
     print(f"All that Ray and vLLM print is in {log}", flush=True)
-    with printing_to(log), Progress(*columns, console=Console(file=out())) as progress:
+    with (
+        printing_to(log),
+        Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
+    ):
         total = len(todo) + len(file.records)
         bar = progress.add_task("starting Ray and vLLM", total=total, completed=len(file.records))
 
