@@ -6,6 +6,7 @@ Nothing here imports verl or Ray, so a typing error is answered within seconds.
 import datetime as dt
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from gtpo_verl.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
+IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
 GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
 TRAIN = "train"  # the primary file in configs/
 # Sections that verl hands on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
@@ -303,6 +305,19 @@ def _name_run(config: DictConfig, algo: str) -> None:
     set_value(config, "trainer.run_dir", str(run_dir))
     if config.trainer.experiment_name is None:
         set_value(config, "trainer.experiment_name", f"{label}-{run_dir.name}" if given else run_dir.name)
+
+
+def check_path_in_job(name: str, path: str | Path | None) -> None:
+    """Refuse a place for results that would be in Ray's temporary directory, the working directory of a submitted job.
+
+    Raises:
+        UserError: this process is the entry point of such a job, and the path is missing or relative.
+    """
+    if IN_RAY_JOB in os.environ and not (path and Path(path).expanduser().is_absolute()):
+        raise UserError(
+            f"{name}{f'={path}' if path else ' is missing'}: a job that was submitted to Ray works in a temporary "
+            "directory of Ray's, which is deleted. Give an absolute path that every node sees."
+        )
 
 
 def _absolute(path: str) -> str:

@@ -8,6 +8,15 @@ export PYTHONUNBUFFERED=1 # logs as they are written
 # A model cache that all nodes share, and no network on compute nodes:
 # export HF_HOME=/shared/huggingface HF_HUB_OFFLINE=1
 
+# Nodes, and whoever submits a job, show a token to each other. Without a mode, Ray asks for one where it finds one in
+# the home directory, and sends none. `scripts/ray_node.sh head` makes the token, ~/.ray/auth_token: where nodes do not
+# share a home directory, copy the file, or export its content as RAY_AUTH_TOKEN. RAY_AUTH_MODE=disabled, on all nodes,
+# is for a network that nobody else reaches.
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+
+# Seconds that `ray job stop` leaves a run for its step and a checkpoint before it kills it; Ray's own are 3.
+export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-1800}"
+
 # The interface between nodes, if NCCL and Gloo choose the wrong one (`ip -brief address` lists them):
 # export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0
 

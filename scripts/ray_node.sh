@@ -8,17 +8,24 @@
 # which takes jobs, listens on the head's loopback; DASHBOARD_HOST=0.0.0.0 opens it to the network.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+
+token() { # [--generate]
+    [ "$RAY_AUTH_MODE" != token ] || ray get-auth-token "$@" >/dev/null 2>&1 || {
+        echo "error: no token here: copy ~/.ray/auth_token from the head, or export RAY_AUTH_TOKEN (scripts/environment.sh)." >&2
+        exit 1
+    }
+}
+
 case "${1:-} $#" in
 "head 1")
-    if [ "$RAY_AUTH_MODE" = token ] && ! ray get-auth-token --generate >/dev/null; then # none is replaced
-        echo "error: this Ray has no token authentication: RAY_AUTH_MODE=disabled starts it without." >&2
-        exit 1
-    fi
+    token --generate
     exec ray start --head --port=6379 --dashboard-host="${DASHBOARD_HOST:-127.0.0.1}" --dashboard-port=8265 \
         --disable-usage-stats
     ;;
-"worker 2") exec ray start --address="$2:6379" --block --disable-usage-stats ;;
+"worker 2")
+    token
+    exec ray start --address="$2:6379" --block --disable-usage-stats
+    ;;
 *)
     echo "usage: $0 head | worker HEAD_ADDRESS" >&2
     exit 2

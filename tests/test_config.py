@@ -9,7 +9,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
 from gtpo_verl.algorithms.config import run_settings
-from gtpo_verl.config import choices, compose_config, prepare, verl_config_dir, with_config_dir
+from gtpo_verl.config import (
+    IN_RAY_JOB,
+    check_path_in_job,
+    choices,
+    compose_config,
+    prepare,
+    verl_config_dir,
+    with_config_dir,
+)
 from gtpo_verl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -229,6 +237,24 @@ def test_words_numbers_and_interpolations_pass_where_they_belong() -> None:
         ]
     )
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 24
+
+
+@pytest.mark.parametrize("path", [None, "runs/gtpo"])
+def test_results_of_a_submitted_job_do_not_end_in_rays_temporary_directory(
+    monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    monkeypatch.delenv(IN_RAY_JOB, raising=False)
+    check_path_in_job("trainer.run_dir", path)
+    monkeypatch.setenv(IN_RAY_JOB, "{}")
+    check_path_in_job("trainer.run_dir", "/shared/runs/gtpo")
+    with pytest.raises(UserError, match=r"^trainer\.run_dir.*Give an absolute path"):
+        check_path_in_job("trainer.run_dir", path)
+
+
+def test_the_variable_of_a_submitted_job_is_rays() -> None:
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    assert IN_RAY_JOB == RAY_JOB_CONFIG_JSON_ENV_VAR
 
 
 # -------------------------------------------------------------------- a Hydra application like others

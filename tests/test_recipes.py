@@ -102,6 +102,18 @@ def test_ray_nodes(tools: Path) -> None:
         assert "usage:" in wrong.stderr
 
 
+def test_a_node_without_a_token_is_told_how_to_get_one(tmp_path: Path) -> None:
+    tool = tmp_path / "ray"
+    tool.write_text('#!/bin/sh\n[ "$1" = start ] && echo started; [ "$*" = "get-auth-token --generate" ]\n')
+    tool.chmod(0o755)
+    assert call("scripts/ray_node.sh", "head", tools=tmp_path).stdout == "started\n"
+    done = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "copy ~/.ray/auth_token from the head" in done.stderr
+    open_network = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tmp_path, RAY_AUTH_MODE="disabled")
+    assert open_network.stdout == "started\n"
+
+
 @pytest.mark.parametrize("script", ["launch_one_node.sh", "launch_ray_cluster.sh", "ray_node.sh"])
 def test_an_allocator_with_which_vllm_cannot_sleep_is_refused(script: str, tools: Path) -> None:
     done = call(f"scripts/{script}", "head", tools=tools, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")

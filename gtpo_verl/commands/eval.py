@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from gtpo_verl import preflight
+from gtpo_verl.config import check_path_in_job
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import (
     SUMMARY_FILE,
@@ -25,10 +26,12 @@ from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
 from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.runs.terminal import out, printing_to
 
 if TYPE_CHECKING:
     from gtpo_verl.integrations.evaluate import Problems
 
+LOG_FILE = "eval.log"  # beside the problems
 EPILOG = """\
 MODEL is
   a run of gtpo-verl train      its trained model, with the settings and the validation set of the run
@@ -59,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--before", action="store_true", help="of a run: the model that its training started from")
     parser.add_argument("--fresh", action="store_true", help="discard an earlier evaluation in the output directory")
+    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room")
     parser.add_argument(
         "--failures-as-wrong", action="store_true", help="count samples whose generation or verifier failed as wrong"
     )
@@ -71,11 +75,13 @@ def run(args: argparse.Namespace) -> int:
     preflight.check_evaluation(config)
     if config.reward.reward_model.enable:
         raise UserError("reward.reward_model.enable=true: `gtpo-verl eval` needs a verifier, not a reward model.")
+    check_path_in_job("--output", args.output or subject.output)
     output = (args.output or subject.output).resolve()
 
-    from gtpo_verl.integrations.launch import export_environment
+    from gtpo_verl.integrations.launch import check_ray, export_environment
 
     export_environment(config)
+    check_ray(config, args.overrides)
     from gtpo_verl.integrations.checks import check_with_verl
     from gtpo_verl.integrations.evaluate import Problems, standalone
 
@@ -95,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     todo = [row for row in range(len(problems)) if row not in file.records]
     print(f"Evaluation: {output}\n{len(problems)} rows, {len(file.records)} of them finished before.", flush=True)
     if todo:
-        _evaluate(config, problems, todo, file, failures_as_wrong=args.failures_as_wrong)
+        _evaluate(config, problems, todo, file, failures_as_wrong=args.failures_as_wrong, wait=args.wait)
     limits = {"limit": config.data.max_response_length, "threshold": config.algorithm.correct_threshold}
     samples = file.samples(**limits)
     summaries = summarize(samples)
@@ -117,9 +123,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _evaluate(
-    config: DictConfig, problems: "Problems", todo: list[int], file: ProblemFile, *, failures_as_wrong: bool
+    config: DictConfig, problems: "Problems", todo: list[int], file: ProblemFile, *, failures_as_wrong: bool, wait: bool
 ) -> None:
     """Evaluate the rows in ``todo`` with a progress bar; each is in ``file`` as soon as it is finished."""
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -138,7 +145,12 @@ def _evaluate(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as progress:
+    log = file.file.with_name(LOG_FILE)
+    print(f"All that Ray and vLLM print is in {log}", flush=True)
+    with (
+        printing_to(log),
+        Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
+    ):
         total = len(todo) + len(file.records)
         bar = progress.add_task("starting Ray and vLLM", total=total, completed=len(file.records))
 
@@ -147,7 +159,7 @@ def _evaluate(
             progress.update(bar, completed=len(file.records), description="problems")
 
         try:
-            evaluate(config, problems, todo, keep, failures_as_wrong=failures_as_wrong)
+            evaluate(config, problems, todo, keep, failures_as_wrong=failures_as_wrong, wait=wait)
         except KeyboardInterrupt:
             progress.console.print(
                 f"\n{len(file.records)} of {total} problems are in {file.file}; repeat the command for the rest."

@@ -20,6 +20,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import METRICS_FILE, read_record, write_record
 from gtpo_verl.runs.process import TrainingProcess
 from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.runs.terminal import describe
 from gtpo_verl.tasks import EmbeddedTask, Task, task
 
 ARMS = ("dapo", "gtpo", "grpo_s")
@@ -216,21 +217,6 @@ def _total_steps(overrides: Sequence[str]) -> int:
     from gtpo_verl.config import compose_config
 
     return int(compose_config(overrides).trainer.total_training_steps)
-
-
-def describe(step: int, data: dict[str, float]) -> str:
-    """One line on a step, for the progress bar."""
-    parts = []
-    validation = next(
-        (value for name, value in data.items() if name.startswith("val-core/") and "/acc/mean@" in name), None
-    )
-    if "training/accuracy" in data:
-        parts.append(f"accuracy {data['training/accuracy']:.2f}")
-    if validation is not None:
-        parts.append(f"validation {validation:.3f}")
-    if "credit/entropy_all" in data:
-        parts.append(f"entropy {data['credit/entropy_all']:.2f}")
-    return ", ".join(parts) or f"step {step}"
 
 
 def _report(directory: Path, console: Console) -> None:

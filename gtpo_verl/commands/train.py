@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl import preflight
 from gtpo_verl.config import (
     GROUPS,
+    check_path_in_job,
     choices,
     compose_config,
     prepare,
@@ -21,6 +22,7 @@ from gtpo_verl.config import (
 from gtpo_verl.errors import UserError
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.session import training_session
+from gtpo_verl.runs.terminal import LOG_FILE, following, printing_to
 
 # Hydra's, the default first
 CFG = ("job", "hydra", "all")
@@ -42,7 +44,7 @@ examples:
   gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    validate the run, also on a machine without a GPU
 
 Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To resume, repeat the command
-with the same trainer.run_dir.
+with the same trainer.run_dir. All that the run prints is in train.log there.
 """
 
 
@@ -73,6 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--check", action="store_true", help="check all that can be checked without a GPU and stop")
     what.add_argument("--multirun", "-m", action="store_true", help="train every value: `gtpo-verl sweep --local`")
+    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room for the run")
+    parser.add_argument("--verbose", action="store_true", help="show all that the run prints, from every process")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -94,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if args.info is not None:
         print_info(overrides, args.info)
         return 0
+    check_path_in_job("trainer.run_dir", config.trainer.run_dir)
     prepare(config, overrides)
     for finding in idle_findings(config, overrides):
         print(f"{finding.level}: {finding.message}", flush=True)
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
             f"This run is valid: {devices(config)}. `gtpo-verl plan` with the same overrides estimates memory and time."
         )
         return 0
-    return launch(config, command=shlex.join(["gtpo-verl", "train", *args.overrides]))
+    return launch(config, args)
 
 
 def _return_overrides(args: argparse.Namespace) -> None:
@@ -133,18 +138,25 @@ def devices(config: DictConfig) -> str:
     return f"{asked}, and {rollout.nnodes} of {rollout.n_gpus_per_node} for the rollout's own servers"
 
 
-def launch(config: DictConfig, command: str) -> int:
+def launch(config: DictConfig, args: argparse.Namespace) -> int:
     """Check the run, start Ray, run the job and shut Ray down; returns the exit code."""
     from gtpo_verl.integrations.launch import check_gpus, check_ray, export_environment, run_job, validate
 
     export_environment(config)
     validate(config)
-    check_ray(config)
+    check_ray(config, args.overrides)
     check_gpus(config)
     print(f"This run is valid: {devices(config)}.", flush=True)
 
     run_dir = Path(config.trainer.run_dir)
+    command = shlex.join(["gtpo-verl", "train", *args.overrides])
     with training_session(run_dir, config=OmegaConf.to_yaml(config, resolve=True), command=command):
-        print(f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}", flush=True)
-        run_job(config)
+        print(
+            f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
+            f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",
+            flush=True,
+        )
+        steps = config.trainer.total_training_steps
+        with printing_to(run_dir / LOG_FILE), following(run_dir, steps, verbose=args.verbose):
+            run_job(config, wait=args.wait)
     return 0

@@ -16,6 +16,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.experimental.reward_loop import RewardLoopManager
+from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ
@@ -27,8 +28,13 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
+from gtpo_verl.integrations.admission import Placement, serving_bundles
+from gtpo_verl.integrations.launch import enter_cluster, leave_sizes_to_cluster
+from gtpo_verl.integrations.queue_namespace import QueueWatch
+from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
+from gtpo_verl.integrations.watch import watched
 
 POLL = 0.2  # seconds between two polls for finished prompts
 PARTITION = "val"
@@ -88,8 +94,13 @@ class Problems:
 
 
 @contextmanager
-def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
-    """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the agent loops and the number of replicas."""
+def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
+    """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the agent loops and the number of replicas.
+
+    Raises:
+        UserError: the cluster has no room and ``wait`` is off, or TransferQueue died.
+    """
+    leave_sizes_to_cluster(config)
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)
     environment = get_ppo_ray_runtime_env(config)
@@ -97,17 +108,27 @@ def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
     merged = OmegaConf.merge(environment, options.get("runtime_env") or {})  # the run's own variables win, as in verl
     ray.init(**(options | {"runtime_env": OmegaConf.to_container(merged)}))
     try:
+        enter_cluster(config, training=False, wait=wait)
         OmegaConf.resolve(config)
-        tq.init(config.transfer_queue)
-        reward = RewardLoopManager(config=config)
-        manager = LLMServerManager.create(config=config)
-        agents = AgentLoopManagerTQ.create(
-            config=config,
-            llm_client=manager.get_client(),
-            teacher_client=None,
-            reward_loop_worker_handles=reward.reward_loop_worker_handles,
-        )
-        yield agents, len(manager.get_replicas())
+        placement, queue = Placement(serving_bundles(config)), QueueWatch()
+
+        def check() -> None:
+            placement.check()
+            queue.check()
+
+        with watched(check):
+            tq.init(config.transfer_queue)
+            reward = RewardLoopManager(config=config)
+            # verl stops where it finds too little free; this job was admitted, and its wait is bounded
+            with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
+                manager = LLMServerManager.create(config=config)
+            agents = AgentLoopManagerTQ.create(
+                config=config,
+                llm_client=manager.get_client(),
+                teacher_client=None,
+                reward_loop_worker_handles=reward.reward_loop_worker_handles,
+            )
+            yield agents, len(manager.get_replicas())
     finally:
         tq.close()
         ray.shutdown()
@@ -120,11 +141,15 @@ def evaluate(
     keep: Callable[[ProblemRecord], None],
     *,
     failures_as_wrong: bool,
+    wait: bool,
 ) -> None:
     """Generate and verify the responses of the given rows, and pass each row to ``keep`` when it is finished.
 
     Rows are submitted in order, with at most twice as many in flight as the servers run at once: an interruption loses
     few.
+
+    Args:
+        wait: whether to wait until the cluster has room.
 
     Raises:
         UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in
@@ -133,7 +158,7 @@ def evaluate(
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     waiting = list(reversed(rows))
     failed: list[int] = []
-    with servers(config) as (agents, replicas):
+    with servers(config, wait=wait) as (agents, replicas):
         window = max(
             config.actor_rollout_ref.rollout.agent.num_workers,
             2 * replicas * config.actor_rollout_ref.rollout.max_num_seqs // samples,
@@ -156,7 +181,7 @@ def evaluate(
     if failed:
         raise UserError(
             f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; see the "
-            "tracebacks above). Repeat the command to try them again, or add --failures-as-wrong to count failed "
+            "tracebacks in eval.log). Repeat the command to try them again, or add --failures-as-wrong to count failed "
             "samples as wrong."
         )
 

@@ -1,13 +1,18 @@
 """Runs a composed configuration with verl: environment variables, verl's own validation, and the job on Ray."""
 
 import os
-import warnings
+import secrets
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.checks import check_with_verl
+from gtpo_verl.runs.terminal import say
+
+RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
 def export_environment(config: DictConfig) -> dict[str, str]:
@@ -15,8 +20,9 @@ def export_environment(config: DictConfig) -> dict[str, str]:
 
     verl chooses its platform when it is imported, here and in every worker, so call this before anything imports verl.
     """
-    # verl warns about every training engine that is not installed
-    warnings.filterwarnings("ignore", message=".* engine is not available")
+    if not joined_cluster(config) and not any(name in os.environ for name in RAY_TOKENS):
+        # Ray would leave a token in the home directory, and every cluster started there later would ask for it
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     variables = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     environment = {name: str(value) for name, value in variables.items()}
     os.environ.update(environment)
@@ -44,23 +50,44 @@ def validate(config: DictConfig) -> None:
     check_with_verl(config)
 
 
-def check_ray(config: DictConfig) -> None:
+def check_ray(config: DictConfig, overrides: Sequence[str] = ()) -> None:
     """Check that the run's Ray settings fit the cluster that it would join, if any.
 
+    Args:
+        overrides: the user's.
+
     Raises:
-        UserError: they set a number of CPUs or GPUs, which Ray refuses when it joins a cluster.
+        UserError: they fix the namespace, or the user sets a number of CPUs or devices for a cluster.
     """
-    ray_init = config.ray_kwargs.get("ray_init") or {}
-    where = _joined_cluster(config)
-    if where and any(ray_init.get(name) is not None for name in ("num_cpus", "num_gpus")):
+    ray_init = config.ray_kwargs.ray_init
+    if ray_init.get("namespace") is not None:
         raise UserError(
-            f"{where} names a Ray cluster, which conflicts with ray_kwargs.ray_init.num_cpus or num_gpus of this run "
-            "(hardware=cpu sets both): add ray_kwargs.ray_init.address=local to start a separate Ray, or "
-            "ray_kwargs.ray_init.num_cpus=null ray_kwargs.ray_init.num_gpus=null to join the cluster."
+            f"ray_kwargs.ray_init.namespace={ray_init.namespace}: two runs in one namespace would take each other's "
+            "actors. Leave it out: Ray gives every job one of its own."
         )
+    where = joined_cluster(config)
+    if not where:
+        return
+    for name in ("num_cpus", "num_gpus"):
+        key = f"ray_kwargs.ray_init.{name}"
+        if any(override.lstrip("+").split("=")[0] == key for override in overrides) and ray_init[name] is not None:
+            raise UserError(
+                f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
+                "out, or add ray_kwargs.ray_init.address=local to start a separate Ray."
+            )
 
 
-def _joined_cluster(config: DictConfig) -> str | None:
+def leave_sizes_to_cluster(config: DictConfig) -> None:
+    """Unset the numbers of CPUs and devices where a cluster is joined: it has its own, and those of hardware=cpu are
+    for a Ray that the run starts.
+    """
+    ray_init = config.ray_kwargs.ray_init
+    for name in ("num_cpus", "num_gpus"):
+        if joined_cluster(config) and name in ray_init:
+            ray_init[name] = None
+
+
+def joined_cluster(config: DictConfig) -> str | None:
     """What makes Ray join a cluster instead of starting one, or None."""
     address = (config.ray_kwargs.get("ray_init") or {}).get("address")
     if address == "local":
@@ -82,37 +109,68 @@ def check_gpus(config: DictConfig) -> None:
     from verl.plugin.platform import get_platform
 
     # verl falls back to its platform for NVIDIA where it finds none: its name says nothing
-    if not get_platform().is_available() and not _joined_cluster(config):
+    if not get_platform().is_available() and not joined_cluster(config):
         raise UserError(
             "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first "
             "(scripts/ray_node.sh head) and submit the run there; --check validates it here."
         )
 
 
-def run_job(config: DictConfig) -> None:
+def run_job(config: DictConfig, *, wait: bool = False) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
     verl chooses a port for its process group and opens it after the workers have started. If another process has taken
     the port in between, the job is started once more.
 
+    Args:
+        wait: whether to wait until the cluster has room for the job.
+
     Raises:
-        UserError: one was raised in any process of the job.
+        UserError: one was raised in any process of the job; or there is no room, and ``wait`` is off.
     """
     import ray
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
 
-    from gtpo_verl.integrations.task_runner import task_runner_class
+    from gtpo_verl.integrations.admission import DevicesTakenError
+    from gtpo_verl.integrations.task_runner import TaskRunnerClass
 
-    for last_try in (False, True):
+    leave_sizes_to_cluster(config)
+    stop = signal.getsignal(signal.SIGTERM)
+    ports_lost = 0
+
+    def admitted() -> None:
+        signal.signal(signal.SIGTERM, stop)  # Ray's start has replaced it
+        enter_cluster(config, training=True, wait=wait)
+
+    while True:
         try:
-            run_ppo(config, task_runner_class=task_runner_class())
+            run_ppo(config, task_runner_class=TaskRunnerClass(admitted))
             return
         except RayTaskError as error:
+            if isinstance(error.cause, DevicesTakenError) and wait:
+                say("Another job took the devices meanwhile: waiting again.")
+                continue
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
-            if last_try or "EADDRINUSE" not in str(error):
+            ports_lost += "EADDRINUSE" in str(error)
+            if "EADDRINUSE" not in str(error) or ports_lost > 1:
                 raise
-            print("The port that verl had chosen is in use by another process: starting again.", flush=True)
+            say("The port that verl had chosen is in use by another process: starting again.")
         finally:
             ray.shutdown()
+
+
+def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:
+    """Once Ray is up: return when there is room for this training or evaluation.
+
+    Raises:
+        UserError: there is none, and ``wait`` is off or the Ray is the run's own.
+    """
+    from gtpo_verl.integrations import admission
+
+    bundles = admission.training_bundles(config) if training else admission.serving_bundles(config)
+    if joined_cluster(config):
+        admission.admit(bundles, wait=wait, say=say)
+    else:
+        admission.check_room(bundles)

@@ -5,27 +5,47 @@ it is raised again, and ``actor_rollout_ref.model.external_lib`` imports the mod
 Everything here is light: vLLM workers load it too.
 """
 
+import logging
 import os
 import sys
+import warnings
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs.terminal import LOG_FORMAT
 from gtpo_verl.versions import check_verl
 
 
 def register() -> None:
-    """Register platform, estimators, policy losses and the weight sync in this process.
+    """Register platform, estimators, policy losses, the weight sync and the job's TransferQueue in this process.
 
     Raises:
         UserError: verl is outside the supported range.
     """
+    # verl warns in every process about every training engine that is not installed
+    warnings.filterwarnings("ignore", message=".* engine is not available")
+    _log_by_name()
     check_verl()
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     # importing registers platform and losses
-    from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401
+    from gtpo_verl.integrations import cpu_platform, estimators, losses, queue_namespace  # noqa: F401
 
     estimators.register()
+    queue_namespace.register()
     _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.NamedSocketAdapter"
+
+
+def _log_by_name() -> None:
+    """In a Ray worker, begin our log lines with our name: the terminal of a run shows them, and no other package's."""
+    import ray
+
+    if not ray.is_initialized():
+        return
+    ours = logging.getLogger("gtpo_verl")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    ours.handlers = [handler]
+    ours.propagate = False
 
 
 def check_registered() -> list[str]:

@@ -1,13 +1,16 @@
 """The Ray actor that runs a job: verl's V1 task runner with our trainer in it."""
 
-from pprint import pformat
+from collections.abc import Callable
 from typing import Any
 
 import ray
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
+from gtpo_verl.integrations.admission import Placement, training_bundles
 from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.queue_namespace import QueueWatch
+from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.integrations.watch import watched
 
@@ -22,6 +25,7 @@ class TaskRunner:
             config: the composed configuration.
         """
         import transfer_queue as tq
+        from verl.single_controller.ray.base import ResourcePoolManager
         from verl.utils.logging_utils import configure_verl_logging
 
         from gtpo_verl.integrations.trainer import trainer_class
@@ -32,20 +36,27 @@ class TaskRunner:
         OmegaConf.resolve(config)
         if entropy_source(config).from_rollout:
             enable_rollout_entropy(config)
-        print(pformat(OmegaConf.to_container(config)))
-
-        tq.init(config.transfer_queue)
+        placement, queue = Placement(training_bundles(config)), QueueWatch()
         trainer: Any = None
         succeeded = False
+
+        def check() -> None:
+            placement.check()
+            queue.check()
+            if trainer is not None:
+                trainer.check_servers()
+
         try:
-            trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-            with watched(trainer.check_servers):  # the first weight sync is at the end of init
-                trainer.init()
+            with watched(check):
+                tq.init(config.transfer_queue)
+                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
+                # verl stops where it finds too little free; this job was admitted, and its wait is bounded
+                with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):
+                    trainer.init()
                 trainer.fit(self._agent_loops(config, trainer))
             succeeded = True
         except Exception:
-            if trainer is not None:
-                trainer.check_servers()  # a dead engine causes many other errors; this one names the cause
+            check()  # a dead engine or queue causes many other errors; this one names the cause
             raise
         finally:
             tracking = getattr(trainer, "logger", None)
@@ -68,6 +79,21 @@ class TaskRunner:
         )
 
 
-def task_runner_class() -> Any:
-    """The task runner as a Ray actor class, the form that verl's ``run_ppo`` takes."""
-    return ray.remote(num_cpus=1)(TaskRunner)
+class TaskRunnerClass:
+    """The task runner in the form that verl's ``run_ppo`` takes and, once Ray is up, makes an actor of.
+
+    Args:
+        before: called before the actor is made.
+    """
+
+    def __init__(self, before: Callable[[], object]) -> None:
+        self._before = before
+        self._options: dict[str, Any] = {}
+
+    def options(self, **options: Any) -> "TaskRunnerClass":
+        self._options = options
+        return self
+
+    def remote(self) -> Any:
+        self._before()
+        return ray.remote(num_cpus=1)(TaskRunner).options(**self._options).remote()

@@ -46,7 +46,7 @@ from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder, record_groups
+from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder, link_model, record_groups
 
 logger = logging.getLogger(__name__)
 
@@ -129,9 +129,9 @@ class CreditAssignmentMixin(PPOTrainer):
         dead = dead_servers(servers)
         if dead:
             raise UserError(
-                f"vLLM died ({'; '.join(dead)}). See the engine's traceback above; if there is none, it was probably "
-                f"killed for lack of memory. The same command with trainer.run_dir={self.run_dir} resumes from the "
-                "last checkpoint."
+                f"vLLM died ({'; '.join(dead)}). See the engine's traceback in the run's log; if there is none, it was "
+                "probably killed for lack of memory. The same command with "
+                f"trainer.run_dir={self.run_dir} resumes from the last checkpoint."
             )
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
@@ -300,6 +300,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self._save_groups()  # before verl's part, which ends by naming the checkpoint the latest
         super()._save_checkpoint()
         remove_outdated(self._checkpoint_dir())
+        link_model(self.run_dir)  # now, because the run may be killed
         self._checkpointed = self.global_steps
 
     def _save_groups(self) -> None:

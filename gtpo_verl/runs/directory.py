@@ -1,16 +1,26 @@
-"""The files of a run: ``metrics.jsonl``, ``groups.jsonl``, ``run.json``, and ``STOP``, which ends a training early."""
+"""The files of a run: ``metrics.jsonl``, ``groups.jsonl``, ``run.json``, ``model``, and ``STOP``, which ends a training
+early.
+"""
 
 import math
 from pathlib import Path
 from typing import Any
 
-from gtpo_verl.files import append_json_line, end_torn_line, read_json, read_json_lines_from, write_json
+from gtpo_verl.files import (
+    append_json_line,
+    end_torn_line,
+    read_json,
+    read_json_lines_from,
+    write_atomically,
+    write_json,
+)
 
 METRICS_FILE = "metrics.jsonl"
 GROUPS_FILE = "groups.jsonl"
 RECORD_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
 STOP_FILE = "STOP"
+MODEL_LINK = "model"
 
 
 class MetricsRecorder:
@@ -61,6 +71,19 @@ def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]],
         The lines, and the offset to go on from.
     """
     return read_json_lines_from(run_dir / METRICS_FILE, offset)
+
+
+def link_model(run_dir: Path) -> Path | None:
+    """Link ``model`` to the weights of the last checkpoint in Hugging Face format; None where there is none."""
+    saved = sorted(
+        run_dir.glob("checkpoints/global_step_*/actor/huggingface"),
+        key=lambda path: int(path.parts[-3].rsplit("_", 1)[-1]),
+    )
+    if not saved or not any(saved[-1].glob("*.safetensors")):
+        return None
+    link = run_dir / MODEL_LINK
+    write_atomically(link, lambda path: path.symlink_to(saved[-1].relative_to(run_dir)))
+    return link
 
 
 def write_record(run_dir: Path, facts: dict[str, Any]) -> None:

@@ -55,6 +55,10 @@ class Owner:
         """Seconds since the last heartbeat."""
         return time.time() - self.heartbeat
 
+    @property
+    def is_dead(self) -> bool:
+        return self.age > LEASE or not (self.is_remote or _is_running(self.pid))
+
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
@@ -62,14 +66,23 @@ class Owner:
 def live_owner(file: Path) -> Owner | None:
     """Who holds a lock, as far as its record says, without touching the lock; None where nobody alive does."""
     owner = _recorded(file)
-    if owner is None or owner.age > LEASE:
-        return None
-    return owner if owner.is_remote or psutil.pid_exists(owner.pid) else None
+    return None if owner is None or owner.is_dead else owner
 
 
 def _recorded(file: Path) -> Owner | None:
     values = read_json(file.with_name(f"{file.name}.json"))
     return Owner(**values) if values else None
+
+
+def _is_running(pid: int) -> bool:
+    """Whether this host has such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
 
 
 class LockedError(Exception):
@@ -188,6 +201,12 @@ def training_lock(run_dir: Path) -> Iterator[None]:
 
     with _held(lock, wait, lambda line: print(line, file=sys.stderr, flush=True)):
         yield
+
+
+def is_abandoned(run_dir: Path) -> bool:
+    """Whether the last training in a run directory ended without a word: it was killed, or its host is gone."""
+    owner = DirectoryLock(run_dir / LOCK_FILE).owner()
+    return owner is not None and owner.is_dead
 
 
 def _refusal(run_dir: Path, error: LockedError) -> str:

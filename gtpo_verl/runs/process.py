@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.runs.directory import read_metrics_from
+from gtpo_verl.runs.terminal import LOG_FILE
 
-LOG_FILE = "train.log"
 TRAIN = (sys.executable, "-m", "gtpo_verl.train")
 POLL = 0.5  # seconds between looks at the metrics
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -23,6 +23,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines
 from gtpo_verl.runs.correctness import is_correct
 from gtpo_verl.runs.directory import METRICS_FILE, RECORD_FILE
+from gtpo_verl.runs.lock import is_abandoned
 from gtpo_verl.runs.statistics import Floats, cluster_means
 
 if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
@@ -154,7 +155,9 @@ def read_run(path: Path) -> Run:
     if (path / METRICS_FILE).is_file():
         arm = _read_single_arm(path, path / METRICS_FILE, name=path.resolve().name)
         parent = _read_record(path.resolve().parent)
-        return _run(path, [arm], record=parent if arm.name in parent.get("arms", []) else {}, single=True)
+        if arm.name in parent.get("arms", []):
+            return _run(path, [arm], record=parent, single=True)
+        return _run(path, [arm], record=_read_record(path))
     return _read_run_directory(path)
 
 
@@ -225,6 +228,8 @@ def _read_record(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not valid JSON ({error}): repair it, or remove it to report without it") from error
     if not isinstance(record, dict):
         raise UserError(f"{file} holds no JSON object: repair it, or remove it to report without it")
+    if record.get("status") == "running" and is_abandoned(path):
+        return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     return record
 
 

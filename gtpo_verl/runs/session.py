@@ -1,25 +1,33 @@
-"""One training in its run directory: the lock, what is recorded about it, and how Ctrl-C stops it."""
+"""One training in its run directory: the lock, what is recorded about it, and how a signal stops it."""
 
 import datetime as dt
 import signal
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from gtpo_verl.errors import first_line
 from gtpo_verl.files import write_text
-from gtpo_verl.runs.directory import CONFIG_FILE, STOP_FILE, write_record
+from gtpo_verl.runs import terminal
+from gtpo_verl.runs.directory import CONFIG_FILE, STOP_FILE, link_model, write_record
 from gtpo_verl.runs.lock import training_lock
 from gtpo_verl.runs.provenance import hardware, run_versions
+
+SIGNALS = {
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGTERM: "SIGTERM, from `ray job stop`, a batch system or kill",
+    signal.SIGHUP: "SIGHUP: its terminal was closed",
+}
 
 
 @contextmanager
 def training_session(run_dir: Path, *, config: str, command: str) -> Iterator[None]:
     """Hold the run directory for the training in the block, and keep ``run.json`` up to date.
 
-    The status is ``running``, then ``complete``, ``interrupted`` (Ctrl-C, or the file ``STOP``) or ``failed``. The
-    first Ctrl-C asks the trainer to stop after its step, by ``STOP``; the second raises KeyboardInterrupt.
+    The status is ``running``, then ``complete``, ``interrupted`` (a signal, or the file ``STOP``) or ``failed``, with
+    the reason. The first signal asks the trainer to stop after its step, by ``STOP``, and is recorded at once, because
+    whoever sent it may kill the process before the step ends; a second Ctrl-C raises KeyboardInterrupt.
 
     Args:
         run_dir: made if it does not exist.
@@ -40,45 +48,59 @@ def training_session(run_dir: Path, *, config: str, command: str) -> Iterator[No
             "versions": run_versions(),
             "hardware": hardware(),
         }
-        write_record(run_dir, facts | {"status": "running"})
-        previous = signal.signal(signal.SIGINT, _Stopper(stop))
+
+        def record(status: str, reason: str | None = None) -> None:
+            write_record(run_dir, facts | {"status": status} | ({"reason": reason} if reason else {}))
+
+        record("running")
+        stopper = _Stopper(stop, lambda reason: record("interrupted", reason))
         try:
-            yield
+            with stopper.listening():
+                yield
         except KeyboardInterrupt:
-            write_record(run_dir, facts | {"status": "interrupted"})
+            record("interrupted", stopper.reason)
             raise
-        except Exception:
-            write_record(run_dir, facts | {"status": "failed"})
+        except Exception as error:
+            record("failed", first_line(error))
             raise
-        finally:
-            signal.signal(signal.SIGINT, previous)
-        write_record(run_dir, facts | {"status": "interrupted" if stop.exists() else "complete"})
+        if stop.exists():
+            record("interrupted", stopper.reason)
+        else:
+            record("complete")
         stop.unlink(missing_ok=True)
-        _link_model(run_dir)
+        model = link_model(run_dir)
+        if model:
+            print(f"Trained model: {model}", flush=True)
 
 
 class _Stopper:
-    """The handler of Ctrl-C."""
+    """What is done about a signal. ``reason`` says in the end why the training was stopped."""
 
-    def __init__(self, stop: Path) -> None:
+    def __init__(self, stop: Path, record: Callable[[str], None]) -> None:
         self.stop = stop
+        self.reason = f"the file {STOP_FILE}"
+        self._record = record
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals in the block, but for a SIGHUP that is ignored, as under nohup."""
+        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        wanted = [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
+        previous = {number: signal.signal(number, self) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if self.stop.exists():
+        if signum == signal.SIGINT and self.stop.exists():
             raise KeyboardInterrupt
         self.stop.touch()
-        print("\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.", file=sys.stderr, flush=True)
-
-
-def _link_model(run_dir: Path) -> None:
-    """Link ``model`` to the weights of the last checkpoint in Hugging Face format, where the run saves them."""
-    saved = sorted(
-        run_dir.glob("checkpoints/global_step_*/actor/huggingface"),
-        key=lambda path: int(path.parts[-3].rsplit("_", 1)[-1]),
-    )
-    if not saved or not any(saved[-1].glob("*.safetensors")):
-        return
-    link = run_dir / "model"
-    link.unlink(missing_ok=True)
-    link.symlink_to(saved[-1].relative_to(run_dir))
-    print(f"Trained model: {link}", flush=True)
+        self.reason = SIGNALS[signal.Signals(signum)]
+        self._record(self.reason)
+        print(
+            "\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.",
+            file=terminal.err(),
+            flush=True,
+        )

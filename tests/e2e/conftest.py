@@ -17,6 +17,7 @@ from three_files import NAME, add_method
 
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.reader import read_metrics
+from gtpo_verl.runs.terminal import LOG_FILE
 from gtpo_verl.tasks.sums.task import Task, prepare_task
 
 Start = Callable[..., "Training"]
@@ -32,12 +33,12 @@ class Training:
 
     def __init__(self, run_dir: Path, *overrides: str, environment: dict[str, str] | None = None) -> None:
         self.run_dir = run_dir
-        self.log = run_dir.with_suffix(".log")
+        self.terminal = run_dir.with_suffix(".terminal")
         command = [sys.executable, "-m", "gtpo_verl.train", *overrides, f"trainer.run_dir={run_dir}"]
-        with self.log.open("ab") as log:
+        with self.terminal.open("ab") as terminal:
             self.process = psutil.Popen(
                 command,
-                stdout=log,
+                stdout=terminal,
                 stderr=subprocess.STDOUT,
                 cwd=run_dir.parent,
                 start_new_session=True,
@@ -47,27 +48,38 @@ class Training:
     def wait_for_step(self, step: int, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while step not in self.steps():
-            assert self.process.poll() is None, self.output()[-5000:]
-            assert time.monotonic() < deadline, self.output()[-5000:]
-            time.sleep(0.2)
+            self._check(deadline)
 
-    def wait_for_output(self, text: str, seconds: float = 600) -> None:
+    def wait_for_log(self, text: str, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
-        while text not in self.output():
-            assert self.process.poll() is None, self.output()[-5000:]
-            assert time.monotonic() < deadline, self.output()[-5000:]
-            time.sleep(0.2)
+        while text not in self.log():
+            self._check(deadline)
 
     def wait_for_end(self, code: int = 0, seconds: float = 600) -> Path:
-        assert self.process.wait(timeout=seconds) == code, self.output()[-5000:]
+        assert self.process.wait(timeout=seconds) == code, self.said()
         return self.run_dir
+
+    def _check(self, deadline: float) -> None:
+        assert self.process.poll() is None, self.said()
+        assert time.monotonic() < deadline, self.said()
+        time.sleep(0.2)
+
+    def said(self) -> str:
+        """What shows why it failed."""
+        return self.log()[-5000:] + self.output()
 
     def steps(self) -> set[int]:
         file = self.run_dir / "metrics.jsonl"
         return {json.loads(line)["step"] for line in file.read_text().splitlines()} if file.exists() else set()
 
     def output(self) -> str:
-        return self.log.read_text()
+        """What it showed on its terminal."""
+        return self.terminal.read_text()
+
+    def log(self) -> str:
+        """All that it printed."""
+        file = self.run_dir / LOG_FILE
+        return file.read_text() if file.exists() else ""
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -64,6 +64,7 @@ ELSEWHERE = {
     # a critic
     "critic.strategy": "verl/workers/config/critic.py:219",
     # environment variables
+    "ray_kwargs.ray_init.runtime_env.env_vars.TQ_NUM_THREADS": "transfer_queue/client.py:42",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_DEVICE": "verl/workers/engine/base.py:406",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM": "verl/plugin/platform/platform_manager.py:92",
     "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE": "vllm/envs.py:870",

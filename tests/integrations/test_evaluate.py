@@ -87,7 +87,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         queue = Queue(failing)
 
         @contextmanager
-        def servers(config: Any) -> Iterator[tuple[Queue, int]]:
+        def servers(config: Any, *, wait: bool) -> Iterator[tuple[Queue, int]]:
             yield queue, 1
 
         monkeypatch.setattr(module, "servers", servers)
@@ -102,7 +102,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
             }
         )
         problems: Any = Problems()
-        module.evaluate(config, problems, rows, keep, failures_as_wrong=failures_as_wrong)
+        module.evaluate(config, problems, rows, keep, failures_as_wrong=failures_as_wrong, wait=False)
         return queue
 
     return run

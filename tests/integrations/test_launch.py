@@ -1,14 +1,17 @@
 """What is done about a job that does not start."""
 
+import os
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import RayTaskError
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import launch
+from gtpo_verl.integrations.admission import DevicesTakenError
 
+RUN = OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local"}}})
 TAKEN = "torch.distributed.DistNetworkError: port: 35003, code: -98, name: EADDRINUSE, message: address already in use"
 
 
@@ -34,7 +37,7 @@ def test_a_port_that_was_taken_meanwhile_is_chosen_again(
     jobs: list[BaseException | None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     jobs += [failed(TAKEN), None]
-    launch.run_job(OmegaConf.create({}))
+    launch.run_job(RUN)
     assert jobs == []
     assert "starting again" in capsys.readouterr().out
 
@@ -45,19 +48,78 @@ def test_nothing_is_started_three_times_or_for_another_reason(
 ) -> None:
     jobs += [failed(text) for text in ends]
     with pytest.raises(RayTaskError):
-        launch.run_job(OmegaConf.create({}))
+        launch.run_job(RUN)
     assert len(jobs) == left
 
 
+def taken() -> RayTaskError:
+    return RayTaskError("run", "", DevicesTakenError("another job took devices"))
+
+
+def test_a_job_that_waits_goes_back_when_its_devices_were_taken(
+    jobs: list[BaseException | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs += [taken(), taken(), None]
+    launch.run_job(RUN, wait=True)
+    assert capsys.readouterr().out.count("waiting again") == 2
+    jobs += [taken()]
+    with pytest.raises(UserError, match="another job took devices"):
+        launch.run_job(RUN)
+
+
+def run_with(**ray_init: Any) -> DictConfig:
+    return OmegaConf.create({"ray_kwargs": {"ray_init": ray_init}})
+
+
 @pytest.mark.parametrize("address", ["ray_kwargs", "environment"])
-def test_a_run_with_cpus_of_its_own_does_not_join_a_cluster(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    ray_init: dict[str, Any] = {"num_cpus": 32, "num_gpus": 1}
+def test_a_cluster_keeps_its_own_numbers_of_cpus_and_devices(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    sizes: dict[str, Any] = {"num_cpus": 32, "num_gpus": 1}  # as hardware=cpu has them
     if address == "ray_kwargs":
-        ray_init["address"] = "ray://head:10001"
+        sizes["address"] = "ray://head:10001"
     else:
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
-    with pytest.raises(UserError, match=r"names a Ray cluster.*address=local.*num_cpus=null"):
-        launch.check_ray(OmegaConf.create({"ray_kwargs": {"ray_init": ray_init}}))
-    launch.check_ray(OmegaConf.create({"ray_kwargs": {"ray_init": ray_init | {"address": "local"}}}))
-    joins = ray_init | {"num_cpus": None, "num_gpus": None}
-    launch.check_ray(OmegaConf.create({"ray_kwargs": {"ray_init": joins}}))
+    joins = run_with(**sizes)
+    launch.check_ray(joins, ["hardware=cpu"])
+    assert joins.ray_kwargs.ray_init.num_cpus == 32  # recorded as it was composed
+    launch.leave_sizes_to_cluster(joins)
+    assert joins.ray_kwargs.ray_init.num_cpus is joins.ray_kwargs.ray_init.num_gpus is None
+
+    override = "ray_kwargs.ray_init.num_cpus=32"
+    with pytest.raises(UserError, match=rf"{override} is for a Ray of this run's own.*address=local"):
+        launch.check_ray(run_with(**sizes), [override])
+    without = run_with(num_cpus=None)
+    OmegaConf.set_struct(without, True)  # as hardware=gpu is composed
+    launch.leave_sizes_to_cluster(without)
+
+    own = run_with(**sizes | {"address": "local"})
+    launch.check_ray(own, [override])
+    launch.leave_sizes_to_cluster(own)
+    assert own.ray_kwargs.ray_init.num_cpus == 32
+
+
+def test_a_namespace_that_runs_would_share_is_refused() -> None:
+    with pytest.raises(UserError, match=r"namespace=mine: two runs in one namespace"):
+        launch.check_ray(run_with(namespace="mine"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "joined", "ours"),
+    [
+        ({}, False, True),
+        ({"RAY_AUTH_TOKEN": "theirs"}, False, False),
+        ({"RAY_AUTH_TOKEN_PATH": "/x"}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_a_ray_of_the_runs_own_gets_a_token_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], joined: bool, ours: bool
+) -> None:
+    for name in launch.RAY_TOKENS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(os.environ, "RAY_ADDRESS", "head:6379" if joined else "local")
+    launch.export_environment(run_with(address=None if joined else "local", runtime_env={}))
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    monkeypatch.setitem(os.environ, "RAY_AUTH_TOKEN", "")  # restored with the test, whatever was set
+    assert (token is not None and token != "theirs") is ours

@@ -147,7 +147,7 @@ def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch,
         trainer.check_servers()
     assert "vLLM died (server 1: gone)" in str(caught.value)
     assert f"trainer.run_dir={tmp_path}" in str(caught.value)
-    assert "See the engine's traceback above" in str(caught.value)
+    assert "See the engine's traceback in the run's log" in str(caught.value)
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(ours, "dead_servers", lambda servers: [])
     trainer.check_servers()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -79,6 +80,8 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
             gone()
 
     monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)
+    monkeypatch.setattr(task_runner, "training_bundles", lambda config: [])
+    monkeypatch.setattr(task_runner, "Placement", lambda bundles: SimpleNamespace(check=lambda: None))
     monkeypatch.setattr(task_runner, "watched", functools.partial(watched, interval=0.1))
     monkeypatch.setattr(transfer_queue, "init", lambda config: None)
     monkeypatch.setattr(transfer_queue, "close", lambda: None)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from filelock import FileLock
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_json
 from gtpo_verl.runs import lock as module
-from gtpo_verl.runs.lock import DirectoryLock, LockedError, preparing, training_lock
+from gtpo_verl.runs.lock import DirectoryLock, LockedError, Owner, is_abandoned, preparing, training_lock
 
 
 def write_owner(file: Path, *, host: str = "node7", age: float) -> None:
@@ -56,6 +57,25 @@ def test_a_training_that_was_killed_frees_its_directory_at_once(tmp_path: Path) 
     assert json.loads((tmp_path / "LOCK.json").read_text())["pid"] == process.pid
     with training_lock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize(("age", "abandoned"), [(0.0, False), (module.LEASE + 60, True)])
+def test_a_directory_is_abandoned_when_its_owner_elsewhere_has_no_heartbeat(
+    tmp_path: Path, age: float, abandoned: bool
+) -> None:
+    write_owner(tmp_path / "LOCK", age=age)
+    assert is_abandoned(tmp_path) is abandoned
+
+
+def test_a_directory_is_abandoned_when_its_owner_here_was_killed(tmp_path: Path) -> None:
+    assert not is_abandoned(tmp_path)
+    with training_lock(tmp_path):
+        assert not is_abandoned(tmp_path)
+    assert not is_abandoned(tmp_path)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    write_json(tmp_path / "LOCK.json", asdict(Owner(socket.gethostname(), killed.pid, time.time(), "theirs")))
+    assert is_abandoned(tmp_path)
 
 
 def test_a_training_that_is_stopping_has_a_grace_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,6 +111,15 @@ def test_single_arm_takes_the_record_of_its_run(runs):
     assert [arm.name for arm in run.arms] == ["gtpo"]
 
 
+def test_a_training_whose_process_is_dead_was_interrupted_whatever_its_record_says(runs):
+    path = runs.arm(runs.root / "run")
+    (path / "run.json").write_text(json.dumps({"name": "run", "status": "running"}))
+    assert read_run(path).status == "running"
+    owner = {"host": "node7", "pid": 1, "heartbeat": 0.0, "token": "theirs"}
+    (path / "LOCK.json").write_text(json.dumps(owner))
+    assert read_run(path).status == "interrupted"
+
+
 def test_single_arm_of_a_users_own_run(runs):
     runs.arm(runs.root / "mine")
     run = read_run(runs.root / "mine")

@@ -22,6 +22,12 @@ def status(run_dir: Path) -> str:
     return record["status"]
 
 
+def reason(run_dir: Path) -> str:
+    record = read_record(run_dir)
+    assert record is not None
+    return record["reason"]
+
+
 def test_a_training_that_ends_is_complete_and_its_last_model_is_linked(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     with session(tmp_path):
@@ -47,6 +53,34 @@ def test_ctrl_c_asks_the_trainer_to_stop_and_the_run_is_interrupted(
     assert not (tmp_path / "STOP").exists()
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_recorded_at_once_because_the_sender_may_kill_soon(tmp_path: Path, number: signal.Signals) -> None:
+    with session(tmp_path):
+        for _ in range(2):  # unlike Ctrl-C, the second changes nothing
+            os.kill(os.getpid(), number)
+        assert (tmp_path / "STOP").exists()
+        assert status(tmp_path) == "interrupted"
+        assert number.name in reason(tmp_path)
+    assert (status(tmp_path), number.name in reason(tmp_path)) == ("interrupted", True)
+
+
+def test_a_training_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with session(tmp_path):
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not (tmp_path / "STOP").exists()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert status(tmp_path) == "complete"
+
+
+def test_the_file_stop_is_the_reason_where_there_was_no_signal(tmp_path: Path) -> None:
+    with session(tmp_path):
+        (tmp_path / "STOP").touch()
+    assert (status(tmp_path), reason(tmp_path)) == ("interrupted", "the file STOP")
+
+
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     def train() -> None:
         with session(tmp_path):
@@ -68,7 +102,7 @@ def test_a_training_that_fails_is_failed_and_a_stop_of_an_earlier_one_is_gone(tm
 
     with pytest.raises(UserError, match="no GPU"):
         train()
-    assert status(tmp_path) == "failed"
+    assert (status(tmp_path), reason(tmp_path)) == ("failed", "no GPU")
 
 
 def test_a_refused_training_leaves_the_record_of_the_first(tmp_path: Path) -> None:

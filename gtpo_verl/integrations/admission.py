@@ -1,0 +1,205 @@
+"""How several jobs share the devices of one Ray cluster: one starts at a time, and only when its devices are free.
+
+verl compares what is free with what it needs, and then waits for Ray's placement groups without a limit: two jobs
+that start together both find the same devices free, and one of them waits for ever; with several nodes each may hold
+what the other waits for. Here a job passes a turnstile, a Ray actor whose name exists once in the cluster, and keeps it
+until its placement groups are there.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from verl.plugin.platform import get_platform
+from verl.single_controller.ray.base import ResourcePoolManager
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.turnstile import enter, leave
+
+Bundle = dict[str, float]  # amounts by resource
+
+PATIENCE = 10.0  # seconds in which free devices are found free; resources of a job that has just ended come back late
+PLACEMENT_TIMEOUT = 120.0  # seconds that a placement group of an admitted job may be pending
+SERVER_CPUS = 2  # of each device of a standalone server, a literal in verl's replicas
+
+
+class DevicesTakenError(UserError):
+    """Another job was given the devices between this one's admission and its placement groups."""
+
+
+# -------------------------------------------------------------------- what a job needs
+
+
+def training_bundles(config: DictConfig) -> list[Bundle]:
+    """What a training takes: a bundle for every node of every resource pool of verl's, and one for its own actors."""
+    trainer, reward_model = config.trainer, config.reward.reward_model
+    pools = [trainer]
+    if reward_model.enable_resource_pool:
+        pools.append(reward_model)
+    distillation = config.get("distillation")
+    if distillation and distillation.enabled:
+        pools.append(distillation)
+    bundles = [
+        _bundle(pool.n_gpus_per_node, ResourcePoolManager.max_colocate_count)
+        for pool in pools
+        for _ in range(pool.nnodes)
+    ]
+    if trainer.v1.trainer_mode == "separate_async":
+        bundles += _server_bundles(config)
+    return [*bundles, *_actor_bundles(config, others=1)]  # the task runner
+
+
+def serving_bundles(config: DictConfig) -> list[Bundle]:
+    """What an evaluation takes: its servers and TransferQueue."""
+    return [*_server_bundles(config), *_actor_bundles(config, others=0)]
+
+
+def _server_bundles(config: DictConfig) -> list[Bundle]:
+    """Those of standalone servers, a bundle for each node of each replica."""
+    rollout = config.actor_rollout_ref.rollout
+    devices = rollout.n_gpus_per_node * rollout.nnodes
+    replica = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    each = min(replica, rollout.n_gpus_per_node)
+    return [_bundle(each, SERVER_CPUS) for _ in range(devices // each)]
+
+
+def _actor_bundles(config: DictConfig, others: int) -> list[Bundle]:
+    """A CPU each for TransferQueue's controller and storage units, and for other actors."""
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    return [{"CPU": 1.0} for _ in range(1 + units + others)]
+
+
+def _bundle(devices: int, cpus: int) -> Bundle:
+    return {device_resource(): float(devices), "CPU": float(devices * cpus)}
+
+
+def device_resource() -> str:
+    """Ray's name of this platform's devices."""
+    return str(get_platform().ray_resource_name())
+
+
+# -------------------------------------------------------------------- admission
+
+
+def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]) -> None:
+    """Return when the cluster has room for these bundles, holding the turnstile until :func:`turnstile.leave`.
+
+    Args:
+        bundles: see :func:`training_bundles`.
+        wait: whether to wait for other jobs to end.
+        say: takes a line when there is something to wait for.
+
+    Raises:
+        UserError: there is no room, and ``wait`` is off.
+    """
+    turnstile = enter(wait, say)
+    with _queued(bundles) as probe:
+        if probe.wait(PATIENCE):
+            return
+        if not wait:
+            ray.kill(turnstile)
+            raise UserError(
+                f"no room for this run: {_shortage(bundles)}. --wait waits until there is; otherwise give it fewer "
+                "devices, or stop another job."
+            )
+        ray.get(turnstile.wait.remote())
+        say(f"Waiting for devices: {_shortage(bundles)}.")
+        while not probe.wait(PATIENCE):
+            pass
+
+
+def check_room(bundles: Sequence[Bundle]) -> None:
+    """Check that a Ray of this job's own has what the job needs.
+
+    Raises:
+        UserError: it has not.
+    """
+    with _queued(bundles) as probe:
+        if not probe.wait(PATIENCE):
+            raise UserError(
+                f"no room for this run: {_shortage(bundles)}. Set trainer.nnodes and trainer.n_gpus_per_node to what "
+                "there is; every unit of transfer_queue.backend.SimpleStorage.num_data_storage_units takes a CPU too."
+            )
+
+
+@contextmanager
+def _queued(bundles: Sequence[Bundle]) -> Iterator[PlacementGroup]:
+    """The bundles in Ray's own queue: all of them are placed, or none."""
+    probe = placement_group(list(bundles), strategy="PACK")
+    try:
+        yield probe
+    finally:
+        remove_placement_group(probe)
+
+
+def _shortage(bundles: Sequence[Bundle]) -> str:
+    """What is needed and what is there, in words."""
+    needed: Counter[str] = Counter()
+    for bundle in bundles:
+        needed.update(bundle)
+    free, total = ray.available_resources(), ray.cluster_resources()
+    device = device_resource()
+    most = max(bundle.get(device, 0) for bundle in bundles)
+    parts = [
+        f"{needed[name]:.0f} {name}s ({free.get(name, 0):.0f} of {total.get(name, 0):.0f} in the cluster are free)"
+        for name in (device, "CPU")
+    ]
+    return f"it needs {' and '.join(parts)}, {most:.0f} {device}s of them on one node"
+
+
+# -------------------------------------------------------------------- placement
+
+
+class Placement:
+    """Follows an admitted job's placement groups, in a process of the job.
+
+    Args:
+        bundles: what the job was admitted with.
+    """
+
+    def __init__(self, bundles: Sequence[Bundle]) -> None:
+        self._device = device_resource()
+        self._needed = sum(bundle.get(self._device, 0) for bundle in bundles)
+        self._pending_since: float | None = None
+        self._complete = False
+
+    def check(self) -> None:
+        """Leave the turnstile when all placement groups are there.
+
+        Raises:
+            DevicesTakenError: one has been pending for too long.
+        """
+        if self._complete:
+            return
+        groups = _own_groups()
+        placed = sum(_amount(group, self._device) for group in groups if group["state"] == "CREATED")
+        if placed >= self._needed:
+            self._complete = True
+            leave()
+            return
+        if not any(group["state"] in ("PENDING", "PREPARED") for group in groups):
+            self._pending_since = None
+            return
+        now = time.monotonic()
+        self._pending_since = self._pending_since or now
+        if now - self._pending_since > PLACEMENT_TIMEOUT:
+            raise DevicesTakenError(
+                f"another job took devices of this run while it was starting: {placed:.0f} of {self._needed:.0f} "
+                f"{self._device}s were placed within {PLACEMENT_TIMEOUT:.0f} s. Start it again, with --wait to wait "
+                "until there is room."
+            )
+
+
+def _own_groups() -> list[dict[str, Any]]:
+    """Ray's table of placement groups, those of this job: the job id is the end of a group's id."""
+    job = ray.get_runtime_context().get_job_id()
+    return [group for name, group in placement_group_table().items() if name.endswith(job)]
+
+
+def _amount(group: dict[str, Any], resource: str) -> float:
+    return sum(float(bundle.get(resource, 0)) for bundle in group["bundles"].values())

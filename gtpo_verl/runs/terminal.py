@@ -1,0 +1,146 @@
+"""What a run shows on its terminal, and the file that gets all it prints.
+
+Ray, verl and vLLM print thousands of lines, from every process of every node. All of them go to the log of the run; the
+terminal gets a line per step, each warning of this package once, and what the command itself says.
+"""
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
+
+LOG_FILE = "train.log"
+LOG_FORMAT = "gtpo_verl %(levelname)s: %(message)s"  # of this package's loggers in a run's processes
+POLL = 0.5  # seconds between looks at log and metrics
+
+_WARNING = re.compile(r"gtpo_verl (WARNING|ERROR): (?P<text>.*)")
+_redirected: tuple[TextIO, TextIO] | None = None
+
+
+def out() -> TextIO:
+    """The terminal's stdout, also while this process prints to a log."""
+    return _redirected[0] if _redirected else sys.stdout
+
+
+def err() -> TextIO:
+    """The terminal's stderr, also while this process prints to a log."""
+    return _redirected[1] if _redirected else sys.stderr
+
+
+def say(line: str) -> None:
+    """Print a line to the terminal."""
+    print(line, file=out(), flush=True)
+
+
+@contextmanager
+def printing_to(log: Path) -> Iterator[None]:
+    """Send stdout and stderr of this process, and of those that it starts, to the end of a file, except what is printed
+    to :func:`out` and :func:`err`.
+
+    Nothing changes where stdout is that file already.
+    """
+    global _redirected
+    with log.open("ab") as file:
+        if os.path.samestat(os.fstat(1), os.fstat(file.fileno())):
+            yield
+            return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        terminal = os.dup(1), os.dup(2)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    with os.fdopen(terminal[0], "w") as stdout, os.fdopen(terminal[1], "w") as stderr:
+        _redirected = stdout, stderr
+        try:
+            yield
+        finally:
+            _redirected = None
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(terminal[0], 1)
+            os.dup2(terminal[1], 2)
+
+
+@contextmanager
+def following(run_dir: Path, steps: int, *, verbose: bool) -> Iterator[None]:
+    """Show on the terminal what a training in ``run_dir`` does while the block runs.
+
+    Args:
+        steps: how many it has in all.
+        verbose: show its whole log instead.
+    """
+    if _redirected is None:  # the terminal is the log
+        yield
+        return
+    log = _Tail(run_dir / LOG_FILE)
+    metrics = (run_dir / METRICS_FILE).stat().st_size if (run_dir / METRICS_FILE).exists() else 0
+    shown: set[str] = set()
+    ended = threading.Event()
+
+    def show() -> None:
+        nonlocal metrics
+        for line in log.lines():
+            warning = _WARNING.search(line)
+            if verbose:
+                say(line)
+            elif warning and warning["text"] not in shown:
+                shown.add(warning["text"])
+                say(f"warning: {warning['text']}")
+        if not verbose:
+            written, metrics = read_metrics_from(run_dir, metrics)
+            for step in written:
+                say(f"step {step['step']}/{steps}: {describe(step['step'], step['data'])}")
+
+    thread = threading.Thread(target=_repeat, args=(show, ended), name="terminal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        show()
+
+
+def _repeat(show: Callable[[], None], ended: threading.Event) -> None:
+    while not ended.wait(POLL):
+        show()
+
+
+class _Tail:
+    """The lines that are added to a file from now on."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = file.stat().st_size if file.exists() else 0
+
+    def lines(self) -> list[str]:
+        """Those that are complete and new."""
+        with self._file.open("rb") as content:
+            content.seek(self._offset)
+            text = content.read()
+        end = text.rfind(b"\n") + 1
+        self._offset += end
+        return text[:end].decode("utf-8", "replace").splitlines()
+
+
+def describe(step: int, data: dict[str, Any]) -> str:
+    """One line on a step."""
+    parts = []
+    validation = next(
+        (value for name, value in data.items() if name.startswith("val-core/") and "/acc/mean@" in name), None
+    )
+    if "training/accuracy" in data:
+        parts.append(f"accuracy {data['training/accuracy']:.2f}")
+    if validation is not None:
+        parts.append(f"validation {validation:.3f}")
+    if "credit/entropy_all" in data:
+        parts.append(f"entropy {data['credit/entropy_all']:.2f}")
+    if "timing_s/step" in data:
+        parts.append(f"{data['timing_s/step']:.1f} s")
+    return ", ".join(parts) or f"step {step}"
