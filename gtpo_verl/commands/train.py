@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             f"This run is valid: {devices(config)}. `gtpo-verl plan` with the same overrides estimates memory and time."
         )
         return 0
-    return launch(config, command=shlex.join(["gtpo-verl", "train", *args.overrides]))
+    return launch(config, args.overrides)
 
 
 def devices(config: DictConfig) -> str:
@@ -80,8 +81,13 @@ def devices(config: DictConfig) -> str:
     return f"{asked}, and {rollout.nnodes} of {rollout.n_gpus_per_node} for the rollout's own servers"
 
 
-def launch(config: DictConfig, command: str) -> int:
-    """Check the run, start Ray, run the job and shut Ray down; returns the exit code."""
+def launch(config: DictConfig, overrides: Sequence[str]) -> int:
+    """Check the run, start Ray, run the job and shut Ray down; returns the exit code.
+
+    Args:
+        config: checked and complete.
+        overrides: as the user typed them, for the record.
+    """
     from gtpo_verl.integrations.launch import check_gpus, check_ray, export_environment, run_job, validate
 
     export_environment(config)
@@ -90,7 +96,9 @@ def launch(config: DictConfig, command: str) -> int:
     check_gpus(config)
 
     run_dir = Path(config.trainer.run_dir)
-    with training_session(run_dir, config=OmegaConf.to_yaml(config, resolve=True), command=command):
+    command = shlex.join(["gtpo-verl", "train", *overrides])
+    resolved = OmegaConf.to_yaml(config, resolve=True)
+    with training_session(run_dir, config=resolved, command=command, overrides=overrides):
         print(f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}", flush=True)
         run_job(config)
     return 0

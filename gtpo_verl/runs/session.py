@@ -3,28 +3,34 @@
 import datetime as dt
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import yaml
 
 from gtpo_verl.files import write_text
-from gtpo_verl.runs.directory import CONFIG_FILE, STOP_FILE, write_record
+from gtpo_verl.runs.directory import CONFIG_FILE, DIFF_FILE, STOP_FILE, flatten, read_record, write_record
 from gtpo_verl.runs.lock import training_lock
-from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.runs.provenance import checksums, code_state, hardware, run_versions
 
 
 @contextmanager
-def training_session(run_dir: Path, *, config: str, command: str) -> Iterator[None]:
+def training_session(run_dir: Path, *, config: str, command: str, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Hold the run directory for the training in the block, and keep ``run.json`` up to date.
 
     The status is ``running``, then ``complete``, ``interrupted`` (Ctrl-C, or the file ``STOP``) or ``failed``. The
     first Ctrl-C asks the trainer to stop after its step, by ``STOP``; the second raises KeyboardInterrupt.
 
+    The record is that of the last attempt, with the start and the end of all of them in ``attempts``.
+
     Args:
         run_dir: made if it does not exist.
-        config: the resolved configuration, written to ``config.yaml``.
+        config: the resolved configuration as YAML, written to ``config.yaml``.
         command: the command line that repeats the training.
+        overrides: as they were typed.
 
     Raises:
         UserError: another training writes to the directory.
@@ -33,28 +39,74 @@ def training_session(run_dir: Path, *, config: str, command: str) -> Iterator[No
         stop = run_dir / STOP_FILE
         stop.unlink(missing_ok=True)
         write_text(run_dir / CONFIG_FILE, config)
-        facts = {
-            "name": run_dir.name,
-            "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": command,
-            "versions": run_versions(),
-            "hardware": hardware(),
-        }
-        write_record(run_dir, facts | {"status": "running"})
+        record = _Record(run_dir, yaml.safe_load(config), command, overrides)
         previous = signal.signal(signal.SIGINT, _Stopper(stop))
         try:
             yield
         except KeyboardInterrupt:
-            write_record(run_dir, facts | {"status": "interrupted"})
+            record.close("interrupted", "Ctrl-C, twice")
             raise
-        except Exception:
-            write_record(run_dir, facts | {"status": "failed"})
+        except Exception as error:
+            record.close("failed", _reason(error))
             raise
         finally:
             signal.signal(signal.SIGINT, previous)
-        write_record(run_dir, facts | {"status": "interrupted" if stop.exists() else "complete"})
+        if stop.exists():
+            record.close("interrupted", "stopped after a step, on request")
+        else:
+            record.close("complete", "all steps were trained")
         stop.unlink(missing_ok=True)
         _link_model(run_dir)
+
+
+class _Record:
+    """``run.json`` of a training, written as it starts and as it ends."""
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], command: str, overrides: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        self.config = dict(flatten(config))
+        earlier = read_record(run_dir) or {}
+        started = _now()
+        code, changes = code_state()
+        if changes:
+            write_text(run_dir / DIFF_FILE, changes)
+        else:
+            (run_dir / DIFF_FILE).unlink(missing_ok=True)
+        self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
+        self.attempt["commit"] = code["commit"]
+        self.facts: dict[str, Any] = {
+            "name": run_dir.name,
+            "created": earlier.get("created", started),
+            "command": command,
+            "overrides": list(overrides),
+            "seed": self.config.get("seed"),
+            "code": code,
+            "versions": run_versions(),
+            "hardware": hardware(),
+            "checksums": checksums(self.config),
+            "attempts": [*earlier.get("attempts", []), self.attempt],
+        }
+        self._write("running")
+
+    def close(self, status: str, reason: str) -> None:
+        """Record the end of the attempt."""
+        self.attempt |= {"ended": _now(), "status": status, "exit_reason": reason}
+        if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
+            self.facts["checksums"] = checksums(self.config)
+        self._write(status)
+
+    def _write(self, status: str) -> None:
+        write_record(self.run_dir, self.facts | {"status": status})
+
+
+def _now() -> str:
+    return dt.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _reason(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 class _Stopper:
