@@ -147,10 +147,9 @@ def detectable_difference(deviation: float, n: int, comparisons: int = 1) -> flo
     critical = stats.t.ppf(1 - ALPHA / comparisons / 2, n - 1)
 
     def lacking(shift: float) -> float:
-        power = stats.nct.sf(critical, n - 1, shift) + stats.nct.cdf(-critical, n - 1, shift)
-        return float(power) - POWER
+        return float(stats.nct.sf(critical, n - 1, shift)) - POWER  # in the right direction
 
-    shift = optimize.brentq(lacking, 0.0, 10 * critical)
+    shift = optimize.brentq(lacking, 0.0, 2 * critical + 2)
     return float(shift * deviation / math.sqrt(n))
 
 

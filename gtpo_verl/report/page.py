@@ -195,6 +195,7 @@ def _page(report: Report) -> str:
         sources=sources,
         trainings=trainings,
         several=results.has_seeds(report.arms),
+        counts=words.counts_text(report.runs, report.arms),
         cards=[_card(report, arm) for arm in report.arms],
         no_accuracy=words.NO_ACCURACY,
         final_table=(tables.final_header(sources), tables.final_rows(report.finals, sources)),
@@ -258,11 +259,15 @@ def common_facts(trainings: Sequence[Training]) -> dict[str, dict[str, str]]:
     for training in trainings:
         record = training.record
         code = record.get("code") or {}
+        sums = record.get("checksums") or {}
         found = {
-            "Code": {"commit": code.get("commit"), "changes to it (SHA-256)": code.get("diff")},
+            "Code and machine": {
+                "commit": code.get("commit"),
+                "changes to it": _short(code.get("diff")),
+                "machine": record.get("hardware"),
+            },
             "Versions": record.get("versions") or {},
-            "Machine": {"hardware": record.get("hardware")},
-            "Files (SHA-256)": record.get("checksums") or {},
+            "SHA-256 of files": {key: _short(value) for key, value in sums.items()},
         }
         for section, facts in found.items():
             for key, value in facts.items():
@@ -274,6 +279,11 @@ def common_facts(trainings: Sequence[Training]) -> dict[str, dict[str, str]]:
         for section, facts in sections.items()
         if any(facts.values())
     }
+
+
+def _short(checksum: str | None) -> str | None:
+    """The beginning of a SHA-256, enough to compare by eye; run.json has the whole."""
+    return f"{checksum[:16]}…" if checksum and len(checksum) == 64 else checksum
 
 
 def _summary(report: Report) -> dict[str, Any]:

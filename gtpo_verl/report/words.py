@@ -106,7 +106,8 @@ def seed_verdict(comparison: SeedComparison) -> str:
         return f"{arm} and {baseline} have one seed in common: over seeds nothing can be said."
     if found.t_p is None:
         return f"{arm} − {baseline} is {points(found.mean)} points on every seed alike, so nothing can be tested."
-    how = f"(95 % interval {interval_text(found.interval)}, p {p_text(found.t_holm)})"
+    p = p_text(found.t_holm)
+    how = f"(95 % interval {interval_text(found.interval)}, p {p if p.startswith('<') else f'= {p}'})"
     if found.shown:
         where = "above" if found.mean > 0 else "below"
         return f"{arm} is {100 * abs(found.mean):.1f} points {where} {baseline} {how}."
@@ -115,6 +116,15 @@ def seed_verdict(comparison: SeedComparison) -> str:
         f"No difference between {arm} and {baseline} shown: {points(found.mean)} points {how}. One of "
         f"{100 * found.detectable:.1f} points would have been, with a probability of 80 %."
     )
+
+
+def counts_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str:
+    """How many arms, seeds and trainings a report over seeds rests on."""
+    trainings = trainings_of(arms)
+    complete = sum(result.complete for result in trainings)
+    planned = len(trainings) + sum(len(run.missing) for run in runs)
+    seeds = len({result.seed for result in trainings})
+    return f"{len(arms)} arm{'s' * (len(arms) != 1)} · {seeds_text(seeds)} · {complete} of {planned} trainings complete"
 
 
 def status_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str | None:
@@ -161,9 +171,9 @@ def notes(
 
 def _seed_notes(arms: Sequence[ArmResult], over_seeds: Sequence[SeedComparison]) -> list[str]:
     basis = (
-        "Over seeds: intervals are Student's t, of the mean over seeds or of the differences of arms with one seed; p "
-        "is of the paired t test. The bootstrap is not used over seeds: with five it covers 84 % instead of 95 %. Better "
-        "on: the seeds on which the arm is above the baseline, which estimates the probability of improvement."
+        "Over seeds: intervals are Student's t, of a mean over seeds or of differences paired by seed; p is of the "
+        "paired t test. The bootstrap is not used over seeds: with five it covers 84 % instead of 95 %. Better on: the "
+        "seeds on which the arm is above the baseline, which estimates the probability of improvement."
     )
     sentences = [basis]
     tested = [one for one in over_seeds if one.paired.t_p is not None]

@@ -180,13 +180,16 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
 
 def _names(keys: Sequence[ArmKey], examples: Sequence[Training]) -> list[str]:
     """The label of the method, and what else tells the arms apart."""
-    choices = {key.values.get("algo") or key.values.get(ALGORITHM) for key in keys}
-    methods = {training.method.name for training in examples if training.method}
+    chosen: dict[str, set[str | None]] = {}  # by method: the presets, or the method itself
+    for key, training in zip(keys, examples, strict=True):
+        if training.method:
+            chosen.setdefault(training.method.name, set()).add(key.values.get("algo") or key.values.get(ALGORITHM))
     varying = _varying([key.values for key in keys])
     names = []
     for key, training in zip(keys, examples, strict=True):
         choice = key.values.get("algo") or key.values.get(ALGORITHM)
-        label = training.method.label if training.method and len(methods) == len(choices) else choice
+        alone = training.method is not None and len(chosen[training.method.name]) == 1
+        label = training.method.label if training.method and alone else choice
         rest = {
             name: value for name, value in key.values.items() if name in varying and name not in ("algo", ALGORITHM)
         }

@@ -181,13 +181,14 @@ class RunWriter:
 
     def _credit_samples(self, path: Path, algorithm: str, step: int) -> None:
         """One correct and one wrong response of a prompt, as our trainer keeps them."""
+        rng = np.random.default_rng(step)  # of its own: the other numbers stay as they were
         samples = []
         for correct, text in (
             (True, "47 + 38: 7 + 8 = 15 , carry 1 . 4 + 3 + 1 = 8 . = 85"),
             (False, "47 + 38: 7 + 8 = 14 . = 84"),
         ):
             tokens = [f"{word} " for word in text.split()]
-            moved = np.zeros(len(tokens)) if algorithm == "dapo" else self.rng.gamma(1.0, 0.25, len(tokens))
+            moved = np.zeros(len(tokens)) if algorithm == "dapo" else rng.gamma(1.0, 0.25, len(tokens))
             advantages = (1.1 + moved) * (1 if correct else -1)
             samples.append(
                 {
@@ -196,7 +197,7 @@ class RunWriter:
                     "length": len(tokens),
                     "tokens": tokens,
                     "advantages": advantages.round(4).tolist(),
-                    "entropies": self.rng.gamma(1.0, 0.3, len(tokens)).round(4).tolist(),
+                    "entropies": rng.gamma(1.0, 0.3, len(tokens)).round(4).tolist(),
                 }
             )
         (path / "credit_samples.jsonl").write_text(json.dumps({"step": step, "samples": samples}) + "\n")
@@ -267,7 +268,7 @@ class RunWriter:
         estimator = {"dapo": "grpo"}.get(algorithm, algorithm)
         own = {} if seed is None else {"seed": seed}
         return own | {
-            "data": {"seed": seed or 0, "train_files": f"{path.parent}/train.parquet", "val_files": "val.parquet"},
+            "data": {"seed": seed or 0, "train_files": "train.parquet", "val_files": "val.parquet"},
             "algorithm": {"adv_estimator": estimator, "gamma": 1.0, "correct_threshold": 1.0},
             "actor_rollout_ref": {
                 "actor": {
