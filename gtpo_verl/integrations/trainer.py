@@ -266,7 +266,7 @@ class CreditAssignmentMixin(PPOTrainer):
         every = self.config.trainer.test_freq
         if every <= 0 or self.global_steps % every:
             return
-        rows = contrasting_pair(group_names(batch.keys), context.correct, mask)
+        rows = contrasting_pair([uid_of(key) for key in batch.keys], context.correct, mask)
         keys = [batch.keys[row] for row in rows]
         if not keys:
             return

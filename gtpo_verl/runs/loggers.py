@@ -1,7 +1,7 @@
 """Logs of a training by verl's loggers ``tensorboard`` and ``wandb``, read without a server.
 
 TensorBoard's event files are read by TensorBoard itself. Weights & Biases keeps an offline run in a file of protocol
-buffers framed as LevelDB frames its log; its package has the messages and, since 0.20, no reader of the frames.
+buffers framed as LevelDB frames its log; its package (0.31) has the messages and no reader of the frames.
 """
 
 import json
