@@ -102,8 +102,8 @@ def share(value: float) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     sizes = (
-        f"Per cent of {found['data sets']:,} simulated data sets a cell; of half as many for Holm's procedure, a quarter\n"
-        "for power, a twentieth for the bootstrap.\n"
+        f"Per cent of {found['data sets']:,} simulated data sets a cell; half as many for Holm's procedure, a\n"
+        "quarter for power, a twentieth for the bootstrap.\n"
     )
     parts = [f"# Statistics over seeds, simulated\n\n{sizes}"]
     for title, key in (

@@ -24,7 +24,7 @@ NOT_SET = "not set"
 # The one list of settings that say where a run is, what it is called and whom it talks to: they differ between any two
 # trainings, and change nothing in what is trained.
 _BOOKKEEPING = re.compile(
-    r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|\w*address|\w*port|\w+_dir|\w+_DIR)$"
+    r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
 )
 _SEED_KEY = re.compile(r"(^|[._])seed$")
 _MOST_NAMED = 5  # differences in one error message
@@ -228,11 +228,10 @@ def _rank(method: str | None) -> int:
 def _facts(training: Training) -> dict[str, str]:
     """Everything recorded of a training that decides its result, as text, by key; places and names are left out."""
     sums = {key: value for key, value in (training.record.get("checksums") or {}).items() if value}
-    facts = {
-        key: _shown(training.config, key)
-        for key in training.config
-        if not _BOOKKEEPING.search(key) and key not in sums  # the content decides, not the path
-    }
+    # the content decides, not the path; other settings name the same path, for example that of the tokenizer
+    places = {_shown(training.config, key): f"as {key}" for key in sums}
+    shown = {key: _shown(training.config, key) for key in training.config if not _BOOKKEEPING.search(key)}
+    facts = {key: places.get(value, value) for key, value in shown.items() if key not in sums}
     facts |= {f"checksums.{key}": str(value) for key, value in sums.items()}
     if training.record:
         code = training.record.get("code") or {}

@@ -93,6 +93,9 @@ def test_a_tampered_run_is_refused_with_its_key_named(sweep: Path, file: str, ke
 
 def test_paths_may_differ_where_the_content_is_known_to_be_the_same(sweep: Path):
     edit(sweep / "algo=gtpo,seed=1", "data.train_files", "/elsewhere/train.parquet")
+    for run in sweep.glob("algo=*"):
+        path = "/elsewhere/model" if run.name == "algo=gtpo,seed=1" else "model"
+        edit(run, "actor_rollout_ref.model", {"path": path, "tokenizer_path": path})
     designed(sweep)
 
 
