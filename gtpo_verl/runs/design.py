@@ -26,7 +26,7 @@ NOT_SET = "not set"
 _BOOKKEEPING = re.compile(
     r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
 )
-_SEED_KEY = re.compile(r"(^|[._])seed$")
+_SEED_KEY = re.compile(r"(?i)seed$")
 _MOST_NAMED = 5  # differences in one error message
 
 
