@@ -214,10 +214,7 @@ def _check_entropy_source(config: DictConfig) -> None:
 
 
 def _check_sizes(config: DictConfig) -> None:
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    for key in ("train_batch_size", "max_prompt_length", "max_response_length"):
-        if data[key] < 1:
-            raise UserError(f"data.{key}={data[key]}: it must be at least 1.")
+    rollout = config.actor_rollout_ref.rollout
     if rollout.n < 2:
         raise UserError(
             f"actor_rollout_ref.rollout.n={rollout.n}: a group needs at least two responses to be compared."

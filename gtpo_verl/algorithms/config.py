@@ -40,7 +40,7 @@ def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
     for key in mapping:
         if key not in known:
             hint = did_you_mean(str(key), known, cutoff=0.5) or f"; known are {', '.join(known)}"
-            raise ValueError(f"{kind.__name__} has no setting {key!r}{hint}")
+            raise ValueError(f"there is no setting {key!r}{hint}")
     return kind(**{str(key): mapping[key] for key in mapping})
 
 
@@ -144,9 +144,8 @@ def check_shares(base_name: str, base: float, weight_name: str, weight: float) -
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
     if abs(base + weight - 1) > 1e-9:
         warnings.warn(
-            f"{base_name} + {weight_name} = {base + weight:.6g}, not 1: the rewards of the correct responses no longer "
-            "sum "
-            "to their number (the late experiments of arXiv 2508.04349 use 1.1)",
+            f"{base_name} + {weight_name} = {base + weight:.6g}: rewards of correct responses average that, not 1, as "
+            "in the late experiments of arXiv 2508.04349 (1.1).",
             stacklevel=2,  # here, not at the caller: once a process is enough
         )
 

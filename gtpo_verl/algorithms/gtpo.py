@@ -47,7 +47,7 @@ Means = tuple[torch.Tensor, torch.Tensor]  # of V_plus and of V_minus
 
 @dataclass(frozen=True, kw_only=True)
 class GTPOConfig(ShapingConfig):
-    """Settings of GTPO; the defaults are the preset `gtpo` (late text of arXiv 2508.04349).
+    """Settings of GTPO; the defaults are the preset `gtpo_v6` (late text of arXiv 2508.04349).
 
     alpha1, alpha2: base reward and weight of the entropy term, early eq. 2, late eqs. 3 and 5.
     axis: the entropies one is compared with: same `position`, same `response`, or the `matrix` of both.
@@ -78,7 +78,7 @@ class GTPOConfig(ShapingConfig):
 
 
 def mean_values(V: Side, config: GTPOConfig) -> torch.Tensor:
-    """The mean of the values that a token is compared with.
+    """The mean of the values that a token is compared with; geometric: early (3), (Π_k V[k,t])^(1/d[t]).
 
     axis `position`: over the responses alive at t, (width,); `response`: over the tokens of a response, (rows,);
     `matrix`: over all of them, ().
@@ -88,7 +88,8 @@ def mean_values(V: Side, config: GTPOConfig) -> torch.Tensor:
 
 
 def weights(V: Side, mean: torch.Tensor, config: GTPOConfig) -> Side:
-    """W = V / mean of V: it averages 1 over the tokens that are compared.
+    """W = V / mean of V, with V = H for correct and V = 1/H for wrong tokens (`shaped_rewards`): it averages 1 over
+    the tokens that are compared.
 
     Arithmetic mean, correct: early (2), late (3): w⁺ = H[i,t] / Σ_k H[k,t] · d[t].
     Arithmetic mean, wrong: early (15), late (5): w⁻ = (1/H[j,t]) / Σ_k (1/H[k,t]) · h[t].
@@ -103,7 +104,7 @@ def rewards_of_correct(W_plus: Side, config: GTPOConfig, penalty: Sequence[float
     R_plus = W_plus.affine(alpha1, config.alpha2)  # early (2), late (3): r⁺ = α1 + α2 w⁺
     if config.clip_kappa is not None:  # early (13): r⁺ ← clip(r⁺, 1, α1 + α1/κ)
         R_plus = R_plus.clip(1.0, config.alpha1 * (1 + 1 / config.clip_kappa))
-    if penalty is not None:  # early (14), late appendix D: r⁺ ← r⁺ + R(len)
+    if penalty is not None:  # r⁺ ← r⁺ + R(len): early (14), or the group-relative penalty of late appendix D
         R_plus = R_plus.plus(penalty)
     return R_plus
 
@@ -134,6 +135,7 @@ def advantages(R: Side, moments: Moments, by: Normalizer) -> Side:
     R comes centred, less its own mean `moments.mean`: float32 keeps small differences between rewards of about 1 that
     way.
     """
+    # (R + moments.mean - by.mean) * by.scale
     return R.affine(R.values.new_tensor((moments.mean - by.mean) * by.scale), by.scale)
 
 

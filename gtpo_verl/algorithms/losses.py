@@ -30,8 +30,8 @@ def token_loss(
     Returns the losses (B, T), 0 outside the mask, and the metrics of `_metrics` over tokens, with `clipfrac_lower` for
     the dual clip.
     Raises ValueError for impossible clip ratios.
-    Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages; dual clip arXiv
-    1912.09729.
+    Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages, under a number that
+    is not identified (docs/equations.md); dual clip arXiv 1912.09729.
     """
     _check_clip(clip_ratio_low, clip_ratio_high)
     if clip_ratio_c is not None and clip_ratio_c <= 1:

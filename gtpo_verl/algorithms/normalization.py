@@ -31,7 +31,7 @@ def normalizers(
     minus_and_zeros = minus.join(Moments.constant(0.0, plus.count))
     if normalization == "all" and negatives == "zero":  # early (4): one set, in which wrong tokens have r = 0
         return Normalizer.over(plus_and_zeros, eps), Normalizer.over(plus_and_zeros, eps)
-    if normalization == "all":  # early (16), (17): each side with one 0 per token of the other
+    if normalization == "all":  # early (16) for correct, (17) for wrong: each side with one 0 per token of the other
         return Normalizer.over(plus_and_zeros, eps), Normalizer.over(minus_and_zeros, eps)
     if normalization == "within":  # late (6) taken literally: each polarity alone
         return Normalizer.over(plus, eps), Normalizer.over(minus, eps)

@@ -23,8 +23,8 @@ def soft_overlong_penalty(
     """
     check_lengths(max_length, cache_length, denominator)
     exact = lengths if lengths.is_floating_point() else lengths.double()
-    knee = max_length - cache_length
-    slope = (knee - exact) / (cache_length if denominator == "cache" else max_length)
+    free = max_length - cache_length  # L2 - L1
+    slope = (free - exact) / (cache_length if denominator == "cache" else max_length)
     return torch.where(exact > max_length, torch.full_like(exact, -1.0), slope.clamp(max=0.0))
 
 

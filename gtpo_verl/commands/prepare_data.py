@@ -64,6 +64,11 @@ def run(args: argparse.Namespace) -> int:
     output = (args.output or Path("data") / f"{args.name if dataset else files[0].stem}.parquet").resolve()
     if output in [file.resolve() for file in [*files, *args.against]]:
         raise UserError(f"--output {output} is one of the input files: give another name.")
+    if output.is_dir():
+        raise UserError(f"--output {output} is a directory: give the name of a file in it.")
+    blocked = next((parent for parent in output.parents if parent.exists() and not parent.is_dir()), None)
+    if blocked is not None:
+        raise UserError(f"--output {output}: {blocked} is a file, not a directory.")
     request = Request(
         name=args.name,
         dataset=dataset,
@@ -97,7 +102,7 @@ def _local_files(args: argparse.Namespace) -> list[Path]:
         files = args.source or []
     for file in [*files, *args.against]:
         if not file.is_file():
-            raise UserError(f"{file}: no such file.")
+            raise UserError(f"{file} is a directory: name its files." if file.is_dir() else f"{file}: no such file.")
     return files
 
 

@@ -131,7 +131,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``gtpo-verl setup`` in the environment of the running Python; returns the exit code."""
     if not args.cpu:
-        raise UserError("say --cpu; on a machine with GPUs install the extra instead: pip install 'gtpo-verl[gpu]'")
+        raise UserError(
+            "`gtpo-verl setup` needs --cpu. On a machine with GPUs: pip install '.[gpu]' (README, Installing)."
+        )
     setup_cpu(dev=args.dev, dry_run=args.dry_run)
     return 0
 

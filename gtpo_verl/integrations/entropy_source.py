@@ -54,6 +54,7 @@ def entropy_source(config: DictConfig) -> EntropySource:
     name = str(config.algorithm.entropy.source)
     if name not in SOURCES:
         raise UserError(
-            f"algorithm.entropy.source={name}{did_you_mean(name, SOURCES)}: choose one of {', '.join(SOURCES)}."
+            f"algorithm.entropy.source={name}: no such source{did_you_mean(name, SOURCES) or '.'} "
+            f"Choose one of: {', '.join(SOURCES)}."
         )
     return SOURCES[name]

@@ -16,6 +16,7 @@ from gtpo_verl.algorithms.losses import Metrics, sequence_loss, token_loss
 from gtpo_verl.errors import UserError
 
 GRPO_S_AGG_MODE = "seq-mean-token-mean"
+KEY = "actor_rollout_ref.actor.policy_loss"
 
 
 @dataclass
@@ -33,11 +34,11 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
 
     def __post_init__(self) -> None:
         if self.seq_ratio not in ("arithmetic", "geometric"):
-            raise UserError(f"policy_loss.seq_ratio must be arithmetic or geometric, got {self.seq_ratio!r}")
+            raise UserError(f"{KEY}.seq_ratio must be arithmetic or geometric, got {self.seq_ratio!r}")
         if not 0 <= self.seq_clip_ratio_low <= 1:
-            raise UserError(f"policy_loss.seq_clip_ratio_low must be in [0, 1], got {self.seq_clip_ratio_low}")
+            raise UserError(f"{KEY}.seq_clip_ratio_low must be in [0, 1], got {self.seq_clip_ratio_low}")
         if self.seq_clip_ratio_high < 0:
-            raise UserError(f"policy_loss.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
+            raise UserError(f"{KEY}.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
 
 
 @register_policy_loss("gtpo")

@@ -49,8 +49,9 @@ def parallelism(config: DictConfig) -> Parallelism:
         context, sequence, shard = sizes.context_parallel_size, 1, 1
         if gpus % (tensor * pipeline * context):
             raise UserError(
-                f"{gpus} GPUs do not divide by actor_rollout_ref.actor.megatron's tensor × pipeline × context parallel "
-                f"sizes = {tensor} × {pipeline} × {context}."
+                f"{gpus} GPUs is not a multiple of {tensor} × {pipeline} × {context}, the tensor, pipeline and context "
+                "parallel sizes: change actor_rollout_ref.actor.megatron.*, or "
+                "trainer.nnodes and trainer.n_gpus_per_node."
             )
     else:
         tensor = pipeline = context = 1
@@ -59,15 +60,18 @@ def parallelism(config: DictConfig) -> Parallelism:
         shard = gpus if wanted < 0 or wanted >= gpus else wanted
         if gpus % sequence:
             raise UserError(
-                f"{gpus} GPUs do not divide by "
-                f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}."
+                f"{gpus} GPUs is not a multiple of "
+                f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}: change one of them."
             )
         if gpus % shard:
-            raise UserError(f"{gpus} GPUs do not divide by actor_rollout_ref.actor.fsdp_config.fsdp_size={shard}.")
+            raise UserError(
+                f"{gpus} GPUs is not a multiple of actor_rollout_ref.actor.fsdp_config.fsdp_size={shard}: change one "
+                "of them."
+            )
     rollout = engine.tensor_model_parallel_size * engine.data_parallel_size * engine.pipeline_model_parallel_size
     if gpus % rollout:
         raise UserError(
-            f"{gpus} GPUs do not divide by the {rollout} of one rollout engine: change "
+            f"one rollout engine takes {rollout} GPUs, of which {gpus} is not a multiple: change "
             "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and "
             "trainer.n_gpus_per_node."
         )

@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.planning.limits import check_limits
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 
 
@@ -63,8 +64,9 @@ def check_batches(config: DictConfig) -> Parallelism:
     """Check that the batches of a run divide over mini-batches, ranks and micro-batches; returns the parallelism.
 
     Raises:
-        UserError: the first size that does not divide and what to change.
+        UserError: the first number outside its range, or size that does not divide, and what to change.
     """
+    check_limits(config)
     parallel = parallelism(config)
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if config.data.train_batch_size % actor.ppo_mini_batch_size:
@@ -77,7 +79,8 @@ def check_batches(config: DictConfig) -> Parallelism:
     if rest:
         raise UserError(
             f"a mini-batch of {actor.ppo_mini_batch_size} prompts × {rollout.n} responses does not divide over "
-            f"{parallel.data} data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or rollout.n."
+            f"{parallel.data} data-parallel ranks: change actor_rollout_ref.actor.ppo_mini_batch_size or "
+            "actor_rollout_ref.rollout.n."
         )
     if actor.use_dynamic_bsz:
         longest = config.data.max_prompt_length + config.data.max_response_length

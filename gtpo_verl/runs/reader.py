@@ -157,11 +157,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         UserError: no path is given, one is given twice, or one cannot be read as a run.
     """
     if not paths:
-        raise UserError("no run is given: name a run directory, for example `gtpo-verl report outputs/quickstart`")
+        raise UserError(
+            "no run is given: name a run directory, for example `gtpo-verl report outputs/gtpo-20260101-120000`."
+        )
     resolved = [path.resolve() for path in paths]
     for path, place in zip(paths, resolved, strict=True):
         if resolved.count(place) > 1:
-            raise UserError(f"{path} is given more than once: name each run once")
+            raise UserError(f"{path} is given more than once: name each run once.")
     return [read_run(path) for path in paths]
 
 

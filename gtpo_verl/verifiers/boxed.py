@@ -27,7 +27,7 @@ if not hasattr(PSParser.AtomContext, "FUNC_GAMMA"):
 LATEX = LatexExtractionConfig(boxed_match_priority=0)
 EXPRESSION = ExprExtractionConfig()
 
-DELIMITERS = ("$", "\\(", "\\[", BOX)
+DELIMITER = re.compile(r"(?<!\\)\$|\\\(|\\\[|" + re.escape(BOX))  # \$ is a dollar sign
 FORMULA = re.compile(r"\$[^$]*\$|\\\(.*?\\\)|\\\[.*?\\\]", re.DOTALL)
 NUMBER = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:[ ,]\d{3})+)?(?:[.,]?\d+)?(?:/\d+)?\s*%?")
 DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
@@ -105,11 +105,11 @@ def read(text: str) -> list[Any]:
 def read_truth(truth: str) -> list[Any]:
     """Return the ground truth as candidates; data sets have it bare, in delimiters, or inside a solution."""
     truth = truth.strip()
-    if any(mark in truth for mark in DELIMITERS):
+    if DELIMITER.search(truth):
         return read(truth)
     boxed = f"{BOX}{truth}}}"
     if not NUMBER.fullmatch(truth):
         return read(boxed) or read(truth)
     if DECIMAL_COMMA.fullmatch(truth):
         return read(truth) + read(boxed)  # 1,5 is a number in some data sets, a pair in others
-    return read(truth)
+    return read(truth) or read(boxed)  # Math-Verify reads +5 in a formula only

@@ -231,8 +231,8 @@ class _Server:
                 f"the verifier does not start: {first['broken']}; pip install gtpo-verl brings what it needs."
             )
         raise UserError(
-            f"the verifier does not start: its process ended with exit code {self.process.returncode} "
-            f"(-9: no reply within {START_TIMEOUT:.0f} s); see its output above."
+            f"the verifier did not start: exit code {self.process.returncode} (-9: killed, for it gave no reply within "
+            f"{START_TIMEOUT:.0f} s). See its output above."
         )
 
     def ask(self, number: int, request: bytes, seconds: float) -> dict[str, Any]:

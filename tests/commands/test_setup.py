@@ -176,7 +176,7 @@ def test_too_small_a_disk_is_refused_before_anything_is_installed(python: Path, 
 
 
 def test_without_a_choice_the_command_says_which_there_are():
-    with pytest.raises(UserError, match=re.escape("say --cpu; on a machine with GPUs install the extra")):
+    with pytest.raises(UserError, match=re.escape("`gtpo-verl setup` needs --cpu. On a machine with GPUs")):
         setup.run(setup.argparse.Namespace(cpu=False, dev=False, dry_run=False))
 
 
@@ -185,7 +185,7 @@ def test_it_runs_where_nothing_is_installed():
     code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from gtpo_verl.cli import main; sys.exit(main(['setup']))"
     bare = subprocess.run([sys.executable, "-I", "-S", "-c", code, ROOT], capture_output=True, text=True)
     assert (bare.returncode, bare.stdout) == (2, "")
-    assert bare.stderr.startswith("error: say --cpu")
+    assert bare.stderr.startswith("error: `gtpo-verl setup` needs --cpu")
     assert bare.stderr.count("\n") == 1
 
 

@@ -255,6 +255,9 @@ def test_without_a_network_the_message_says_what_to_pass(
         (("parquet", "{torn}"), "torn.parquet is not a parquet file"),
         (("parquet", "{text}"), "expected a .parquet or a .jsonl file"),
         (("parquet", "{rows}", "--output", "{rows}"), "is one of the input files"),
+        (("parquet", "{rows}", "--output", "{folder}"), "is a directory: give the name of a file in it"),
+        (("parquet", "{rows}", "--output", "{text}/out.parquet"), "text.csv is a file, not a directory"),
+        (("parquet", "{folder}"), "is a directory: name its files"),
         (("parquet", "{rows}", "--problem-column", "nope"), "--problem-column nope"),
         (("parquet", "{verl}"), "row 0: TypeError"),
         (("math-500", "{rows}"), "--from"),
@@ -265,6 +268,7 @@ def test_what_is_wrong_is_said(
     write: Write, tmp_path: Path, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {
+        "folder": tmp_path,
         "torn": tmp_path / "torn.parquet",
         "text": tmp_path / "text.csv",
         "rows": write("rows.jsonl", [{"problem": "A", "answer": "1"}]),

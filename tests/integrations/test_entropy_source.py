@@ -31,7 +31,9 @@ def test_what_a_source_means(name: str, column: str, from_rollout: bool, skips: 
 
 
 def test_an_unknown_source_is_refused_with_the_closest_name() -> None:
-    with pytest.raises(UserError, match=r"source=rolout; did you mean rollout\?: choose one of actor, rollout, both"):
+    with pytest.raises(
+        UserError, match=r"source=rolout: no such source; did you mean rollout\? Choose one of: actor, rollout, both"
+    ):
         entropy_source(run_with("rolout"))
 
 

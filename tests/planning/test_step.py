@@ -110,7 +110,7 @@ def test_micro_batches_by_tokens_are_those_that_verl_cuts(
         (
             [],
             {"actor_rollout_ref.rollout.tensor_model_parallel_size": 3},
-            "do not divide by the 3 of one rollout engine",
+            "one rollout engine takes 3 GPUs",
         ),
         (
             [],
@@ -129,6 +129,14 @@ def test_micro_batches_by_tokens_are_those_that_verl_cuts(
             "log_prob_max_token_len_per_gpu=9",
         ),
         (["backend=megatron"], {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 3}, "3 × 1 × 1"),
+        ([], {"trainer.n_gpus_per_node": 0}, "n_gpus_per_node=0: it must be from 1"),
+        ([], {"actor_rollout_ref.rollout.tensor_model_parallel_size": 0}, "tensor_model_parallel_size=0: it must be"),
+        ([], {"actor_rollout_ref.actor.ppo_mini_batch_size": -1}, "ppo_mini_batch_size=-1"),
+        ([], {"data.train_batch_size": 10**30}, "it must be from 1 to 1,000,000,000"),
+        ([], {"trainer.total_training_steps": 0}, "total_training_steps=0"),
+        ([], {"actor_rollout_ref.rollout.top_p": 3}, "top_p=3: it must be above 0 and at most 1"),
+        ([], {"actor_rollout_ref.actor.optim.lr": -1}, "lr=-1: it must be a finite number"),
+        ([], {"actor_rollout_ref.actor.optim.lr": float("nan")}, "lr=nan"),
         (["setting=paper_gtpo_32b", "backend=megatron"], {"trainer.nnodes": 3}, "over 3 data-parallel ranks"),
     ],
 )

@@ -37,6 +37,12 @@ from gtpo_verl.verifiers.boxed import judge, read_truth
         ("It costs $5 a day,\nin all $35", "35"),
         (r"**Final Answer**: $x = 7$", "7"),
         (r"\boxed{204_5}", "$204_5$"),
+        (r"\boxed{36}", r"\$36"),
+        (r"\boxed{\$18.90}", r"\$18.90"),
+        (r"\boxed{1234}", r"\$1,234"),
+        (r"\boxed{36}", r"costs $\$36$"),
+        (r"\boxed{5}", "+5"),
+        (r"\boxed{33}", "+033"),
     ],
 )
 def test_equal_answers_are_right(response: str, truth: str) -> None:

@@ -178,7 +178,7 @@ def test_a_rule_that_cannot_be_imported_is_an_error_and_not_a_verdict(make_pool:
 
 def test_a_rule_that_fails_on_import_is_an_error_with_its_exit_code(make_pool: MakePool, tmp_path: Path) -> None:
     (tmp_path / "broken_rule.py").write_text("raise RuntimeError('broken')")
-    with pytest.raises(UserError, match="its process ended with exit code 1 "):
+    with pytest.raises(UserError, match="did not start: exit code 1 "):
         make_pool("broken_rule").judge("", "")
 
 

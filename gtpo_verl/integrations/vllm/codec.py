@@ -50,7 +50,7 @@ def check_packed(words: Sequence[int | None]) -> npt.NDArray[np.int64]:
     packed = np.asarray(words if len(words) else np.empty(0, np.int64))
     if packed.dtype != np.int64 or (packed <= _LOW).any():
         raise UserError(
-            "vLLM returned a plain rank where an entropy was expected: its worker runs without gtpo_verl's patch. "
+            "vLLM returned no entropies: its worker runs without gtpo_verl's patch. "
             "Start the server through gtpo_verl's replica, or set GTPO_VERL_ROLLOUT_ENTROPY=1 and leave VLLM_PLUGINS "
             "unset."
         )

@@ -5,6 +5,8 @@ from typing import Any
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm.names import INSTEAD, WORKER_EXTENSION
 
+KEY = "actor_rollout_ref.rollout"
+
 
 def check_rollout(rollout: Any) -> None:
     """Check that the entropies of this rollout will be exact.
@@ -19,31 +21,32 @@ def check_rollout(rollout: Any) -> None:
     mode = engine.get("logprobs_mode", rollout.logprobs_mode)
     extension = engine.get("worker_extension_cls", WORKER_EXTENSION)
     if rollout.name != "vllm":
-        raise UserError(f"rollout.name={rollout.name} returns no entropies: use rollout.name=vllm, {INSTEAD}.")
+        raise UserError(f"{KEY}.name={rollout.name} returns no entropies: set it to vllm, {INSTEAD}.")
     if rollout.disaggregation.enabled:
         raise UserError(
-            "rollout.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, "
+            f"{KEY}.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, "
             f"{INSTEAD}."
         )
     if not rollout.calculate_log_probs:
         raise UserError(
-            f"rollout.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
+            f"{KEY}.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
         )
     if mode != "processed_logprobs":
         raise UserError(
-            f"rollout.logprobs_mode={mode} is not the distribution tokens are sampled from: set processed_logprobs, "
+            f"{KEY}.logprobs_mode={mode} returns log-probs of another distribution than the sampled one: set it "
+            "to processed_logprobs, "
             f"{INSTEAD}."
         )
     if rollout.temperature <= 0:
-        raise UserError(f"rollout.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
+        raise UserError(f"{KEY}.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
     if truncates(rollout):
         raise UserError(
-            f"rollout.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those "
+            f"{KEY}.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those "
             f"of what is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
         )
     if extension != WORKER_EXTENSION:
         raise UserError(
-            f"rollout.engine_kwargs.vllm.worker_extension_cls={extension} replaces the worker that computes entropies: "
+            f"{KEY}.engine_kwargs.vllm.worker_extension_cls={extension} replaces the worker that computes entropies: "
             f"remove it, {INSTEAD}."
         )
 
