@@ -171,8 +171,8 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
             if twin is not training:
                 seed = f"seed {training.seed}" if training.seed is not None else "without a recorded seed"
                 raise UserError(
-                    f"{twin.path} and {training.path} are both {name}, {seed}: give one of them, or --allow the "
-                    "setting in which they differ"
+                    f"{twin.path} and {training.path} are both {name}, {seed}: give one of them. A setting in "
+                    "which they differ makes two arms: --allow KEY."
                 )
         arms.append(Arm(name, keys[trainings[0]], by_seed))
     return tuple(sorted(arms, key=lambda arm: _rank(arm.method)))
@@ -289,7 +289,7 @@ def _refuse_differences(
     options = " ".join(f"--allow {key}" for key in list(found)[:_MOST_NAMED])
     raise UserError(
         f"these runs differ in more than the arm and the seed: {'; '.join(shown)}{more}. Leave out the odd ones, or "
-        f"accept the difference, which the report will state: {options}"
+        f"accept the difference, which the report will state: {options}."
     )
 
 

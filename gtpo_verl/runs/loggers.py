@@ -55,7 +55,7 @@ def _tensorboard(directory: Path) -> Logged:
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError as error:
-        raise UserError(f"{directory} is TensorBoard's: pip install tensorboard to read it") from error
+        raise UserError(f"{directory} is TensorBoard's: pip install tensorboard to read it.") from error
     # 0 keeps every point; of steps that a resume repeats, TensorBoard drops the abandoned ones
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0}).Reload()
     metrics: dict[int, dict[str, float]] = {}
@@ -71,7 +71,9 @@ def _wandb_file(path: Path) -> Path | None:
         return path
     found = sorted({*path.glob("run-*.wandb"), *path.glob("offline-run-*/run-*.wandb")}) if path.is_dir() else []
     if len(found) > 1:
-        raise UserError(f"{path} holds {len(found)} runs of Weights & Biases: name the directory of one, offline-run-…")
+        raise UserError(
+            f"{path} holds {len(found)} runs of Weights & Biases: name the directory of one, offline-run-*."
+        )
     return found[0] if found else None
 
 
@@ -79,7 +81,7 @@ def _wandb(file: Path) -> Logged:
     try:
         from wandb.proto import wandb_internal_pb2 as messages
     except ImportError as error:
-        raise UserError(f"{file} is of Weights & Biases: pip install wandb to read it") from error
+        raise UserError(f"{file} is of Weights & Biases: pip install wandb to read it.") from error
     metrics: dict[int, dict[str, float]] = {}
     config: dict[str, Any] = {}
     for content in _frames(file):
@@ -99,7 +101,7 @@ def _frames(file: Path) -> Iterator[bytes]:
     """The messages of a ``.wandb`` file; where a crash has torn it, those before the tear."""
     content = file.read_bytes()
     if content[:4] != b":W&B":
-        raise UserError(f"{file} is not a file of Weights & Biases")
+        raise UserError(f"{file} is not a file of Weights & Biases.")
     position = 7  # behind the name, a magic number and the version
     parts = b""
     while position + _FRAME.size <= len(content):

@@ -228,11 +228,11 @@ def _read_sweep(path: Path) -> Run:
     file = path / SWEEP_FILE
     facts = _read_object(file)
     try:
-        axes = {str(key): [str(value) for value in values] for key, values in facts["axes"].items()}
+        axes = {str(key).lstrip("+"): [str(value) for value in values] for key, values in facts["axes"].items()}
         overrides = {str(name): [str(one) for one in run["overrides"]] for name, run in facts["runs"].items()}
         baseline = {str(key): str(value) for key, value in (facts.get("baseline") or {}).items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no description of a sweep: it needs axes and runs with their overrides") from error
+        raise UserError(f"{file} is no description of a sweep: it needs axes and runs with their overrides.") from error
     trainings = []
     missing = []
     for name, own in overrides.items():
@@ -244,7 +244,7 @@ def _read_sweep(path: Path) -> Run:
         values = dict(override.lstrip("+~").split("=", 1) for override in own if "=" in override)
         trainings.append(replace(training, axes={axis: values[axis] for axis in axes if axis in values}))
     if not trainings:
-        raise UserError(f"no run of {file} has logged a step: start the sweep, or wait for its first step")
+        raise UserError(f"no run of {file} has logged a step: start the sweep, or wait for its first step.")
     return replace(_run(path, trainings, {"name": facts.get("name")}, missing), sweep=Sweep(axes, baseline))
 
 

@@ -1,5 +1,6 @@
 """Logs that TensorBoard and Weights & Biases themselves wrote, as verl's loggers make them write."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,10 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in range(300):
         run.log({"val-core/math/acc/mean@4": step / 300, "note": "text", "x" * 200: 1.0}, step=step)
     run.finish()
+    (file,) = root.glob("wandb/offline-run-*/*.wandb")
+    deadline = time.monotonic() + 60
+    while max(read_logger(file).metrics) < 299 and time.monotonic() < deadline:
+        time.sleep(0.2)  # wandb's service writes the end of the file after finish() has returned
     return root / "wandb"
 
 
