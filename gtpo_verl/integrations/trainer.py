@@ -264,7 +264,7 @@ class CreditAssignmentMixin(PPOTrainer):
     ) -> None:
         """Append a correct and a wrong response of one prompt to ``credit_samples.jsonl``, in steps that validate."""
         every = self.config.trainer.test_freq
-        if every <= 0 or self.global_steps % every:
+        if every <= 0 or (self.global_steps % every and self.global_steps != self.total_training_steps):
             return
         rows = contrasting_pair([uid_of(key) for key in batch.keys], context.correct, mask)
         keys = [batch.keys[row] for row in rows]
