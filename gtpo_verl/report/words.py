@@ -193,8 +193,9 @@ def _seed_notes(arms: Sequence[ArmResult], over_seeds: Sequence[SeedComparison])
         )
     for one in tested:
         if one.paired.skewness is not None and abs(one.paired.skewness) >= SKEWED:
+            skewness = f"{one.paired.skewness:+.1f}".replace("-", "−")
             sentences.append(
-                f"{one.arm.name} − {one.baseline.name}: the differences are skewed ({one.paired.skewness:+.1f}), where "
+                f"{one.arm.name} − {one.baseline.name}: the differences are skewed ({skewness}), where "
                 "Student's interval covers less than it says, 88 to 90 % for exponential ones (docs/statistics.md)."
             )
     return sentences
