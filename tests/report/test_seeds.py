@@ -101,6 +101,7 @@ def test_skewed_differences_are_warned_about(runs):
     assert "GTPO − DAPO: the differences are skewed (+1.8), where Student's interval covers less than it says" in text
 
 
+@pytest.mark.slow
 def test_failed_and_missing_runs_are_stated_and_left_out_with_their_pair(written: Report):
     assert written.status == (
         "Not complete: algo=dapo,seed=4 logged no step; algo=gtpo,seed=3 failed after step 30 (UserError: vLLM died "
@@ -117,6 +118,7 @@ def test_failed_and_missing_runs_are_stated_and_left_out_with_their_pair(written
     assert "algo=dapo,seed=4 logged no step" in page
 
 
+@pytest.mark.slow
 def test_trainings_of_different_seeds_are_never_compared(written: Report):
     pairs = [(one.arm.seed, one.baseline.seed) for one in written.comparisons]
     assert pairs == [("0", "0"), ("1", "1"), ("2", "2"), ("3", "3")]
@@ -124,6 +126,7 @@ def test_trainings_of_different_seeds_are_never_compared(written: Report):
     assert (first.arm.name, first.baseline.name) == ("GTPO, seed 0", "DAPO, seed 0")
 
 
+@pytest.mark.slow
 def test_intervals_over_seeds_and_over_prompts_are_named_and_apart(written: Report):
     page = written.html.read_text()
     seeds, prompts = (
@@ -139,6 +142,7 @@ def test_intervals_over_seeds_and_over_prompts_are_named_and_apart(written: Repo
     assert not any("mean over the arms" in key for key in summary)
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_against_cost_and_pass_at_k_over_seeds(written: Report):
     drawn = {figure.name: figure for figure in written.figures}
     assert {"accuracy", "cost", "pass_at_k", "entropy"} <= set(drawn)
@@ -146,6 +150,7 @@ def test_curves_are_drawn_against_cost_and_pass_at_k_over_seeds(written: Report)
     assert "by responses generated: DAPO from" in drawn["cost"].alt
 
 
+@pytest.mark.slow
 def test_credit_is_coloured_by_advantage(written: Report):
     gtpo = [sample for sample in written.samples if sample.arm == "GTPO"]
     assert [(sample.correct, sample.tokens[0].positive) for sample in gtpo] == [(True, True), (False, False)]
@@ -175,6 +180,7 @@ def test_bands_need_three_seeds_and_common_steps():
     assert (low[0], high[0]) == pytest.approx((0.2 - 4.302653 * 0.1 / 3**0.5, 0.2 + 4.302653 * 0.1 / 3**0.5), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_was_allowed_is_printed(runs):
     path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(2), **BARE)
     record = json.loads((path / "algo=gtpo,seed=1" / "run.json").read_text())
