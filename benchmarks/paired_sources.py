@@ -14,7 +14,6 @@ Complete trainings are not repeated: the command resumes after Ctrl-C, and more 
 
 import argparse
 import json
-import math
 import os
 import signal
 import statistics
@@ -27,6 +26,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gtpo_verl.evaluation.paired import student_interval
 from gtpo_verl.runs.directory import read_metrics_from, read_record
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.tasks.sums.task import Task, prepare_task
@@ -46,9 +46,6 @@ TIMES = {
     "seconds of old log-probs": "timing_s/old_log_prob",
     "seconds of generation": "timing_s/gen",
 }
-# 97.5 % quantile of Student's t by degrees of freedom
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-2.120, 2.110, 2.101, 2.093)  # fmt: skip
 
 
 def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None:
@@ -135,10 +132,8 @@ def paired(differences: Sequence[float]) -> dict[str, float]:
     """Mean of paired differences, with a 95 % interval if there is more than one pair."""
     mean = statistics.mean(differences)
     result = {"difference": mean}
-    if len(differences) > 1:
-        half = STUDENT[len(differences) - 2] * statistics.stdev(differences) / math.sqrt(len(differences))
-        result |= {"low": mean - half, "high": mean + half}
-    return result
+    interval = student_interval(differences)
+    return result | {"low": interval.low, "high": interval.high} if interval else result
 
 
 def summarise(pairs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
@@ -207,13 +202,13 @@ def _rounded(value: Any) -> Any:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=10, help="pairs of trainings, at most 20 (default 10)")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of trainings (default 10)")
     parser.add_argument("--steps", type=int, default=12, help="steps of a training (default 12)")
     parser.add_argument("--runs", type=Path, default=Path("outputs/paired-sources"), help="where trainings are kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where result and figure go")
     options = parser.parse_args()
-    if not 1 <= options.pairs <= len(STUDENT) + 1:
-        parser.error(f"--pairs {options.pairs}: 1 to {len(STUDENT) + 1}")
+    if options.pairs < 1:
+        parser.error(f"--pairs {options.pairs}: at least 1")
     if options.steps <= WARM_UP:
         parser.error(f"--steps {options.steps}: more than {WARM_UP}, whose times are left out")
 

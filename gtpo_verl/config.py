@@ -8,12 +8,13 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from hydra import compose, initialize_config_module
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -76,6 +77,35 @@ def choices(group: str) -> list[str]:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     return sorted(path.stem for place in spec.submodule_search_locations for path in Path(place).glob("*.yaml"))
+
+
+def option_keys(group: str, option: str) -> set[str]:
+    """The configuration keys that an option of one of our groups sets, those of its own defaults included.
+
+    Empty for an option that is not one of this package's files.
+    """
+    root = importlib.util.find_spec(f"gtpo_verl.configs.{group}")
+    assert root is not None
+    files = [Path(place) / f"{option}.yaml" for place in root.submodule_search_locations or ()]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        return set()
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    keys: set[str] = set()
+    for name in content.pop("defaults", []):
+        if isinstance(name, str) and name != "_self_":
+            beside = (Path(option).parent / name).as_posix() if not name.startswith("/") else name
+            keys |= option_keys(group, beside.removeprefix(f"/{group}/"))
+
+    def walk(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            if isinstance(value, dict):
+                walk(value, f"{prefix}{name}.")
+            else:
+                keys.add(f"{prefix}{name}")
+
+    walk(content, "")
+    return keys
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:

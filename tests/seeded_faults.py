@@ -133,6 +133,30 @@ FAULTS = (
         "",
         ("tests/runs/test_statistics.py",),
     ),
+    Fault(
+        "holm",
+        "Holm's procedure multiplies every p by the number of comparisons left after it, one too few",
+        "evaluation/paired.py",
+        "np.arange(m, 0, -1)",
+        "np.arange(m - 1, -1, -1)",
+        ("tests/evaluation/test_paired.py",),
+    ),
+    Fault(
+        "pairs",
+        "an arm's seeds are compared with the baseline's seeds by their order",
+        "report/seeds.py",
+        "{seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}",
+        "{seed: ours[seed] - other for seed, other in zip(ours, theirs.values())}",
+        ("tests/report/test_seeds.py",),
+    ),
+    Fault(
+        "comparable",
+        "settings that differ between runs are not looked at",
+        "runs/design.py",
+        "if any(len(different) > 1 for different in by_group.values()):",
+        'if key.startswith("code") and len(by_group) > 9:',
+        ("tests/runs/test_design.py",),
+    ),
 )
 
 

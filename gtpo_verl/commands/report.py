@@ -1,4 +1,4 @@
-"""``gtpo-verl report``: compares runs on an HTML page with plots and tables."""
+"""``gtpo-verl report``: compares runs, or arms over their seeds, on an HTML page with plots and tables."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         metavar="RUN",
-        help="a run's directory, the directory of one arm of it, or a .jsonl file of verl's file logger",
+        help="directory of a run, of a sweep or of one training, a .jsonl file of verl's file logger, a directory of "
+        "TensorBoard's event files, or an offline run of Weights & Biases",
+    )
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="compare runs although they differ in KEY; the report says so. A setting makes arms of its own; code, "
+        "versions, hardware and checksums are tolerated. May be repeated",
     )
     parser.add_argument(
         "--output",
@@ -30,6 +39,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: see `gtpo_verl.report.page.write_report`.
     """
-    report = page.write_report(args.runs, args.output or page.default_output(args.runs))
+    report = page.write_report(args.runs, args.output or page.default_output(args.runs), args.allow)
     page.print_table(report)
     return 0

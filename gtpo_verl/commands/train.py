@@ -150,7 +150,8 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
 
     run_dir = Path(config.trainer.run_dir)
     command = shlex.join(["gtpo-verl", "train", *args.overrides])
-    with training_session(run_dir, config=OmegaConf.to_yaml(config, resolve=True), command=command):
+    resolved = OmegaConf.to_yaml(config, resolve=True)
+    with training_session(run_dir, config=resolved, command=command, overrides=args.overrides):
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",

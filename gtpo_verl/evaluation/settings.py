@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import files_of
-from gtpo_verl.runs.reader import flatten
+from gtpo_verl.runs.directory import flatten
 
 # Sections that responses and verdicts depend on, except for the keys in IGNORED.
 SECTIONS = (

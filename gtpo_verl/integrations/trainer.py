@@ -21,10 +21,11 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 
 from gtpo_verl.algorithms import credit_metrics
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import write_atomically
+from gtpo_verl.files import append_json_line, write_atomically
 from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
 from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.cpu_platform import for_cpu
+from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sample
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
@@ -46,7 +47,7 @@ from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder, link_model, record_groups
+from gtpo_verl.runs.directory import SAMPLES_FILE, STOP_FILE, MetricsRecorder, link_model, record_groups
 
 logger = logging.getLogger(__name__)
 
@@ -212,6 +213,7 @@ class CreditAssignmentMixin(PPOTrainer):
         metrics.update(verifier_failures([info for info, valid in zip(infos, real, strict=True) if valid]))
         metrics["training/accuracy"] = context.correct[mask.any(-1)].float().mean().item()
         self._dump_credit(batch, context, advantages, mask)
+        self._keep_credit_samples(batch, context, advantages, mask)
         return batch
 
     def _zero_lone_responses(self, batch: KVBatchMeta) -> int:
@@ -256,6 +258,32 @@ class CreditAssignmentMixin(PPOTrainer):
             | dict(zip(kept, columns, strict=True)),
             directory / f"{name}.pt",
         )
+
+    def _keep_credit_samples(
+        self, batch: KVBatchMeta, context: CreditContext, advantages: torch.Tensor, mask: torch.Tensor
+    ) -> None:
+        """Append a correct and a wrong response of one prompt to ``credit_samples.jsonl``, in steps that validate."""
+        every = self.config.trainer.test_freq
+        if every <= 0 or (self.global_steps % every and self.global_steps != self.total_training_steps):
+            return
+        rows = contrasting_pair([uid_of(key) for key in batch.keys], context.correct, mask)
+        keys = [batch.keys[row] for row in rows]
+        if not keys:
+            return
+        prompts, responses = (fetch_rows(batch, column, keys) for column in ("prompts", "responses"))
+        samples = [
+            credit_sample(
+                self.tokenizer.decode,
+                prompts[key],
+                responses[key],
+                bool(context.correct[row]),
+                advantages[row],
+                context.entropy[row],
+                mask[row],
+            )
+            for row, key in zip(rows, keys, strict=True)
+        ]
+        append_json_line(self.run_dir / SAMPLES_FILE, {"step": self.global_steps, "samples": samples})
 
     def _verdicts(self, batch: KVBatchMeta, infos: list[dict[str, Any]]) -> torch.Tensor:
         """(B,) bool: `acc` of the verifier against `algorithm.correct_threshold`."""

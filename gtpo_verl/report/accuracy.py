@@ -1,11 +1,11 @@
-"""Validation accuracy of arms on one data source: curves, changes and differences, with intervals."""
+"""Validation accuracy of trainings on one data source: curves, changes, differences, with intervals over prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from gtpo_verl.runs.reader import Arm, Validation, logged_accuracies
+from gtpo_verl.runs.reader import Training, Validation, logged_accuracies
 from gtpo_verl.runs.statistics import Estimate, Floats, Interval, estimate, estimates
 
 
@@ -39,7 +39,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """One arm on one data source; ``change`` is None without two validations that have prompts in common."""
+    """One training on one data source; ``change`` is None without two validations that have prompts in common."""
 
     source: str
     validations: tuple[Validation, ...]
@@ -49,7 +49,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Difference:
-    """One arm minus another on common prompts: accuracies at ``step`` (``after``), and gains up to it (``gain``)."""
+    """One training minus another on common prompts: ``after``, accuracies at ``step``, and ``gain``, gains up to it."""
 
     step: int
     after: Estimate
@@ -58,38 +58,23 @@ class Difference:
     clusters: int
 
 
-def accuracies(arm: Arm) -> dict[str, Accuracy]:
-    """The arm's accuracy on each data source that it validated: from its samples, else from the logged means."""
-    logged = logged_accuracies(arm.keys)
+def accuracies(training: Training) -> dict[str, Accuracy]:
+    """Its accuracy on each data source that it validated: from its samples, else from the logged means."""
+    logged = logged_accuracies(training.keys)
     found = {}
-    for source in arm.sources:
-        if validations := arm.validations.get(source, ()):
+    for source in training.sources:
+        if validations := training.validations.get(source, ()):
             curve, change = _sampled_curve(validations), _sampled_change(validations)
         else:
-            curve = _logged_curve(arm, logged[source])
+            curve = _logged_curve(training, logged[source])
             change = _logged_change(curve)
         found[source] = Accuracy(source, validations, curve, change)
     return found
 
 
-def mean_change(arms: Sequence[Accuracy]) -> Change | None:
-    """Mean over the arms, on the prompts of all; None for one arm, or where their last steps or all prompts differ."""
-    last_steps = {arm.curve[-1].step for arm in arms}
-    if len(arms) < 2 or len(last_steps) > 1:
-        return None
-    ends = _paired_ends(arms)
-    if ends is None:
-        return None
-    before, after = ends.before.mean(axis=1), ends.after.mean(axis=1)
-    difference = estimate(after - before, clusters=ends.clusters)
-    return Change(
-        float(before.mean()), float(after.mean()), difference, None, len(before), clusters=len(set(ends.clusters))
-    )
-
-
-def difference(arm: Accuracy, baseline: Accuracy) -> Difference | None:
-    """The arm minus the baseline at the last step that both validated; None without a common step or prompt."""
-    ends = _paired_ends([baseline, arm])
+def difference(training: Accuracy, baseline: Accuracy) -> Difference | None:
+    """The training minus the baseline at the last step that both validated; None without a common step or prompt."""
+    ends = _paired_ends([baseline, training])
     if ends is None:
         return None
     gain = ends.after - ends.before
@@ -104,7 +89,7 @@ def difference(arm: Accuracy, baseline: Accuracy) -> Difference | None:
 
 @dataclass(frozen=True, eq=False)
 class _Ends:
-    """Accuracy of the P common prompts at the first validations and at ``step``, (P, arms), and their clusters."""
+    """Accuracy of the P common prompts at the first validations and at ``step``, (P, 2), and their clusters."""
 
     step: int
     before: Floats
@@ -112,12 +97,12 @@ class _Ends:
     clusters: list[str]
 
 
-def _paired_ends(arms: Sequence[Accuracy]) -> _Ends | None:
-    by_step = [{validation.step: validation for validation in arm.validations} for arm in arms]
+def _paired_ends(pair: Sequence[Accuracy]) -> _Ends | None:
+    by_step = [{validation.step: validation for validation in one.validations} for one in pair]
     step = max(set.intersection(*(set(validations) for validations in by_step)), default=None)
     if step is None or any(step == min(validations) for validations in by_step):
         return None
-    firsts = [arm.validations[0] for arm in arms]
+    firsts = [one.validations[0] for one in pair]
     lasts = [validations[step] for validations in by_step]
     every = [*firsts, *lasts]
     prompts = _common_prompts(every)
@@ -152,8 +137,8 @@ def _sampled_change(validations: Sequence[Validation]) -> Change | None:
     return Change(float(before), float(after), difference, samples, len(prompts), len(set(clusters)))
 
 
-def _logged_curve(arm: Arm, key: str) -> tuple[Point, ...]:
-    steps, values = arm.series(key)
+def _logged_curve(training: Training, key: str) -> tuple[Point, ...]:
+    steps, values = training.series(key)
     return tuple(Point(int(step), float(value), *[None] * 4) for step, value in zip(steps, values, strict=True))
 
 

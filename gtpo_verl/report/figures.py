@@ -1,16 +1,30 @@
-"""The figures of a report: which metric is drawn where, and what is said where it was not logged."""
+"""The figures of a report: which metric is drawn where, and what is said where it was not logged.
+
+An arm with several seeds is drawn as the mean over them, with the band of Student's interval from three seeds on.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.report import plots
-from gtpo_verl.report.accuracy import Accuracy
-from gtpo_verl.report.results import OTHER_PHASE, STEP_PHASES, VALIDATION_PHASE, ArmResult, data_sources
-from gtpo_verl.report.words import curve_basis, percent
+from gtpo_verl.report.pass_at_k import dress_k_axis, pass_at_ks
+from gtpo_verl.report.results import (
+    OTHER_PHASE,
+    STEP_PHASES,
+    VALIDATION_PHASE,
+    ArmResult,
+    TrainingResult,
+    cost_until,
+    data_sources,
+    has_seeds,
+    trainings_of,
+)
+from gtpo_verl.report.seeds import over_seeds
+from gtpo_verl.report.words import curve_basis, percent, seed_basis
 
 _SMALL_PHASE = 0.01  # a phase below this share of the longest step, in every arm, is drawn as part of "other"
 
@@ -103,19 +117,33 @@ METRIC_FIGURES = {
 }
 
 # every figure that a report may hold, in order
-FIGURES = ("accuracy", "entropy", "response_length", "agreement", "sign_flips", "step_time", "training")
+FIGURES = (
+    *(
+        "accuracy",
+        "cost",
+        "entropy",
+        "response_length",
+        "agreement",
+        "pass_at_k",
+        "sign_flips",
+        "step_time",
+        "training",
+    ),
+)
 
 
-def draw_figures(results: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
+def draw_figures(arms: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
     """The figures that the runs have data for, in order, and a sentence for each that is missing."""
     builders: dict[str, Callable[[Sequence[ArmResult]], ReportFigure | str]] = {
         "accuracy": _accuracy,
+        "cost": _cost,
+        "pass_at_k": _pass_at_k,
         "step_time": _step_time,
     }
     drawn = []
     missing = []
     for name in FIGURES:
-        figure = builders[name](results) if name in builders else _metrics(name, results)
+        figure = builders[name](arms) if name in builders else _metrics(name, arms)
         if isinstance(figure, ReportFigure):
             drawn.append(figure)
         else:
@@ -123,21 +151,21 @@ def draw_figures(results: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...]
     return tuple(drawn), tuple(missing)
 
 
-def draw_headline(results: Sequence[ArmResult], theme: plots.Theme) -> Figure | None:
+def draw_headline(arms: Sequence[ArmResult], theme: plots.Theme) -> Figure | None:
     """Accuracy over steps, one panel per data source where there are several; None where no arm was validated."""
-    sources = data_sources(results)
+    sources = data_sources(arms)
     if not sources:
         return None
     if len(sources) > 1:
-        return plots.panels_figure(_accuracy_panels(results), theme)
-    subtitle = curve_basis(_accuracies(results, sources[0]))
-    return plots.accuracy_figure(_accuracy_lines(results, sources[0]), theme, "Validation accuracy", subtitle)
+        return plots.panels_figure(_accuracy_panels(arms), theme)
+    return plots.accuracy_figure(
+        _accuracy_lines(arms, sources[0]), theme, "Validation accuracy", _basis(arms, sources[0])
+    )
 
 
-def styles(results: Sequence[ArmResult]) -> dict[str, Style]:
-    """The style of each arm, by label."""
-    methods = {result.label: result.arm.method.name if result.arm.method else None for result in results}
-    return plots.arm_styles(methods)
+def styles(arms: Sequence[ArmResult]) -> dict[str, Style]:
+    """The style of each arm, by name."""
+    return plots.arm_styles({arm.name: arm.arm.method for arm in arms})
 
 
 def file_name(figure: str, theme: str) -> str:
@@ -148,44 +176,141 @@ def _both_themes(draw: Callable[[plots.Theme], Figure]) -> dict[str, bytes]:
     return {theme.name: plots.png(draw(theme)) for theme in (plots.LIGHT, plots.DARK)}
 
 
-def _accuracies(results: Sequence[ArmResult], source: str) -> list[Accuracy]:
-    return [result.accuracies[source] for result in results if source in result.accuracies]
+def _basis(arms: Sequence[ArmResult], source: str) -> str:
+    """What the curves of a data source rest on: seeds, or the prompts of single trainings."""
+    if has_seeds(arms):
+        return seed_basis(arms)
+    return curve_basis([one.accuracies[source] for one in trainings_of(arms) if source in one.accuracies])
 
 
-def _accuracy_lines(results: Sequence[ArmResult], source: str) -> list[plots.Line]:
-    looks = styles(results)
+def _accuracy_lines(arms: Sequence[ArmResult], source: str) -> list[plots.Line]:
+    """A curve per arm: over seeds where any arm has several, so that all bands are of one kind; else over prompts."""
+    looks = styles(arms)
     lines = []
-    for result in results:
-        if source not in result.accuracies:
+    for arm in arms:
+        curves = [one.accuracies[source].curve for one in arm.counted if source in one.accuracies]
+        if not curves:
             continue
-        curve = result.accuracies[source].curve
+        if has_seeds(arms):
+            by_step = [{float(point.step): point.accuracy for point in curve} for curve in curves]
+            lines.append(plots.Line(arm.name, looks[arm.name], *over_seeds(by_step)))
+            continue
+        (curve,) = curves
         bounds = np.array([(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in curve])
-        steps = np.array([point.step for point in curve])
+        steps = np.array([point.step for point in curve], dtype=np.float64)
         values = np.array([point.accuracy for point in curve])
-        lines.append(plots.Line(result.name, looks[result.label], steps, values, bounds[:, 0], bounds[:, 1]))
+        lines.append(plots.Line(arm.name, looks[arm.name], steps, values, bounds[:, 0], bounds[:, 1]))
     return lines
 
 
-def _accuracy_panels(results: Sequence[ArmResult]) -> list[plots.Panel]:
+def _accuracy_panels(arms: Sequence[ArmResult]) -> list[plots.Panel]:
     return [
-        plots.Panel(source, tuple(_accuracy_lines(results, source)), percent=True, markers=True)
-        for source in data_sources(results)
+        plots.Panel(source, tuple(_accuracy_lines(arms, source)), percent=True, markers=True)
+        for source in data_sources(arms)
     ]
 
 
-def _accuracy(results: Sequence[ArmResult]) -> ReportFigure | str:
-    panels = _accuracy_panels(results)
+def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
+    """Accuracy against what it cost: responses generated, and seconds."""
+    panels = []
+    for source in data_sources(arms):
+        prefix = f"{source}, " if len(data_sources(arms)) > 1 else ""
+        for what, title in (("responses", "responses generated"), ("seconds", "time of training")):
+            lines = [line for arm in arms for line in _cost_line(arm, source, what, styles(arms)[arm.name])]
+            if not lines:
+                continue
+            unit, factor = _time_unit(lines) if what == "seconds" else ("responses", 1.0)
+            scaled = tuple(replace(line, steps=line.steps * factor) for line in lines)
+            panels.append(plots.Panel(f"{prefix}by {title}", scaled, percent=True, markers=True, x_label=unit))
+    if not panels:
+        return "Accuracy by cost: no arm was validated and logged the time or the number of responses of every step."
+    caption = (
+        "The same accuracies against what had been spent. Responses: all that were generated to train, also those of "
+        "groups that dynamic sampling left out. Time: of training steps, without validations. What a resume repeated "
+        "is not counted."
+    )
+    if has_seeds(arms):
+        caption += " Means over seeds, of accuracy and of cost."
+    drawn = [line for panel in panels for line in panel.lines]
+    return ReportFigure(
+        "cost",
+        "Accuracy by cost",
+        caption + _absence(arms, drawn, "cost"),
+        alt=f"Validation accuracy by cost. {_ends(panels)}",
+        png=_both_themes(lambda theme: plots.panels_figure(panels, theme)),
+    )
+
+
+def _cost_line(arm: ArmResult, source: str, what: str, style: Style) -> list[plots.Line]:
+    """The arm's curve over its cost; none where a training did not log it."""
+    validated = [one for one in arm.counted if source in one.accuracies]
+    costs = [cost_until(one.training, what) for one in validated]
+    if not validated or any(cost is None for cost in costs):
+        return []
+    known = [cost for cost in costs if cost is not None]
+    curves = [
+        {float(point.step): point.accuracy for point in one.accuracies[source].curve if point.step in cost}
+        for one, cost in zip(validated, known, strict=True)
+    ]
+    steps, values, low, high = over_seeds(curves)
+    spent = np.array([[cost[int(step)] for step in steps] for cost in known]).mean(axis=0)
+    return [plots.Line(arm.name, style, spent, values, low, high)]
+
+
+def _time_unit(lines: Sequence[plots.Line]) -> tuple[str, float]:
+    longest = max(float(line.steps.max()) for line in lines)
+    if longest < 600:
+        return "seconds", 1.0
+    return ("minutes", 1 / 60) if longest < 4 * 3600 else ("hours", 1 / 3600)
+
+
+def _pass_at_k(arms: Sequence[ArmResult]) -> ReportFigure | str:
+    """pass@k of the last validation, where a prompt was sampled more than once."""
+    panels = []
+    for source in data_sources(arms):
+        lines = []
+        for arm in arms:
+            curves = [curve for one in arm.counted if (curve := pass_at_ks(one.training.validations.get(source, ())))]
+            if curves:
+                lines.append(plots.Line(arm.name, styles(arms)[arm.name], *over_seeds(curves)))
+        if lines:
+            panels.append(plots.Panel(source, tuple(lines), percent=True, markers=True))
+    if not panels:
+        return "pass@k: every prompt of the validations was sampled once, or no samples were kept."
+    half = len(panels) == 1
+
+    def draw(theme: plots.Theme) -> Figure:
+        page = plots.panels_figure(panels, theme, width=plots.HALF_WIDTH if half else plots.FULL_WIDTH)
+        for axes, panel in zip(page.axes, panels, strict=True):
+            dress_k_axis(axes, [int(k) for k in panel.lines[0].steps], theme)
+        return page
+
+    drawn = [line for panel in panels for line in panel.lines]
+    return ReportFigure(
+        "pass_at_k",
+        "pass@k",
+        "Probability that at least one of k responses is correct, at the last validation."
+        + (f" {seed_basis(arms)}." if has_seeds(arms) else "")
+        + _absence(arms, drawn, "pass@k"),
+        alt=f"pass@k over k. {_ends(panels)}",
+        png=_both_themes(draw),
+        half_width=half,
+    )
+
+
+def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
+    panels = _accuracy_panels(arms)
     if not panels:
         return "Accuracy: no validation samples, and no val-core/…/acc/mean@… was logged."
     caption = "Share of validation responses that are correct."
     if len(panels) > 1:
         caption += " One panel per data source."
-        caption += "".join(f" {panel.title}: {curve_basis(_accuracies(results, panel.title))}." for panel in panels)
+        caption += "".join(f" {panel.title}: {_basis(arms, panel.title)}." for panel in panels)
     drawn = [line for panel in panels for line in panel.lines]
     return ReportFigure(
         "accuracy",
         "Accuracy",
-        caption + _absence(results, drawn, "validation accuracy"),
+        caption + _absence(arms, drawn, "validation accuracy"),
         alt="Validation accuracy over training steps: "
         + "; ".join(
             f"{line.label}{f' on {panel.title}' if len(panels) > 1 else ''} from {percent(line.values[0])} "
@@ -193,7 +318,7 @@ def _accuracy(results: Sequence[ArmResult]) -> ReportFigure | str:
             for panel in panels
             for line in panel.lines
         ),
-        png=_both_themes(lambda theme: _drawn(draw_headline(results, theme))),
+        png=_both_themes(lambda theme: _drawn(draw_headline(arms, theme))),
     )
 
 
@@ -202,7 +327,7 @@ def _drawn(figure: Figure | None) -> Figure:
     return figure
 
 
-def _metrics(name: str, results: Sequence[ArmResult]) -> ReportFigure | str:
+def _metrics(name: str, arms: Sequence[ArmResult]) -> ReportFigure | str:
     spec = METRIC_FIGURES[name]
     panels = []
     warnings = []
@@ -210,22 +335,24 @@ def _metrics(name: str, results: Sequence[ArmResult]) -> ReportFigure | str:
     for panel in spec.panels:
         lines = []
         lacking = []
-        for result in results:
-            drawn, warning = _metric_lines(panel, result, styles(results)[result.label])
+        for arm in arms:
+            drawn, warning = _metric_lines(panel, arm, styles(arms)[arm.name])
             lines += drawn
             warnings += warning
             if not drawn:
-                lacking.append(result.name)
+                lacking.append(arm.name)
         if lines:
             panels.append(plots.Panel(panel.title, tuple(lines), panel.percent, panel.log))
         if lacking:
             absent.setdefault(" and ".join(lacking) if lines else "any arm", []).append(panel.key)
     if not panels:
         return f"{spec.title}: no arm logged {', '.join(panel.key for panel in spec.panels)}."
-    warnings += [f"not logged by {arms}: {', '.join(keys)}" for arms, keys in absent.items()]
+    warnings += [f"not logged by {names}: {', '.join(keys)}" for names, keys in absent.items()]
     caption = " ".join([spec.caption, *(f"{warning[0].upper()}{warning[1:]}." for warning in warnings)])
     if any(plots.smoothing_window(len(line.values)) > 1 and not panel.log for panel in panels for line in panel.lines):
         caption += " Bold: running mean over a tenth of the steps."
+    if has_seeds(arms):
+        caption += f" {seed_basis(arms)}."
     width = plots.HALF_WIDTH if spec.half_width else plots.FULL_WIDTH
     return ReportFigure(
         name,
@@ -237,23 +364,38 @@ def _metrics(name: str, results: Sequence[ArmResult]) -> ReportFigure | str:
     )
 
 
-def _metric_lines(panel: MetricPanel, result: ArmResult, style: Style) -> tuple[list[plots.Line], list[str]]:
+def _metric_lines(panel: MetricPanel, arm: ArmResult, style: Style) -> tuple[list[plots.Line], list[str]]:
     """An arm's curves in a panel, and notes on them."""
-    logged = result.arm.keys
     lines = []
     warnings = []
-    if panel.key in logged:
-        lines.append(plots.Line(result.name, style, *result.arm.series(panel.key)))
-    elif panel.fallback in logged:
-        lines.append(plots.Line(result.name, style, *result.arm.series(panel.fallback)))
-        warnings.append(f"{result.name} shows {panel.fallback} for {panel.title}")
-    if panel.dashed in logged:
-        lines.append(plots.Line(result.name, style, *result.arm.series(panel.dashed), dashed=True))
+    if line := metric_line(arm, panel.key, style, smooth=not panel.log):
+        lines.append(line)
+    elif panel.fallback and (line := metric_line(arm, panel.fallback, style, smooth=not panel.log)):
+        lines.append(line)
+        warnings.append(f"{arm.name} shows {panel.fallback} for {panel.title}")
+    if panel.dashed and (line := metric_line(arm, panel.dashed, style, smooth=not panel.log)):
+        lines.append(replace(line, dashed=True))
     return lines, warnings
 
 
-def _step_time(results: Sequence[ArmResult]) -> ReportFigure | str:
-    timed = {result.name: result.step_seconds for result in results if result.step_seconds}
+def metric_line(arm: ArmResult, key: str, style: Style, smooth: bool) -> plots.Line | None:
+    """A metric over steps: of a single training as it was logged; of several seeds the mean of their running means."""
+    having = [one for one in arm.counted if key in one.training.keys]
+    if not having:
+        return None
+    if len(arm.counted) == 1:
+        steps, values = having[0].training.series(key)
+        return plots.Line(arm.name, style, steps.astype(np.float64), values)
+    curves = []
+    for one in having:
+        steps, values = one.training.series(key)
+        window = plots.smoothing_window(len(values)) if smooth else 1
+        curves.append(dict(zip(steps.astype(np.float64).tolist(), plots.running_mean(values, window), strict=True)))
+    return plots.Line(arm.name, style, *over_seeds(curves), smoothed=True)
+
+
+def _step_time(arms: Sequence[ArmResult]) -> ReportFigure | str:
+    timed = {arm.name: seconds for arm in arms if (seconds := _mean_seconds(arm.counted))}
     if not timed:
         return "Step time by phase: no arm logged timing_s/step."
     threshold = _SMALL_PHASE * max(sum(phases.values()) for phases in timed.values())
@@ -264,7 +406,7 @@ def _step_time(results: Sequence[ArmResult]) -> ReportFigure | str:
         validation = phases.get(VALIDATION_PHASE, 0.0)
         row[OTHER_PHASE] = sum(phases.values()) - validation - sum(row.values())
         rows[name] = {**row, VALIDATION_PHASE: validation} if validation else row
-    absent = _absence([result for result in results if result.name not in timed], [], "timing_s/step")
+    absent = _absence([arm for arm in arms if arm.name not in timed], [], "timing_s/step")
     return ReportFigure(
         "step_time",
         "Step time by phase",
@@ -274,8 +416,16 @@ def _step_time(results: Sequence[ArmResult]) -> ReportFigure | str:
     )
 
 
-def _absence(results: Sequence[ArmResult], lines: Sequence[plots.Line], what: str) -> str:
-    absent = [result.name for result in results if result.name not in {line.label for line in lines}]
+def _mean_seconds(trainings: Sequence[TrainingResult]) -> dict[str, float]:
+    """Seconds of each phase, mean over the trainings that were timed."""
+    timed = [one.step_seconds for one in trainings if one.step_seconds]
+    titles = [*STEP_PHASES.values(), OTHER_PHASE, VALIDATION_PHASE]
+    means = {title: float(np.mean([one.get(title, 0.0) for one in timed])) for title in titles if timed}
+    return {title: value for title, value in means.items() if value > 0}
+
+
+def _absence(arms: Sequence[ArmResult], lines: Sequence[plots.Line], what: str) -> str:
+    absent = [arm.name for arm in arms if arm.name not in {line.label for line in lines}]
     return f" No {what}: {', '.join(absent)}." if absent else ""
 
 

@@ -4,6 +4,7 @@ Whatever a run did not log is named as missing, never filled in, and data source
 """
 
 import base64
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,30 +19,37 @@ from rich.table import Table
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
-from gtpo_verl.report import figures, plots, results, tables, words
-from gtpo_verl.report.accuracy import Accuracy, Change
+from gtpo_verl.report import figures, plots, results, seeds, tables, words
+from gtpo_verl.report.accuracy import Accuracy
+from gtpo_verl.report.credit import CreditSample, credit_samples
 from gtpo_verl.report.figures import ReportFigure
-from gtpo_verl.report.results import ArmResult, Comparison
-from gtpo_verl.runs.reader import Run, read_runs
+from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
+from gtpo_verl.report.seeds import Final, SeedComparison
+from gtpo_verl.runs.design import Design, design, setting_differences
+from gtpo_verl.runs.reader import Run, Training, read_runs
 
-SUMMARY_SCHEMA = 2  # raised when a key of summary.json changes its meaning or goes
+SUMMARY_SCHEMA = 3  # raised when a key of summary.json changes its meaning or goes
 
 
 @dataclass(frozen=True)
 class Report:
     """Everything the page says, and where it was written.
 
-    ``status``: a sentence about incomplete runs, or None; ``means``: the change averaged over the arms, by data source.
+    ``status``: a sentence about what is not complete, or None. ``comparisons``: over prompts, training by training;
+    ``finals`` and ``over_seeds``: over seeds, empty where no arm has several.
     """
 
     title: str
     status: str | None
     runs: tuple[Run, ...]
+    design: Design
     arms: tuple[ArmResult, ...]
-    means: Mapping[str, Change]
     comparisons: tuple[Comparison, ...]
+    finals: tuple[Final, ...]
+    over_seeds: tuple[SeedComparison, ...]
     figures: tuple[ReportFigure, ...]
     missing: tuple[str, ...]
+    samples: tuple[CreditSample, ...]
     notes: tuple[str, ...]
     html: Path
     summary: Path
@@ -51,25 +59,37 @@ def default_output(paths: Sequence[Path]) -> Path:
     """Where the report of these runs is written by default: into the run itself, or under outputs/ for several."""
     if len(paths) == 1:
         return paths[0].with_name(f"{paths[0].stem}-report") if paths[0].is_file() else paths[0]
-    names = [name.replace("/", ".") for name in results.distinct_names(list(dict.fromkeys(paths)))]
-    return Path("outputs") / f"report-{'-'.join(names)}"
+    names = [name.replace("/", ".") for name in _distinct_names(list(dict.fromkeys(paths)))]
+    shown = names if len(names) <= 3 else [names[0], "to", names[-1]]
+    return Path("outputs") / f"report-{'-'.join(shown)}"
 
 
-def write_report(runs: Sequence[Path], output: Path) -> Report:
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The shortest tails of the paths that tell them apart, all with the same number of parts."""
+    parts = [path.resolve().parts for path in paths]
+    length = 1
+    while len({part[-length:] for part in parts}) < len(parts):
+        length += 1
+    return ["/".join(part[-length:]) for part in parts]
+
+
+def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) -> Report:
     """Read runs and write their report: ``report.html``, ``summary.json`` and ``figures/*.png`` in ``output``.
 
     Args:
         runs: directories or files as `gtpo_verl.runs.reader.read_run` takes them.
         output: directory, made if it does not exist.
+        allow: keys in which the runs may differ beside arm and seed; see `gtpo_verl.runs.design.design`.
 
     Raises:
-        UserError: a run cannot be read, or the output cannot be written.
+        UserError: a run cannot be read, the runs may not be compared, or the output cannot be written.
     """
     read = read_runs(runs)
+    compared = design(read, allow)
     pictures = output / "figures"
     try:
         pictures.mkdir(parents=True, exist_ok=True)
-        report = _analyse(read, output)
+        report = _analyse(read, compared, output)
         for name in figures.FIGURES:
             for theme in (plots.LIGHT, plots.DARK):
                 # a figure left by an earlier report would be taken for one of this report
@@ -97,85 +117,211 @@ def write_headline_figure(report: Report, path: Path, theme: plots.Theme = plots
 
 
 def print_table(report: Report, console: Console | None = None) -> None:
-    """Print the before/after table of each data source, a warning about incomplete runs, and the report's path."""
+    """Print the accuracies of each data source, a warning about what is not complete, and the report's path."""
     console = console or Console()
     sources = results.data_sources(report.arms)
     for shown in [[source] for source in sources] or [[]]:
         title = report.title if len(sources) < 2 else f"{report.title}, {shown[0]}"
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
-        table.add_column("arm", overflow="fold")
-        for column in ("before", "after", "change", "95 % interval", "samples", "prompts", "steps"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in tables.change_rows(report.arms, report.means, shown):
-            table.add_row(*row)
-        console.print(table)
+        if report.finals:
+            finals = [final for final in report.finals if final.source in shown]
+            console.print(_console_table(title, "arm", _FINAL_CELLS, tables.final_rows(finals, shown)))
+        else:
+            rows = tables.change_rows(results.trainings_of(report.arms), shown)
+            console.print(_console_table(title, "arm", _CHANGE_CELLS, rows))
+    for comparison in report.over_seeds:
+        where = f"{comparison.source}: " if len(sources) > 1 else ""
+        console.print(f"{where}{words.seed_verdict(comparison)}", highlight=False, markup=False)
+    for sentence in words.allowed_text(report.design):
+        console.print(sentence, style="bold yellow", highlight=False, markup=False)
     if report.status:
         console.print(report.status, style="bold yellow", highlight=False, markup=False)
     console.print(f"report: {report.html}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _analyse(runs: Sequence[Run], output: Path) -> Report:
-    arms = results.arm_results(runs)
+# columns that fit a terminal of 80; the tables have more
+_CHANGE_CELLS = {"before": 1, "after": 2, "change": 3, "95 % interval": 4, "samples": 5, "prompts": 6, "steps": 7}
+_FINAL_CELLS = {"seeds": 1, "mean": 2, "95 % over seeds": 3, "s.d.": 5, "lowest": 6, "highest": 7}
+
+
+def _console_table(title: str, first: str, columns: Mapping[str, int], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    table.add_column(first, overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(row[0], *(row[index] for index in columns.values()))
+    return table
+
+
+def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
+    arms = results.arm_results(compared, runs)
     drawn, missing = figures.draw_figures(arms)
+    several = results.has_seeds(arms)
+    over_seeds = seeds.seed_comparisons(compared, arms) if several else []
     return Report(
-        title=" · ".join(dict.fromkeys(run.name for run in runs)),
+        title=" · ".join(dict.fromkeys(run.name for run in runs)) if len(runs) <= 3 else _title(arms),
         status=words.status_text(runs, arms),
         runs=tuple(runs),
+        design=compared,
         arms=arms,
-        means=results.mean_changes(arms),
-        comparisons=results.comparisons(arms),
+        comparisons=results.comparisons(compared, arms),
+        finals=tuple(seeds.finals(arms)) if several else (),
+        over_seeds=tuple(over_seeds),
         figures=drawn,
         missing=missing,
-        notes=words.notes(runs, arms),
+        samples=tuple(credit_samples(arms)),
+        notes=tuple(words.notes(runs, compared, arms, over_seeds)),
         html=output / "report.html",
         summary=output / "summary.json",
     )
+
+
+def _title(arms: Sequence[ArmResult]) -> str:
+    """Of many runs: their arms."""
+    return " · ".join(arm.name for arm in arms)
 
 
 def _page(report: Report) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(
-        points=words.points,
-        interval=words.interval_text,
-        verdict=words.verdict,
-        base64=lambda png: base64.b64encode(png).decode("ascii"),
-    )
+    environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
+    environment.filters["signed"] = lambda value: f"{value:+.3f}".replace("-", "−")
     template = environment.from_string((files("gtpo_verl.report") / "report.html.j2").read_text(encoding="utf-8"))
     sources = results.data_sources(report.arms)
+    trainings = results.trainings_of(report.arms)
     return template.render(
         report=report,
         sources=sources,
+        trainings=trainings,
+        several=results.has_seeds(report.arms),
+        counts=words.counts_text(report.runs, report.arms),
+        cards=[_card(report, arm) for arm in report.arms],
         no_accuracy=words.NO_ACCURACY,
-        header=tables.change_header(sources),
-        rows=tables.change_rows(report.arms, report.means, sources),
-        comparison_header=tables.comparison_header(sources),
-        comparison_rows=tables.comparison_rows(report.comparisons, sources),
+        final_table=(tables.final_header(sources), tables.final_rows(report.finals, sources)),
+        seed_table=(tables.seed_header(sources), tables.seed_rows(report.over_seeds, sources)),
+        change_table=(tables.change_header(sources), tables.change_rows(trainings, sources)),
+        comparison_table=(tables.comparison_header(sources), tables.comparison_rows(report.comparisons, sources)),
+        entropy_table=(["Arm", "Responses", *tables.ENTROPY_COLUMNS], tables.entropy_rows(report.arms)),
+        rows=[
+            list(group)
+            for _, group in itertools.groupby(
+                (figure for figure in report.figures if figure.name != "accuracy"),
+                key=lambda figure: "half" if figure.half_width else figure.name,
+            )
+        ],
         styles=figures.styles(report.arms),
-        differences=results.config_differences(report.arms),
+        allowed=words.allowed_text(report.design),
+        commands=_commands(report, trainings),
+        facts=common_facts([one.training for one in trainings]),
+        differences=setting_differences([arm.counted[0].training for arm in report.arms]),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
 
 
+def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str, str]]:
+    """Of each data source of an arm: its name, the number, its unit, the interval, and a sentence."""
+    if report.finals:
+        partners = {(one.arm, one.source): one for one in report.over_seeds}
+        return [
+            (
+                final.source,
+                words.percent(final.mean).removesuffix(" %"),
+                "%",
+                f"95 % interval over seeds {words.share_interval(final.interval)}" if final.interval else "no interval",
+                words.final_text(final, partners.get((arm, final.source))),
+            )
+            for final in report.finals
+            if final.arm is arm
+        ]
+    (result,) = arm.trainings
+    return [_change_card(source, accuracy) for source, accuracy in result.accuracies.items()]
+
+
+def _change_card(source: str, accuracy: Accuracy) -> tuple[str, str, str, str, str]:
+    if accuracy.change is None:
+        return source, "", "", "", words.verdict(accuracy)
+    difference = accuracy.change.difference
+    interval = f"95 % interval {words.interval_text(difference.interval)}" if difference.interval else "no interval"
+    return source, words.points(difference.value), "points", interval, words.verdict(accuracy)
+
+
+def _commands(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, str]:
+    """The commands that repeat the runs, those of trainings where their run has none of its own."""
+    whole = {run.name: run.command for run in report.runs if run.command}
+    single = {one.name: one.training.record.get("command") for one in trainings if one.run not in whole}
+    return whole | {name: str(command) for name, command in single.items() if command}
+
+
+def common_facts(trainings: Sequence[Training]) -> dict[str, dict[str, str]]:
+    """What the records of the trainings say of code, versions, machine and files; values that differ are all named."""
+    sections: dict[str, dict[str, list[str]]] = {}
+    for training in trainings:
+        record = training.record
+        code = record.get("code") or {}
+        sums = record.get("checksums") or {}
+        found = {
+            "Code and machine": {
+                "commit": code.get("commit"),
+                "changes to it": _short(code.get("diff")),
+                "machine": record.get("hardware"),
+            },
+            "Versions": record.get("versions") or {},
+            "SHA-256 of files": {key: _short(value) for key, value in sums.items()},
+        }
+        for section, facts in found.items():
+            for key, value in facts.items():
+                values = sections.setdefault(section, {}).setdefault(key, [])
+                if value is not None and str(value) not in values:
+                    values.append(str(value))
+    return {
+        section: {key: " · ".join(values) for key, values in facts.items() if values}
+        for section, facts in sections.items()
+        if any(facts.values())
+    }
+
+
+def _short(checksum: str | None) -> str | None:
+    """The beginning of a SHA-256, enough to compare by eye; run.json has the whole."""
+    return f"{checksum[:16]}…" if checksum and len(checksum) == 64 else checksum
+
+
 def _summary(report: Report) -> dict[str, Any]:
-    """The report for programs: shares in [0, 1], seconds, nats; differences are after minus before."""
+    """The report for programs: shares in [0, 1], seconds, nats; differences are after minus before, or of arms."""
     return {
         "schema": SUMMARY_SCHEMA,
         "title": report.title,
         "status": report.status,
+        "allowed": {key: dict(values) for key, values in report.design.allowed.items()},
         "runs": [_run_summary(run) for run in report.runs],
-        "arms": [_arm_summary(result) for result in report.arms],
-        "means": {source: asdict(change) for source, change in report.means.items()},
-        "comparisons": [
+        "arms": [
+            {"name": arm.name, "method": arm.arm.method, "trainings": [_training_summary(one) for one in arm.trainings]}
+            for arm in report.arms
+        ],
+        "over_prompts": [
             {
-                "arm": comparison.arm.label,
-                "baseline": comparison.baseline.label,
+                "arm": comparison.arm.name,
+                "baseline": comparison.baseline.name,
                 "source": comparison.source,
                 **asdict(comparison.difference),
             }
             for comparison in report.comparisons
         ],
+        "over_seeds": {
+            "final": [_final_summary(final) for final in report.finals],
+            "comparisons": [
+                {
+                    "arm": comparison.arm.name,
+                    "baseline": comparison.baseline.name,
+                    "source": comparison.source,
+                    "step": comparison.step,
+                    "seeds": list(comparison.seeds),
+                    "verdict": words.seed_verdict(comparison),
+                    **asdict(comparison.paired),
+                }
+                for comparison in report.over_seeds
+            ],
+        },
         "missing": list(report.missing),
         "notes": list(report.notes),
     }
@@ -192,22 +338,35 @@ def _run_summary(run: Run) -> dict[str, Any]:
         "hardware": run.hardware,
         "seed": run.seed,
         "settings": dict(run.settings),
-        "missing_arms": list(run.missing_arms),
+        "missing": list(run.missing),
     }
 
 
-def _arm_summary(result: ArmResult) -> dict[str, Any]:
+def _training_summary(result: TrainingResult) -> dict[str, Any]:
+    training = result.training
     return {
-        "label": result.label,
-        "run": result.run,
-        "arm": result.arm.name,
-        "path": str(result.arm.path),
-        "last_step": result.arm.last_step,
         "name": result.name,
-        "method": result.arm.method.name if result.arm.method else None,
+        "seed": result.seed,
+        "run": result.run,
+        "path": str(training.path),
+        "status": training.status,
+        "last_step": training.last_step,
         "sources": {source: _accuracy_summary(accuracy) for source, accuracy in result.accuracies.items()},
         "step_seconds": dict(result.step_seconds),
-        "last_metrics": {key: float(result.arm.series(key)[1][-1]) for key in sorted(result.arm.keys)},
+        "last_metrics": {key: float(training.series(key)[1][-1]) for key in sorted(training.keys)},
+    }
+
+
+def _final_summary(final: Final) -> dict[str, Any]:
+    return {
+        "arm": final.arm.name,
+        "source": final.source,
+        "step": final.step,
+        "values": {str(seed): value for seed, value in final.values.items()},
+        "mean": final.mean,
+        "interquartile_mean": final.interquartile_mean,
+        "deviation": final.deviation,
+        "interval": asdict(final.interval) if final.interval else None,
     }
 
 

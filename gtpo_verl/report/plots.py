@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from numpy.typing import NDArray
 
 from gtpo_verl.algorithms.registry import Style, algorithms
 from gtpo_verl.runs.statistics import Floats
@@ -69,26 +68,34 @@ _GREY_PHASES = {"other": "#c3c9d4", "validation": "#97a2b4"}
 
 @dataclass(frozen=True)
 class Line:
-    """One arm's curve: steps (N,), values (N,), and the bounds of its intervals (N,), NaN where there is none."""
+    """One arm's curve: steps (N,), values (N,), and the bounds of its intervals (N,), NaN where there is none.
+
+    ``smoothed``: the values are a running mean already.
+    """
 
     label: str
     style: Style
-    steps: NDArray[np.int64]
+    steps: Floats
     values: Floats
     low: Floats | None = None
     high: Floats | None = None
     dashed: bool = False
+    smoothed: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A small plot: its title and the curves in it; ``markers``: each point is marked, and nothing is smoothed."""
+    """A small plot: its title and the curves in it; ``markers``: each point is marked, and nothing is smoothed.
+
+    ``x_label``: of the horizontal axis, the training step unless it says otherwise.
+    """
 
     title: str
     lines: tuple[Line, ...]
     percent: bool = False
     log: bool = False
     markers: bool = False
+    x_label: str = "step"
 
 
 def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:
@@ -198,7 +205,7 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
             if panel.percent and axes.get_ylim()[0] < 0:
                 # a share is never below 0, and curves that stay at 0 would be drawn in the middle
                 axes.set_ylim(bottom=0)
-            _steps_axis(axes, "step")
+            _steps_axis(axes, panel.x_label)
         for axes in grid[len(panels) :]:
             axes.remove()
         if legend:
@@ -326,6 +333,7 @@ def _dress(axes: Axes, theme: Theme, percent: bool = False) -> None:
 
 def _steps_axis(axes: Axes, label: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.set_xlabel(label, color=axes.xaxis.get_ticklabels()[0].get_color(), fontsize=9)
 
 
@@ -337,7 +345,7 @@ def _draw(
     dashes: dict[str, Any] = {"dashes": pattern} if pattern else {}
     if line.low is not None and line.high is not None:
         axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=band, linewidth=0, zorder=2)
-    window = smoothing_window(len(line.values)) if smooth and not marker else 1
+    window = smoothing_window(len(line.values)) if smooth and not marker and not line.smoothed else 1
     if window > 1:
         axes.plot(line.steps, line.values, color=colour, linewidth=0.8, alpha=0.35, zorder=2)
     points: dict[str, Any] = (

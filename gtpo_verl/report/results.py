@@ -1,17 +1,14 @@
-"""What the report says of each arm: name, accuracy by data source, step time, and settings that differ."""
+"""What the report says of each arm and of each of its trainings: names, accuracy by data source, cost, step time."""
 
-import json
-import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from gtpo_verl.report.accuracy import Accuracy, Change, Difference, accuracies, difference, mean_change
-from gtpo_verl.runs.reader import Arm, Run
+from gtpo_verl.report.accuracy import Accuracy, Difference, accuracies, difference
+from gtpo_verl.runs.design import Arm, Design
+from gtpo_verl.runs.reader import Run, Training
+from gtpo_verl.runs.statistics import Floats
 
 # the phases within verl's `timing_s/step`, in the order they happen; validation is timed outside of it
 STEP_PHASES = {
@@ -29,106 +26,111 @@ STEP_PHASES = {
 OTHER_PHASE = "other"
 VALIDATION_PHASE = "validation"
 
-# settings that differ between any two trainings, whatever is compared
-_BOOKKEEPING = re.compile(r"(^|\.)(experiment_name|project_name|\w+_dir|\w+_DIR)$")
 
+@dataclass(frozen=True, eq=False)
+class TrainingResult:
+    """What the report says of one training: its arm's name, with the seed where the arm has several.
 
-@dataclass(frozen=True)
-class ArmResult:
-    """What the report says of one arm.
-
-    label: the shortest tail of its path that no other arm has. name: for the page and the figures.
-    accuracies: by data source.
-    step_seconds: mean seconds per training step of each phase, in the order they happen.
+    run: the name of the run that it is of. accuracies: by data source. step_seconds: mean seconds per training step of
+    each phase, in the order they happen.
     """
 
-    label: str
     name: str
     run: str
-    arm: Arm
+    seed: str | None
+    training: Training
     accuracies: Mapping[str, Accuracy]
     step_seconds: Mapping[str, float]
+
+    @property
+    def complete(self) -> bool:
+        """Whether it counts in statistics over seeds: complete, or of a logger that does not say."""
+        return self.training.status in (None, "complete")
+
+
+@dataclass(frozen=True, eq=False)
+class ArmResult:
+    """An arm and its trainings, in the order of their seeds."""
+
+    name: str
+    arm: Arm
+    trainings: tuple[TrainingResult, ...]
+
+    @property
+    def sources(self) -> list[str]:
+        """Every data source that one of its trainings validated."""
+        return sorted({source for result in self.trainings for source in result.accuracies})
+
+    @property
+    def counted(self) -> tuple[TrainingResult, ...]:
+        """The trainings that its curves show: the complete ones; where there is none, all."""
+        return tuple(result for result in self.trainings if result.complete) or self.trainings
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm minus the first one on one data source."""
+    """A training of an arm minus that of its baseline with the same seed, on the prompts of one data source."""
 
-    arm: ArmResult
-    baseline: ArmResult
+    arm: TrainingResult
+    baseline: TrainingResult
     source: str
     difference: Difference
 
 
-def arm_results(runs: Sequence[Run]) -> tuple[ArmResult, ...]:
-    """A result for each arm of each run, in the order given."""
-    pairs = [(run, arm) for run in runs for arm in run.arms]
-    labels = distinct_names([arm.path if arm.path.name == arm.name else arm.path / arm.name for _, arm in pairs])
-    count = Counter(arm.method.name for _, arm in pairs if arm.method)
+def arm_results(design: Design, runs: Sequence[Run]) -> tuple[ArmResult, ...]:
+    """A result for each arm of a design, in its order."""
+    run_of = {training: run.name for run in runs for training in run.trainings}
     return tuple(
         ArmResult(
-            label=label,
-            name=_name(label, arm, alone=arm.method is not None and count[arm.method.name] == 1),
-            run=run.name,
-            arm=arm,
-            accuracies=accuracies(arm),
-            step_seconds=_step_seconds(arm),
+            arm.name,
+            arm,
+            tuple(
+                TrainingResult(
+                    name=arm.name if len(arm.trainings) == 1 else f"{arm.name}, seed {seed}",
+                    run=run_of[training],
+                    seed=seed,
+                    training=training,
+                    accuracies=accuracies(training),
+                    step_seconds=_step_seconds(training),
+                )
+                for seed, training in arm.trainings.items()
+            ),
         )
-        for label, (run, arm) in zip(labels, pairs, strict=True)
+        for arm in design.arms
     )
 
 
-def _name(label: str, arm: Arm, alone: bool) -> str:
-    """The label of its method where no other arm has that method; else with, or only, the directory's name."""
-    if arm.method and alone:
-        return arm.method.label
-    short = label if len(label) <= 30 else f"{label[:12]}…{label[-17:]}"
-    if arm.method is None or arm.name == arm.method.name:
-        return short
-    return f"{arm.method.label} ({short})"
+def trainings_of(arms: Iterable[ArmResult]) -> list[TrainingResult]:
+    return [training for arm in arms for training in arm.trainings]
 
 
-def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest tails of the paths that tell them apart, all with the same number of parts."""
-    parts = [path.resolve().parts for path in paths]
-    length = 1
-    while len({part[-length:] for part in parts}) < len(parts):
-        length += 1
-    return ["/".join(part[-length:]) for part in parts]
+def has_seeds(arms: Iterable[ArmResult]) -> bool:
+    """Whether any arm was trained with several seeds, so that there is something to say over seeds."""
+    return any(len(arm.trainings) > 1 for arm in arms)
 
 
-def data_sources(results: Sequence[ArmResult]) -> list[str]:
+def data_sources(arms: Iterable[ArmResult]) -> list[str]:
     """Every data source that an arm validated."""
-    return sorted({source for result in results for source in result.accuracies})
+    return sorted({source for arm in arms for source in arm.sources})
 
 
-def mean_changes(results: Sequence[ArmResult]) -> dict[str, Change]:
-    """The change averaged over the arms, for each data source where all have prompts and the last step in common."""
-    changes = {}
-    for source in data_sources(results):
-        arms = [result.accuracies[source] for result in results if source in result.accuracies]
-        change = mean_change(arms) if len(arms) == len(results) else None
-        if change:
-            changes[source] = change
-    return changes
-
-
-def comparisons(results: Sequence[ArmResult]) -> tuple[Comparison, ...]:
-    """Every later arm against the first on each data source, where they have a validated step and prompts in common."""
-    baseline = results[0]
+def comparisons(design: Design, arms: Sequence[ArmResult]) -> tuple[Comparison, ...]:
+    """Every arm against its baseline, seed by seed, on each data source with a validated step and prompts in common."""
+    by_arm = {result.arm: {one.seed: one for one in result.trainings} for result in arms}
     found = []
-    for result in results[1:]:
-        for source in data_sources([result]):
-            if source not in baseline.accuracies:
-                continue
-            change = difference(result.accuracies[source], baseline.accuracies[source])
-            if change:
-                found.append(Comparison(result, baseline, source, change))
+    for arm, baseline in design.pairs:
+        for seed, result in by_arm[arm].items():
+            partner = by_arm[baseline].get(seed)
+            for source in sorted(result.accuracies.keys() & (partner.accuracies.keys() if partner else set())):
+                assert partner is not None
+                change = difference(result.accuracies[source], partner.accuracies[source])
+                if change:
+                    found.append(Comparison(result, partner, source, change))
     return tuple(found)
 
 
-def _step_seconds(arm: Arm) -> dict[str, float]:
-    steps = [data for data in arm.metrics.values() if "timing_s/step" in data]
+def _step_seconds(training: Training) -> dict[str, float]:
+    steps = [data for data in training.metrics.values() if "timing_s/step" in data]
     if not steps:
         return {}
 
@@ -141,27 +143,27 @@ def _step_seconds(arm: Arm) -> dict[str, float]:
     return {title: value for title, value in seconds.items() if value > 0}
 
 
-def config_differences(results: Sequence[ArmResult]) -> tuple[dict[str, list[str]], dict[str, list[str]]] | None:
-    """Settings that differ between the arms, and names and directories that do: {key: one value per arm}.
+def cost_until(training: Training, what: str) -> Mapping[int, float] | None:
+    """What had been spent when each step ended, step 0 included; None where it was not logged at every step.
 
-    None where fewer than two arms have left their configuration; an arm without one counts for nothing.
+    Args:
+        training: whose metrics.
+        what: ``seconds`` of training, validations left out, or ``responses`` generated for it: those of the groups
+            that dynamic sampling rejects as well, those of validations not.
     """
-    configs = [result.arm.config for result in results]
-    if sum(map(bool, configs)) < 2:
+    steps = sorted(step for step in training.metrics if step > 0)
+    spent = [_spent(training, training.metrics[step], what) for step in steps]
+    if not steps or any(value is None for value in spent):
         return None
-    settings: dict[str, list[str]] = {}
-    bookkeeping: dict[str, list[str]] = {}
-    for key in sorted({key for config in configs for key in config}):
-        values = [_shown(config, key) for config in configs]
-        if len({value for value, config in zip(values, configs, strict=True) if config}) > 1:
-            (bookkeeping if _BOOKKEEPING.search(key) else settings)[key] = values
-    return settings, bookkeeping
+    total: Floats = np.cumsum([value for value in spent if value is not None])
+    return {0: 0.0} | dict(zip(steps, total.tolist(), strict=True))
 
 
-def _shown(config: Mapping[str, Any], key: str) -> str:
-    if not config:
-        return "not known"
-    if key not in config:
-        return "not set"
-    value = config[key]
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+def _spent(training: Training, data: Mapping[str, float], what: str) -> float | None:
+    if what == "seconds":
+        return data.get("timing_s/step")
+    per_group = training.config.get("actor_rollout_ref.rollout.n")
+    groups = data.get("training/filter_groups/generated_groups")
+    if groups is not None and per_group:
+        return groups * float(per_group)
+    return data.get("credit/responses")

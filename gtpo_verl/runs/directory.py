@@ -3,6 +3,7 @@ early.
 """
 
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ METRICS_FILE = "metrics.jsonl"
 GROUPS_FILE = "groups.jsonl"
 RECORD_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
+DIFF_FILE = "code.diff"  # what the working tree changes in the recorded commit
+SAMPLES_FILE = "credit_samples.jsonl"
+SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
 MODEL_LINK = "model"
 
@@ -94,3 +98,12 @@ def write_record(run_dir: Path, facts: dict[str, Any]) -> None:
 def read_record(run_dir: Path) -> dict[str, Any] | None:
     """Read ``run.json``; None where there is none."""
     return read_json(run_dir / RECORD_FILE)
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested dict; an empty section is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

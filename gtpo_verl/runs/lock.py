@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
 from filelock import FileLock, Timeout
 
 from gtpo_verl.errors import UserError
@@ -221,8 +220,7 @@ def _refusal(run_dir: Path, error: LockedError) -> str:
 
 def ask_to_stop(run_dir: Path) -> bool:
     """Ask the training in a run directory to stop after its step, by the file ``STOP``; False if none runs there."""
-    owner = DirectoryLock(run_dir / LOCK_FILE).owner()
-    if owner is None or owner.age > LEASE:
+    if live_owner(run_dir / LOCK_FILE) is None:
         return False
     (run_dir / STOP_FILE).touch()
     return True

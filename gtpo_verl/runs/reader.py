@@ -1,4 +1,7 @@
-"""Reads what a training run left on disk: metrics, validation samples, composed configuration and the run's record.
+"""Reads what trainings left on disk: metrics, validation samples, composed configuration and the record of the run.
+
+A run is read from our run directories, from a sweep's (``sweep.json``), or, without samples and record, from the logs
+of verl's own loggers: a JSONL file, TensorBoard's event files, an offline run of Weights & Biases.
 
 Data sources are kept apart. A validation sample belongs to the ``data_source`` that its line names. verl 0.9.1 writes
 none, so a line without one (of an older run, or of verl's own trainer) belongs to the only data source that the metrics
@@ -11,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +25,9 @@ from numpy.typing import NDArray
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import METRICS_FILE, RECORD_FILE
+from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE, SWEEP_FILE, flatten
 from gtpo_verl.runs.lock import is_abandoned
+from gtpo_verl.runs.loggers import Logged, read_logger
 from gtpo_verl.runs.statistics import Floats, cluster_means
 
 if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
@@ -70,11 +74,11 @@ class Validation:
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
-class Arm:
-    """One training: metrics by step, validations by data source in order of steps, flattened configuration.
+class Training:
+    """One training: metrics by step, validations by data source in order of steps, flattened configuration, record.
 
-    ``method`` is the registered method of the recorded configuration, without one that of the directory's name; or
-    None.
+    ``method`` is the registered method of the recorded configuration, or None. ``record`` is its ``run.json``, empty
+    where there is none. ``axes``: the values of a sweep's axes, empty outside of a sweep.
     """
 
     name: str
@@ -84,6 +88,8 @@ class Arm:
     config: Mapping[str, Any]
     method: "Algorithm | None"
     notes: tuple[str, ...]
+    record: Mapping[str, Any] = field(default_factory=dict)
+    axes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def last_step(self) -> int:
@@ -98,6 +104,17 @@ class Arm:
         """Every data source that was validated, whether its samples were kept or only its mean was logged."""
         return sorted({*self.validations, *logged_accuracies(self.keys)})
 
+    @property
+    def seed(self) -> str | None:
+        """The training's seed as text: of the sweep's axis, the configuration, or the record; None where none says."""
+        known = (self.axes.get("seed"), self.config.get("seed"), self.record.get("seed"))
+        return next((str(seed) for seed in known if seed is not None), None)
+
+    @property
+    def status(self) -> str | None:
+        """``complete``, ``interrupted``, ``failed`` or ``running``; None where it was not recorded."""
+        return self.record.get("status")
+
     def series(self, key: str) -> tuple[NDArray[np.int64], Floats]:
         """Steps and values of a metric, in order of steps; both empty where it was never logged."""
         points = [(step, data[key]) for step, data in sorted(self.metrics.items()) if key in data]
@@ -105,12 +122,23 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """What ``sweep.json`` says: the axes and their values, and the values of the baseline, empty for none."""
+
+    axes: Mapping[str, Sequence[str]]
+    baseline: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Run:
-    """A run: one or several arms trained by one command. What ``run.json`` does not say is None or empty."""
+    """One or several trainings of one command or one sweep. What ``run.json`` does not say is None or empty.
+
+    ``missing``: the names of trainings that were planned and logged no step.
+    """
 
     name: str
     path: Path
-    arms: tuple[Arm, ...]
+    trainings: tuple[Training, ...]
     status: str | None
     created: str | None
     command: str | None
@@ -119,7 +147,8 @@ class Run:
     seed: int | None
     settings: Mapping[str, Any]
     notes: tuple[str, ...]
-    missing_arms: tuple[str, ...]
+    missing: tuple[str, ...]
+    sweep: Sweep | None = None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -140,7 +169,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run directory, a single arm's directory, or a JSONL file as verl's `file` logger writes it.
+    """Read a run directory, a sweep's, a single training's, or the log of one of verl's loggers.
 
     Raises:
         UserError: the path does not exist, or holds no metrics, or a file in it is not what it should be.
@@ -148,24 +177,31 @@ def read_run(path: Path) -> Run:
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS_FILE}")
+    if (path / METRICS_FILE).is_file() or path.suffix == ".jsonl":
+        return _read_single_training(path)
+    if (path / SWEEP_FILE).is_file():
+        return _read_sweep(path)
+    logged = read_logger(path)
+    if logged is not None:
+        return _run(path, [_logged_training(path, logged)], record={})
     if path.is_file():
-        if path.suffix != ".jsonl":
-            raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")
-        return _run(path, [_read_single_arm(path.parent, path, name=path.stem)], record={})
-    if (path / METRICS_FILE).is_file():
-        arm = _read_single_arm(path, path / METRICS_FILE, name=path.resolve().name)
-        parent = _read_record(path.resolve().parent)
-        if arm.name in parent.get("arms", []):
-            return _run(path, [arm], record=parent, single=True)
-        return _run(path, [arm], record=_read_record(path))
+        raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")
     return _read_run_directory(path)
 
 
-def _read_single_arm(directory: Path, metrics_file: Path, name: str) -> Arm:
-    arm = _read_arm(directory, metrics_file, name)
-    if arm is None:
+def _read_single_training(path: Path) -> Run:
+    """A training's directory, or a file of verl's ``file`` logger."""
+    directory, metrics_file = (path.parent, path) if path.is_file() else (path, path / METRICS_FILE)
+    name = path.stem if path.is_file() else path.resolve().name
+    training = _read_training(directory, metrics_file, name)
+    if training is None:
         raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
-    return arm
+    parent = _read_record(path.resolve().parent)
+    if path.is_file() or name not in parent.get("arms", []):
+        return _run(path, [training], training.record)
+    # one of several that a command trained: its own record, under the name of both
+    record = dict(training.record) or parent
+    return _run(path, [training], record | {"name": f"{parent.get('name')}/{name}"})
 
 
 def _read_run_directory(path: Path) -> Run:
@@ -175,37 +211,64 @@ def _read_run_directory(path: Path) -> Run:
         raise UserError(
             f"no {METRICS_FILE} in {path} or in a directory of it: has the training logged its first step yet?"
         )
-    # an arm that was stopped before its first step has no line yet: it is missing, not broken
-    read = {name: _read_arm(path / name, path / name / METRICS_FILE, name) for name in found}
-    arms = {name: arm for name, arm in read.items() if arm is not None}
-    if not arms:
+    # one that was stopped before its first step has no line yet: it is missing, not broken
+    read = {name: _read_training(path / name, path / name / METRICS_FILE, name) for name in found}
+    trainings = {name: training for name, training in read.items() if training is not None}
+    if not trainings:
         raise UserError(
             f"no {METRICS_FILE} in {path} holds a readable line: has the training logged its first step yet?"
         )
     planned = [str(name) for name in record.get("arms", [])]
-    order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: _rank(arms.get(name)))]))
-    missing = [name for name in order if name not in arms]
-    return _run(path, [arms[name] for name in order if name in arms], record, missing)
+    order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: _rank(trainings.get(name)))]))
+    missing = [name for name in order if name not in trainings]
+    return _run(path, [trainings[name] for name in order if name in trainings], record, missing)
 
 
-def _rank(arm: Arm | None) -> int:
-    """The place of the arm's method in the registry; arms without one come last."""
+def _read_sweep(path: Path) -> Run:
+    """Every run that ``sweep.json`` lists, those without a logged step as missing."""
+    file = path / SWEEP_FILE
+    facts = _read_object(file)
+    try:
+        axes = {str(key).lstrip("+"): [str(value) for value in values] for key, values in facts["axes"].items()}
+        overrides = {str(name): [str(one) for one in run["overrides"]] for name, run in facts["runs"].items()}
+        baseline = {str(key): str(value) for key, value in (facts.get("baseline") or {}).items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is no description of a sweep: it needs axes and runs with their overrides.") from error
+    trainings = []
+    missing = []
+    for name, own in overrides.items():
+        metrics_file = path / name / METRICS_FILE
+        training = _read_training(path / name, metrics_file, name) if metrics_file.is_file() else None
+        if training is None:
+            missing.append(name)
+            continue
+        values = dict(override.lstrip("+~").split("=", 1) for override in own if "=" in override)
+        trainings.append(replace(training, axes={axis: values[axis] for axis in axes if axis in values}))
+    if not trainings:
+        raise UserError(f"no run of {file} has logged a step: start the sweep, or wait for its first step.")
+    return replace(_run(path, trainings, {"name": facts.get("name")}, missing), sweep=Sweep(axes, baseline))
+
+
+def _logged_training(path: Path, logged: Logged) -> Training:
+    config = dict(flatten(logged.config))
+    name = path.stem if path.is_file() else path.resolve().name
+    return Training(name, path, logged.metrics, {}, config, _method(config), logged.notes)
+
+
+def _rank(training: Training | None) -> int:
+    """The place of the training's method in the registry; those without one come last."""
     from gtpo_verl.algorithms.registry import algorithms
 
     names = list(algorithms())
-    return names.index(arm.method.name) if arm and arm.method else len(names)
+    return names.index(training.method.name) if training and training.method else len(names)
 
 
-def _run(
-    path: Path, arms: list[Arm], record: Mapping[str, Any], missing: Sequence[str] = (), single: bool = False
-) -> Run:
+def _run(path: Path, trainings: list[Training], record: Mapping[str, Any], missing: Sequence[str] = ()) -> Run:
     directory_name = path.stem if path.is_file() else path.resolve().name
-    recorded_name = record.get("name")
-    name = f"{recorded_name}/{arms[0].name}" if single and recorded_name else recorded_name or directory_name
     return Run(
-        name=str(name),
+        name=str(record.get("name") or directory_name),
         path=path,
-        arms=tuple(arms),
+        trainings=tuple(trainings),
         status=record.get("status"),
         created=record.get("created"),
         command=record.get("command"),
@@ -214,54 +277,68 @@ def _run(
         seed=record.get("seed"),
         settings=record.get("settings") or {},
         notes=tuple(record.get("notes") or ()),
-        missing_arms=tuple(missing),
+        missing=tuple(missing),
     )
 
 
 def _read_record(path: Path) -> dict[str, Any]:
     file = path / RECORD_FILE
-    if not file.is_file():
-        return {}
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error}): repair it, or remove it to report without it") from error
-    if not isinstance(record, dict):
-        raise UserError(f"{file} holds no JSON object: repair it, or remove it to report without it")
+    record = _read_object(file) if file.is_file() else {}
     if record.get("status") == "running" and is_abandoned(path):
         return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     return record
 
 
-def _read_arm(directory: Path, metrics_file: Path, name: str) -> Arm | None:
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON ({error}): repair it, or remove it to report without it") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file} holds no JSON object: repair it, or remove it to report without it")
+    return value
+
+
+def _read_training(directory: Path, metrics_file: Path, name: str) -> Training | None:
     """None where no step was logged yet."""
     metrics, notes = read_metrics(metrics_file)
     if not metrics:
         return None
-    config = _read_config(directory / "config.yaml")
+    config = _read_config(directory / CONFIG_FILE)
     validations, validation_notes = _read_validations(directory / "validation", metrics, config)
-    return Arm(
+    return Training(
         name=name,
         path=directory,
         metrics=metrics,
         validations=validations,
         config=config,
-        method=_method(config, name),
+        method=_method(config),
         notes=(*notes, *validation_notes),
+        record=_read_record(directory),
     )
 
 
-def _method(config: Mapping[str, Any], name: str) -> "Algorithm | None":
-    """The registered method of a flattened configuration; by the directory's name where none was recorded."""
-    from gtpo_verl.algorithms.registry import algorithm_of, algorithms
+def _method(config: Mapping[str, Any]) -> "Algorithm | None":
+    """The registered method of a flattened configuration; None where none was recorded."""
+    from gtpo_verl.algorithms.registry import algorithm_of
 
     estimator = config.get("algorithm.adv_estimator")
     if estimator is None:
-        return algorithms().get(name)
+        return None
     actor = "actor_rollout_ref.actor"
     loss = {"loss_mode": config.get(f"{actor}.policy_loss.loss_mode")}
     objective = {"policy_loss": loss, "loss_agg_mode": config.get(f"{actor}.loss_agg_mode")}
     return algorithm_of({"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {"actor": objective}})
+
+
+def read_credit_samples(training: Training) -> list[dict[str, Any]]:
+    """The sampled responses with their advantages, of the last step that has any; empty where none were kept."""
+    file = training.path / SAMPLES_FILE
+    if not training.path.is_dir() or not file.is_file():
+        return []
+    lines = [line for _, line in read_json_lines(file) if isinstance(line, dict) and line.get("samples")]
+    kept = [line for line in lines if line["step"] <= training.last_step]
+    return [sample | {"step": kept[-1]["step"]} for sample in kept[-1]["samples"]] if kept else []
 
 
 def logged_accuracies(keys: Collection[str]) -> dict[str, str]:
@@ -432,15 +509,6 @@ def _read_config(file: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise UserError(f"{file} is not valid YAML: repair it, or remove it to report without it") from error
     return dict(flatten(config)) if isinstance(config, dict) else {}
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested dict; an empty section is a value."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _listed(steps: Sequence[str]) -> str:

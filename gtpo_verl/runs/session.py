@@ -2,17 +2,28 @@
 
 import datetime as dt
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import yaml
 
 from gtpo_verl.errors import first_line
 from gtpo_verl.files import write_text
 from gtpo_verl.runs import terminal
-from gtpo_verl.runs.directory import CONFIG_FILE, STOP_FILE, link_model, write_record
+from gtpo_verl.runs.directory import (
+    CONFIG_FILE,
+    DIFF_FILE,
+    STOP_FILE,
+    flatten,
+    link_model,
+    read_record,
+    write_record,
+)
 from gtpo_verl.runs.lock import training_lock
-from gtpo_verl.runs.provenance import hardware, run_versions
+from gtpo_verl.runs.provenance import checksums, code_state, hardware, run_versions
 
 SIGNALS = {
     signal.SIGINT: "Ctrl-C",
@@ -22,17 +33,20 @@ SIGNALS = {
 
 
 @contextmanager
-def training_session(run_dir: Path, *, config: str, command: str) -> Iterator[None]:
+def training_session(run_dir: Path, *, config: str, command: str, overrides: Sequence[str] = ()) -> Iterator[None]:
     """Hold the run directory for the training in the block, and keep ``run.json`` up to date.
 
     The status is ``running``, then ``complete``, ``interrupted`` (a signal, or the file ``STOP``) or ``failed``, with
     the reason. The first signal asks the trainer to stop after its step, by ``STOP``, and is recorded at once, because
     whoever sent it may kill the process before the step ends; a second Ctrl-C raises KeyboardInterrupt.
 
+    The record is that of the last attempt, with the start and the end of all of them in ``attempts``.
+
     Args:
         run_dir: made if it does not exist.
-        config: the resolved configuration, written to ``config.yaml``.
+        config: the resolved configuration as YAML, written to ``config.yaml``.
         command: the command line that repeats the training.
+        overrides: as they were typed.
 
     Raises:
         UserError: another training writes to the directory.
@@ -41,36 +55,71 @@ def training_session(run_dir: Path, *, config: str, command: str) -> Iterator[No
         stop = run_dir / STOP_FILE
         stop.unlink(missing_ok=True)
         write_text(run_dir / CONFIG_FILE, config)
-        facts = {
-            "name": run_dir.name,
-            "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": command,
-            "versions": run_versions(),
-            "hardware": hardware(),
-        }
-
-        def record(status: str, reason: str | None = None) -> None:
-            write_record(run_dir, facts | {"status": status} | ({"reason": reason} if reason else {}))
-
-        record("running")
-        stopper = _Stopper(stop, lambda reason: record("interrupted", reason))
+        record = _Record(run_dir, yaml.safe_load(config), command, overrides)
+        stopper = _Stopper(stop, record.stopping)
         try:
             with stopper.listening():
                 yield
         except KeyboardInterrupt:
-            record("interrupted", stopper.reason)
+            record.close("interrupted", stopper.reason)
             raise
         except Exception as error:
-            record("failed", first_line(error))
+            record.close("failed", first_line(error))
             raise
         if stop.exists():
-            record("interrupted", stopper.reason)
+            record.close("interrupted", stopper.reason)
         else:
-            record("complete")
+            record.close("complete", "all steps were trained")
         stop.unlink(missing_ok=True)
         model = link_model(run_dir)
         if model:
             print(f"Trained model: {model}", flush=True)
+
+
+class _Record:
+    """``run.json`` of a training, written as it starts and as it ends."""
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], command: str, overrides: Sequence[str]) -> None:
+        self.run_dir = run_dir
+        self.config = dict(flatten(config))
+        earlier = read_record(run_dir) or {}
+        started = _now()
+        code, changes = code_state()
+        if changes:
+            write_text(run_dir / DIFF_FILE, changes)
+        else:
+            (run_dir / DIFF_FILE).unlink(missing_ok=True)
+        self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
+        self.attempt["commit"] = code["commit"]
+        self.facts: dict[str, Any] = {
+            "name": run_dir.name,
+            "created": earlier.get("created", started),
+            "command": command,
+            "overrides": list(overrides),
+            "seed": self.config.get("seed"),
+            "code": code,
+            "versions": run_versions(),
+            "hardware": hardware(),
+            "checksums": checksums(self.config),
+            "attempts": [*earlier.get("attempts", []), self.attempt],
+        }
+        write_record(run_dir, self.facts | {"status": "running"})
+
+    def stopping(self, reason: str) -> None:
+        """Record why the attempt is about to end; it may be killed before it does."""
+        self.attempt |= {"status": "interrupted", "exit_reason": reason}
+        write_record(self.run_dir, self.facts | {"status": "interrupted", "reason": reason})
+
+    def close(self, status: str, reason: str) -> None:
+        """Record the end of the attempt."""
+        self.attempt |= {"ended": _now(), "status": status, "exit_reason": reason}
+        if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
+            self.facts["checksums"] = checksums(self.config)
+        write_record(self.run_dir, self.facts | {"status": status, "reason": reason})
+
+
+def _now() -> str:
+    return dt.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 class _Stopper:

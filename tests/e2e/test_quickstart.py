@@ -18,6 +18,7 @@ import pytest
 import torch
 from metrics_doc import undocumented
 
+from gtpo_verl.runs.provenance import FILE_KEYS
 from gtpo_verl.tasks.sums.task import Task
 
 pytestmark = pytest.mark.e2e
@@ -35,11 +36,32 @@ def credit(quickstart: Quickstart, step: int) -> dict[str, Any]:
 def test_it_trained_to_its_end(quickstart: Quickstart, metrics: Metrics) -> None:
     record = json.loads((quickstart.directory / "run.json").read_text())
     assert (record["status"], record["complete"]) == ("complete", ["gtpo"])
-    assert json.loads((quickstart.arm / "run.json").read_text())["status"] == "complete"
+    own = json.loads((quickstart.arm / "run.json").read_text())
+    assert (own["status"], [attempt["status"] for attempt in own["attempts"]]) == ("complete", ["complete"])
+    assert "algo=gtpo" in own["overrides"]
+    assert set(own["checksums"]) == set(FILE_KEYS)
+    assert all(len(digest) == 64 for digest in own["checksums"].values())
     steps = metrics(quickstart.arm)
     assert sorted(steps) == [0, *STEPS]  # 0 is the validation before training
     for step in (0, STEPS[-1]):
         assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[step])
+
+
+def test_samples_for_the_report_have_the_advantages_that_were_trained_on(quickstart: Quickstart) -> None:
+    last = STEPS[-1]
+    (line,) = (json.loads(line) for line in (quickstart.arm / "credit_samples.jsonl").read_text().splitlines())
+    assert (line["step"], [sample["correct"] for sample in line["samples"]]) == (last, [True, False])
+    batch = credit(quickstart, last)
+    trained_on = [
+        (bool(correct), advantages[mask].tolist())
+        for correct, advantages, mask in zip(batch["correct"], batch["advantages"], batch["response_mask"], strict=True)
+    ]
+    for sample in line["samples"]:
+        expected = (sample["correct"], pytest.approx(sample["advantages"], abs=1e-4))
+        assert any(row == expected for row in trained_on)
+        assert len(sample["tokens"]) == len(sample["advantages"]) == sample["length"]
+    page = (quickstart.directory / "report.html").read_text()
+    assert "Where the credit went" in page
 
 
 def test_two_ranks_and_two_replicas_did_the_work(quickstart: Quickstart) -> None:

@@ -251,6 +251,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer.replay_buffer": "attribute",
         "PPOTrainer.role_worker_mapping": "attribute",
         "PPOTrainer.step": "(self, metrics, timing_raw)",
+        "PPOTrainer.tokenizer": "attribute",
         "PPOTrainer.total_training_steps": "attribute",
         "PPOTrainer.train_dataloader": "attribute",
         "PPOTrainer.trainer_mode": "attribute",

@@ -41,7 +41,7 @@ class Trainer(ours.CreditAssignmentMixin):
                 "algorithm": defaults | algorithm,
                 "data": {"max_response_length": LIMIT},
                 "reward": {"reward_kwargs": {"max_resp_len": LIMIT, "overlong_buffer_cfg": {"enable": False}}},
-                "trainer": {"credit_dump_freq": 0, "default_local_dir": str(run_dir)},
+                "trainer": {"credit_dump_freq": 0, "test_freq": -1, "default_local_dir": str(run_dir)},
             }
         )
 

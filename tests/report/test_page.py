@@ -68,7 +68,7 @@ def written(tmp_path_factory, run_writer):
 def test_the_page_is_one_file_that_loads_nothing(written):
     page = Page(written.html)
     assert page.open == []
-    assert len(page.images) == 7
+    assert len(page.images) == 9
     assert all(address.startswith("data:image/png;base64,") for address in page.addresses)
     source = re.sub(
         r"data:image/png;base64,[A-Za-z0-9+/=]+", "", written.html.read_text()
@@ -102,10 +102,11 @@ def test_every_arm_is_drawn_in_its_colour(written):
 def test_the_page_says_what_the_summary_says(written):
     text = Page(written.html).text
     summary = json.loads(written.summary.read_text())
-    assert summary["schema"] == 2
-    assert [arm["label"] for arm in summary["arms"]] == ["dapo", "gtpo", "grpo_s"]
-    for arm in summary["arms"]:
-        (source,) = arm["sources"].values()
+    assert summary["schema"] == 3
+    assert [arm["method"] for arm in summary["arms"]] == ["dapo", "gtpo", "grpo_s"]
+    trainings = [training for arm in summary["arms"] for training in arm["trainings"]]
+    for training in trainings:
+        (source,) = training["sources"].values()
         change = source["change"]
         interval = change["difference"]["interval"]
         assert source["verdict"] in text
@@ -114,9 +115,10 @@ def test_the_page_says_what_the_summary_says(written):
         assert change["samples"] == [1_000, 1_000]
         assert change["prompts"] == 500
         assert [point["step"] for point in source["curve"]] == [0, 10, 20, 30, 40, 50, 60]
-    gain = [arm["sources"]["arithmetic"]["change"]["difference"]["value"] for arm in summary["arms"]]
-    assert summary["means"]["arithmetic"]["difference"]["value"] == pytest.approx(sum(gain) / 3)
-    assert summary["comparisons"][0]["gain"]["value"] == pytest.approx(gain[1] - gain[0])
+    gain = [one["sources"]["arithmetic"]["change"]["difference"]["value"] for one in trainings]
+    assert summary["over_prompts"][0]["gain"]["value"] == pytest.approx(gain[1] - gain[0])
+    assert summary["over_seeds"] == {"final": [], "comparisons": []}
+    assert "over seeds" not in text
 
 
 def test_the_page_tells_how_it_was_run(written):
@@ -136,8 +138,8 @@ def test_the_page_tells_how_it_was_run(written):
 
 def test_table_fits_a_terminal_of_eighty_columns(written):
     table = render(written)
-    rows = [line for line in table.splitlines() if line.strip().startswith(("DAPO", "GTPO", "GRPO-S", "mean"))]
-    assert len(rows) == 4
+    rows = [line for line in table.splitlines() if line.strip().startswith(("DAPO", "GTPO", "GRPO-S"))]
+    assert len(rows) == 3
     assert re.search(r"GTPO +\d\d\.\d % +\d\d\.\d % +\+\d\d\.\d +\+\d\d\.\d to \+\d\d\.\d +1,000 +500 +60", table)
     assert str(written.html) in table
 
@@ -161,6 +163,8 @@ def test_what_was_not_logged_is_named_and_no_figure_of_another_report_stays(runs
         "accuracy-dark.png",
         "accuracy.png",
         "of_somebody_else.png",
+        "pass_at_k-dark.png",
+        "pass_at_k.png",
     ]
     text = Page(result.html).text
     assert "Sign flips: no arm logged credit/sign_flip_correct, credit/sign_flip_wrong." in text
@@ -192,21 +196,21 @@ def test_several_data_sources_are_never_pooled(runs):
         assert f"quickstart, {source}" in render(result)
     assert "530 prompts" not in text
     summary = json.loads(result.summary.read_text())
-    assert [comparison["source"] for comparison in summary["comparisons"]] == ["aime", "math"]
-    assert {len(arm["sources"]) for arm in summary["arms"]} == {2}
+    assert [comparison["source"] for comparison in summary["over_prompts"]] == ["aime", "math"]
+    assert {len(one["sources"]) for arm in summary["arms"] for one in arm["trainings"]} == {2}
     figure = figures.draw_headline(result.arms, plots.LIGHT)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["aime", "math"]
 
 
 def test_runs_side_by_side(runs, monkeypatch):
-    first, second = (runs.run(name, arms=["gtpo"], bare=True) for name in ("first", "second"))
+    first, second = (runs.run(name, arms=[arm], bare=True) for name, arm in (("first", "dapo"), ("second", "gtpo")))
     monkeypatch.chdir(runs.root.parent)
     arguments = argparse.ArgumentParser()
     report.add_arguments(arguments)
     assert report.run(arguments.parse_args([str(first), str(second)])) == 0
     page = Page(Path("outputs/report-first-second/report.html"))
     assert "first · second" in page.text
-    assert "second/gtpo − first/gtpo" in page.text
+    assert "GTPO − DAPO" in page.text
 
 
 def test_text_of_a_run_cannot_become_markup(runs):

@@ -6,17 +6,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.report import tables
 from gtpo_verl.report.accuracy import Accuracy
-from gtpo_verl.report.results import ArmResult, arm_results, comparisons, config_differences, data_sources, mean_changes
+from gtpo_verl.report.results import ArmResult, TrainingResult, arm_results, cost_until, data_sources, trainings_of
+from gtpo_verl.report.results import comparisons as compare
 from gtpo_verl.report.words import notes, points, status_text, verdict
+from gtpo_verl.runs.design import design, setting_differences
 from gtpo_verl.runs.reader import read_run, read_runs
 from gtpo_verl.runs.statistics import Interval
 
 
 def write_arm(path: Path, validations: dict[int, dict[str, list[int]]], **last: float) -> Path:
-    """An arm with these verdicts, {step: {prompt: verdicts}}."""
+    """A training with these verdicts, {step: {prompt: verdicts}}, of the algorithm that its directory is named for."""
     (path / "validation").mkdir(parents=True)
+    entry = algorithms().get(path.name)
+    if entry:
+        actor = {"loss_agg_mode": entry.aggregation, "policy_loss": {"loss_mode": entry.loss}}
+        config = {"algorithm": {"adv_estimator": entry.estimator}, "actor_rollout_ref": {"actor": actor}}
+        (path / "config.yaml").write_text(json.dumps(config))
     lines = [json.dumps({"step": step, "data": last}) for step in sorted(validations)]
     (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     for step, prompts in validations.items():
@@ -25,12 +33,34 @@ def write_arm(path: Path, validations: dict[int, dict[str, list[int]]], **last: 
     return path
 
 
-def results_of(*paths: Path):
-    return arm_results(read_runs(list(paths)))
+def arms_of(*paths: Path) -> tuple[ArmResult, ...]:
+    runs = read_runs(list(paths))
+    return arm_results(design(runs), runs)
 
 
-def only(result: ArmResult) -> Accuracy:
-    """The accuracy of an arm with a single data source."""
+def results_of(*paths: Path) -> list[TrainingResult]:
+    return trainings_of(arms_of(*paths))
+
+
+def status_of(*paths: Path) -> str | None:
+    runs = read_runs(list(paths))
+    return status_text(runs, arm_results(design(runs), runs))
+
+
+def comparisons(*paths: Path):
+    runs = read_runs(list(paths))
+    compared = design(runs)
+    return compare(compared, arm_results(compared, runs))
+
+
+def notes_of(*paths: Path) -> list[str]:
+    runs = read_runs(list(paths))
+    compared = design(runs)
+    return notes(runs, compared, arm_results(compared, runs), [])
+
+
+def only(result: TrainingResult) -> Accuracy:
+    """The accuracy of a training with a single data source."""
     (accuracy,) = result.accuracies.values()
     return accuracy
 
@@ -58,7 +88,7 @@ def test_change_is_on_the_prompts_of_both_validations(tmp_path: Path):
     assert (accuracy.change.before, accuracy.change.after) == (0.5, 1.0)
     assert (accuracy.change.samples, accuracy.change.prompts) == ((2, 2), 2)
     assert accuracy.curve[0].accuracy == pytest.approx(2 / 3)  # the curve shows all there is
-    text = " ".join(notes([read_run(arm)], [result]))
+    text = " ".join(notes_of(arm))
     assert "GTPO: 1 prompts are only in the first or only in the last validation: left out of the change" in text
 
 
@@ -68,22 +98,18 @@ def test_true_gains_are_inside_their_intervals_and_ordered(runs):
     difficulty = np.random.default_rng(99).normal(-0.2, 1.4, 500)  # as the runs were written
     chance = lambda progress: 1 / (1 + np.exp(-(difficulty + progress)))  # noqa: E731
     for result in (dapo, gtpo, grpo_s):
-        truth = float(np.mean(chance(gains[result.label]) - chance(0)))
+        truth = float(np.mean(chance(gains[result.training.name]) - chance(0)))
         interval = only(result).change.difference.interval
         assert interval.low <= truth <= interval.high
         assert 0.02 < interval.high - interval.low < 0.1
     assert only(dapo).change.after < only(grpo_s).change.after < only(gtpo).change.after
 
 
-def test_mean_and_comparisons_are_paired(tmp_path: Path):
+def test_comparisons_are_paired(tmp_path: Path):
     one = write_arm(tmp_path / "dapo", {0: {"a": [0], "b": [0], "c": [0]}, 9: {"a": [0], "b": [1], "c": [0]}})
     two = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [1], "c": [0]}, 9: {"a": [1], "b": [1], "c": [0]}})
-    arms = results_of(one, two)
-    (mean,) = mean_changes(arms).values()
-    assert (mean.before, mean.after) == (pytest.approx(1 / 6), pytest.approx(1 / 2))
-    assert mean.difference.value == pytest.approx(1 / 3)
-    (comparison,) = comparisons(arms)
-    assert (comparison.arm.label, comparison.baseline.label) == ("gtpo", "dapo")
+    (comparison,) = comparisons(one, two)
+    assert (comparison.arm.name, comparison.baseline.name) == ("GTPO", "DAPO")
     assert comparison.difference.prompts == 3
     assert comparison.difference.after.value == pytest.approx(1 / 3)
     assert comparison.difference.gain.value == 0
@@ -92,25 +118,21 @@ def test_mean_and_comparisons_are_paired(tmp_path: Path):
 def test_arms_of_different_length_are_compared_at_the_last_common_step(tmp_path: Path):
     one = write_arm(tmp_path / "dapo", {0: {"a": [0], "b": [0]}, 5: {"a": [0], "b": [1]}, 9: {"a": [1], "b": [1]}})
     two = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [0]}, 5: {"a": [1], "b": [1]}})
-    arms = results_of(one, two)
-    (comparison,) = comparisons(arms)
+    (comparison,) = comparisons(one, two)
     found = comparison.difference
     assert (found.step, found.after.value, found.gain.value) == (5, 0.5, 0.5)
-    assert mean_changes(arms) == {}
 
 
 def test_arms_with_other_prompts_are_not_compared(tmp_path: Path):
     one = write_arm(tmp_path / "dapo", {0: {"a": [0]}, 9: {"a": [1]}})
     two = write_arm(tmp_path / "gtpo", {0: {"z": [0]}, 9: {"z": [1]}})
-    arms = results_of(one, two)
-    assert comparisons(arms) == ()
-    assert mean_changes(arms) == {}
+    assert comparisons(one, two) == ()
 
 
 def test_without_samples_the_logged_mean_stands_alone(runs):
     runs.arm(runs.root / "mine", dumps=False, samples=4)
     (result,) = results_of(runs.root / "mine")
-    _, logged = result.arm.series("val-core/arithmetic/acc/mean@4")
+    _, logged = result.training.series("val-core/arithmetic/acc/mean@4")
     accuracy = only(result)
     assert [point.accuracy for point in accuracy.curve] == logged.tolist()
     assert accuracy.change.difference.interval is None
@@ -133,23 +155,20 @@ def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
         "aime": "Accuracy fell from 100.0 % to 33.3 % between steps 0 and 9, a clear loss on 30 prompts.",
         "math": "Accuracy rose from 0.0 % to 66.6 % between steps 0 and 9, a clear gain on 500 prompts.",
     }
-    text = " ".join(notes([read_run(arm)], [result]))
+    text = " ".join(notes_of(arm))
     assert "With 30 or fewer prompts the intervals on aime are too narrow." in text
     assert "on math are too narrow" not in text
-    rows = tables.change_rows([result], {}, data_sources([result]))
+    rows = tables.change_rows([result], data_sources(arms_of(arm)))
     assert [row[:5] for row in rows] == [
         ["GTPO", "aime", "100.0 %", "33.3 %", "−66.7"],
         ["GTPO", "math", "0.0 %", "66.6 %", "+66.6"],
     ]
 
 
-def test_comparisons_and_means_are_per_source(runs):
+def test_comparisons_are_per_source(runs):
     path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), bare=True)
-    arms = results_of(path)
-    assert [comparison.source for comparison in comparisons(arms)] == ["aime", "math"]
-    assert {comparison.difference.prompts for comparison in comparisons(arms)} == {250}
-    means = mean_changes(arms)
-    assert means["aime"].difference.interval.low > 0 > means["math"].difference.interval.high
+    assert [comparison.source for comparison in comparisons(path)] == ["aime", "math"]
+    assert {comparison.difference.prompts for comparison in comparisons(path)} == {250}
 
 
 def test_samples_that_name_no_source_are_not_pooled_over_several(runs):
@@ -157,10 +176,10 @@ def test_samples_that_name_no_source_are_not_pooled_over_several(runs):
     (result,) = results_of(runs.root / "mine")
     assert list(result.accuracies) == ["aime", "amc"]
     for source, accuracy in result.accuracies.items():
-        _, logged = result.arm.series(f"val-core/{source}/acc/mean@2")
+        _, logged = result.training.series(f"val-core/{source}/acc/mean@2")
         assert [point.accuracy for point in accuracy.curve] == logged.tolist()
         assert accuracy.change.difference.interval is None
-    text = " ".join(notes([read_run(runs.root / "mine")], [result]))
+    text = " ".join(notes_of(runs.root / "mine"))
     assert "do not name their data source, and several were logged (aime, amc)" in text
 
 
@@ -179,7 +198,7 @@ def test_intervals_are_over_clusters_where_the_data_names_them(runs):
     width = lambda point: point.interval.high - point.interval.low  # noqa: E731
     assert width(first) > 2 * width(other)
     assert "a clear gain on 500 prompts in 50 clusters" in verdict(only(clustered))
-    assert "clusters of similar prompts" in notes([read_run(runs.root / "clustered")], [clustered])[0]
+    assert "clusters of similar prompts" in " ".join(notes_of(runs.root / "clustered"))
 
 
 def test_an_older_validation_without_clusters_takes_those_of_the_others(tmp_path: Path):
@@ -189,17 +208,25 @@ def test_an_older_validation_without_clusters_takes_those_of_the_others(tmp_path
     assert only(results_of(arm)[0]).change.clusters == 3
 
 
-def test_arms_are_named_by_their_configuration(runs):
+def test_arms_are_named_by_their_configuration_and_logs_without_one_by_their_file(runs):
     runs.arm(runs.root / "mine", algorithm="gtpo", bare=True)
     runs.arm(runs.root / "grpo_s", config=False, bare=True)
     runs.arm(runs.root / "theirs", config=False, bare=True)
-    assert [r.name for r in results_of(*map(runs.root.joinpath, ("mine", "grpo_s", "theirs")))] == [
-        "GTPO",
-        "GRPO-S",
-        "theirs",
-    ]
-    runs.arm(runs.root / "gtpo", algorithm="gtpo", bare=True)
-    assert [r.name for r in results_of(runs.root / "gtpo", runs.root / "mine")] == ["gtpo", "GTPO (mine)"]
+    names = [one.name for one in results_of(*map(runs.root.joinpath, ("mine", "grpo_s", "theirs")))]
+    assert names == ["GTPO", "grpo_s", "theirs"]
+
+
+def test_cost_counts_rejected_groups_and_leaves_validation_out(runs):
+    runs.arm(runs.root / "gtpo")
+    training = read_run(runs.root / "gtpo").trainings[0]
+    _, groups = training.series("training/filter_groups/generated_groups")
+    _, step = training.series("timing_s/step")
+    responses, seconds = (cost_until(training, what) for what in ("responses", "seconds"))
+    assert (responses[0], seconds[0]) == (0, 0)
+    assert responses[60] == pytest.approx(8 * groups.sum())
+    assert seconds[2] == pytest.approx(step[:2].sum())
+    runs.arm(runs.root / "bare", bare=True)
+    assert cost_until(read_run(runs.root / "bare").trainings[0], "seconds") is None
 
 
 @pytest.mark.parametrize(
@@ -233,7 +260,7 @@ def test_notes_name_what_the_interval_does_not_cover_and_what_is_odd(tmp_path: P
     path = write_arm(
         tmp_path / "arm", {5: {"a": [0], "b": [1]}, 9: {"a": [1], "b": [1]}}, **{"val-core/x/acc/mean@1": 0.7}
     )
-    text = " ".join(notes([read_run(path)], results_of(path)))
+    text = " ".join(notes_of(path))
     assert "not the training seed" in text
     assert "With 30 or fewer prompts the intervals are too narrow" in text
     assert "the first validation is at step 5, so “before” is not before training" in text
@@ -241,50 +268,43 @@ def test_notes_name_what_the_interval_does_not_cover_and_what_is_odd(tmp_path: P
 
 
 def test_a_healthy_run_has_only_the_general_note_and_its_own(runs):
-    run = read_run(runs.run(prompts=40))
-    general, own = notes([run], arm_results([run]))
+    path = runs.run(prompts=40)
+    general, *unknown, own = notes_of(path)
     assert general.startswith(
-        "The intervals come from a paired cluster bootstrap: prompts, drawn with replacement 10,000"
+        "Over prompts: intervals come from a paired cluster bootstrap: prompts, drawn with replacement 10,000"
     )
-    assert own == run.notes[0]
+    assert [note.split(": ")[1] for note in unknown] == ["the commit.", "versions.", "checksums of model and data."]
+    assert own == read_run(path).notes[0]
 
 
 def test_status_of_an_interrupted_run_says_how_far_it_came(runs):
     path = runs.run(arms=["dapo", "gtpo"], planned=["dapo", "gtpo", "grpo_s"], status="interrupted", prompts=20)
-    run = read_run(path)
-    assert status_text([run], arm_results([run])) == (
+    assert status_of(path) == (
         "quickstart was interrupted, so this report is partial "
         "(DAPO at step 60 of 60, GTPO at step 60 of 60, grpo_s not started)."
     )
-    single = read_run(path / "gtpo")
-    assert status_text([single], arm_results([single])) == (
+    assert status_of(path / "gtpo") == (
         "quickstart/gtpo was interrupted, so this report is partial (GTPO at step 60 of 60)."
     )
-    complete = read_run(runs.run("other", prompts=20))
-    assert status_text([complete], arm_results([complete])) is None
+    assert status_of(runs.run("other", prompts=20)) is None
 
 
 def test_step_seconds_add_up_to_the_step_and_the_validation(runs):
     (result,) = results_of(runs.arm(runs.root / "gtpo"))
-    _, step = result.arm.series("timing_s/step")
-    _, testing = result.arm.series("timing_s/testing")
+    _, step = result.training.series("timing_s/step")
+    _, testing = result.training.series("timing_s/testing")
     assert list(result.step_seconds)[:2] == ["rollout", "old log-probs"]
     assert sum(result.step_seconds.values()) == pytest.approx(step.mean() + testing.sum() / len(step))
     assert result.step_seconds["other"] == pytest.approx(0.15)
     assert result.step_seconds["checkpoint"] == pytest.approx(1.4 / 20)
 
 
-def test_labels_are_the_shortest_that_differ(runs):
-    for name in ("first", "second"):
-        runs.run(name, arms=["dapo", "gtpo"], prompts=20, bare=True)
-    first, second = runs.root / "first", runs.root / "second"
-    assert [r.label for r in results_of(first)] == ["dapo", "gtpo"]
-    assert [r.label for r in results_of(first / "gtpo", second / "dapo")] == ["gtpo", "dapo"]
-    assert [r.label for r in results_of(first, second)] == ["first/dapo", "first/gtpo", "second/dapo", "second/gtpo"]
+def trainings(*paths: Path):
+    return [training for path in paths for training in read_run(path).trainings]
 
 
-def test_config_differences_are_those_of_the_algorithm(runs):
-    found = config_differences(results_of(runs.run(prompts=20, bare=True)))
+def test_differing_settings_are_those_of_the_algorithm(runs):
+    found = setting_differences(trainings(runs.run(prompts=20, bare=True)))
     assert found is not None
     settings, bookkeeping = found
     assert settings == {
@@ -298,13 +318,13 @@ def test_config_differences_are_those_of_the_algorithm(runs):
     ]
 
 
-def test_config_differences_need_two_configurations(runs):
+def test_differing_settings_need_two_configurations(runs):
     runs.arm(runs.root / "with")
     runs.arm(runs.root / "without", config=False)
-    arms = results_of(runs.root / "with", runs.root / "without")
-    assert config_differences(arms) is None
+    both = trainings(runs.root / "with", runs.root / "without")
+    assert setting_differences(both) is None
     runs.arm(runs.root / "dapo", algorithm="dapo")
-    settings, _ = config_differences(results_of(runs.root / "with", runs.root / "without", runs.root / "dapo"))
+    settings, _ = setting_differences([*both, *trainings(runs.root / "dapo")])
     assert settings["algorithm.adv_estimator"] == ["gtpo", "not known", "grpo"]
 
 

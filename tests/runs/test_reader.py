@@ -62,18 +62,18 @@ def test_json_of_another_form_is_refused(tmp_path: Path, line: str):
 
 def test_series_skips_steps_without_the_key(tmp_path: Path):
     write_metrics(tmp_path / "a" / "metrics.jsonl", step(0, val=0.1), step(1, x=1), step(5, val=0.2))
-    steps, values = read_run(tmp_path / "a").arms[0].series("val")
+    steps, values = read_run(tmp_path / "a").trainings[0].series("val")
     assert steps.tolist() == [0, 5]
     assert values.tolist() == [0.1, 0.2]
-    assert read_run(tmp_path / "a").arms[0].series("nothing")[0].size == 0
+    assert read_run(tmp_path / "a").trainings[0].series("nothing")[0].size == 0
 
 
 def test_run_directory_with_its_record(runs):
     run = read_run(runs.run())
-    assert [arm.name for arm in run.arms] == ["dapo", "gtpo", "grpo_s"]
+    assert [arm.name for arm in run.trainings] == ["dapo", "gtpo", "grpo_s"]
     assert (run.name, run.status, run.seed) == ("quickstart", "complete", 7)
     assert run.versions["verl"] == "0.9.1"
-    arm = run.arms[1]
+    arm = run.trainings[1]
     assert arm.last_step == 60
     validations = arm.validations["arithmetic"]
     assert [validation.step for validation in validations] == [0, 10, 20, 30, 40, 50, 60]
@@ -83,32 +83,57 @@ def test_run_directory_with_its_record(runs):
 
 
 def test_validation_samples_average_to_the_logged_accuracy(runs):
-    arm = read_run(runs.run()).arms[0]
+    arm = read_run(runs.run()).trainings[0]
     _, logged = arm.series("val-core/arithmetic/acc/mean@2")
     np.testing.assert_allclose([v.accuracy.mean() for v in arm.validations["arithmetic"]], logged, atol=1e-12)
 
 
-def test_without_a_record_the_known_arms_come_first(tmp_path: Path):
-    for name in ("aaa", "grpo_s", "gtpo", "dapo"):  # no configuration: known by their names
-        write_metrics(tmp_path / "run" / name / "metrics.jsonl", step(1, x=1))
-    run = read_run(tmp_path / "run")
-    assert [arm.name for arm in run.arms] == ["dapo", "gtpo", "grpo_s", "aaa"]
-    assert (run.name, run.status, run.command, run.seed) == ("run", None, None, None)
+def test_without_a_record_trainings_come_in_the_order_of_the_registry(runs):
+    for name, algorithm in (("a", "grpo_s"), ("b", "gtpo"), ("c", "dapo")):
+        runs.arm(runs.root / name, algorithm=algorithm, bare=True, prompts=4)
+    runs.arm(runs.root / "dapo", config=False, bare=True, prompts=4)  # a name is not a configuration
+    run = read_run(runs.root)
+    assert [training.name for training in run.trainings] == ["c", "b", "a", "dapo"]
+    assert (run.name, run.status, run.command, run.seed) == ("outputs", None, None, None)
 
 
 def test_an_arm_that_did_not_log_a_step_is_missing_not_broken(runs):
     path = runs.run(arms=["dapo"], planned=["dapo", "gtpo", "grpo_s"], status="interrupted")
     write_metrics(path / "gtpo" / "metrics.jsonl", '{"step": 0')
     run = read_run(path)
-    assert [arm.name for arm in run.arms] == ["dapo"]
-    assert run.missing_arms == ("gtpo", "grpo_s")
+    assert [arm.name for arm in run.trainings] == ["dapo"]
+    assert run.missing == ("gtpo", "grpo_s")
 
 
-def test_single_arm_takes_the_record_of_its_run(runs):
-    run = read_run(runs.run() / "gtpo")
-    assert run.name == "quickstart/gtpo"
-    assert run.command == "gtpo-verl quickstart --output outputs/quickstart"
-    assert [arm.name for arm in run.arms] == ["gtpo"]
+def test_single_training_has_its_own_record_and_without_one_that_of_its_run(runs):
+    path = runs.run()
+    run = read_run(path / "gtpo")
+    assert (run.name, run.command) == ("quickstart/gtpo", "gtpo-verl quickstart --output outputs/quickstart")
+    assert [training.name for training in run.trainings] == ["gtpo"]
+    (path / "gtpo" / "run.json").write_text(
+        json.dumps({"name": "gtpo", "command": "gtpo-verl train", "status": "failed"})
+    )
+    run = read_run(path / "gtpo")
+    assert (run.name, run.command, run.status) == ("quickstart/gtpo", "gtpo-verl train", "failed")
+    assert read_run(path).status == "complete"
+
+
+def test_a_sweep_lists_its_runs_and_names_those_that_are_missing(runs):
+    path = runs.sweep(
+        arms=["dapo", "gtpo"], seeds=[0, 10], statuses={"algo=gtpo,seed=0": "missing"}, bare=True, prompts=4
+    )
+    run = read_run(path)
+    assert run.name == "sweep"
+    assert [(one.axes["algo"], one.seed, one.status) for one in run.trainings] == [
+        ("dapo", "0", "complete"),
+        ("dapo", "10", "complete"),
+        ("gtpo", "10", "complete"),
+    ]
+    assert run.missing == ("algo=gtpo,seed=0",)
+    assert run.sweep.baseline == {"algo": "dapo"}
+    (path / "sweep.json").write_text('{"runs": []}')
+    with pytest.raises(UserError, match="is no description of a sweep"):
+        read_run(path)
 
 
 def test_a_training_whose_process_is_dead_was_interrupted_whatever_its_record_says(runs):
@@ -130,7 +155,7 @@ def test_file_of_verls_own_logger(tmp_path: Path):
     file = write_metrics(tmp_path / "project" / "experiment.jsonl", step(0, val=1), step(1, x=1))
     run = read_run(file)
     assert run.name == "experiment"
-    assert run.arms[0].last_step == 1
+    assert run.trainings[0].last_step == 1
 
 
 def test_same_prompt_with_another_ground_truth_is_another_prompt(tmp_path: Path):
@@ -141,7 +166,7 @@ def test_same_prompt_with_another_ground_truth_is_another_prompt(tmp_path: Path)
         {"input": "p", "gts": "2", "acc": 0},
         {"input": "p", "gts": "2", "acc": 1.0},
     )
-    (validation,) = read_run(tmp_path).arms[0].validations["unknown"]
+    (validation,) = read_run(tmp_path).trainings[0].validations["unknown"]
     assert sorted(validation.accuracy.tolist()) == [0.5, 1.0]
     assert validation.samples == 3
 
@@ -149,7 +174,7 @@ def test_same_prompt_with_another_ground_truth_is_another_prompt(tmp_path: Path)
 def test_samples_without_verdict_count_as_wrong_as_in_verl(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1}, {"input": "p", "acc": None}, '{"inp')
-    arm = read_run(tmp_path).arms[0]
+    arm = read_run(tmp_path).trainings[0]
     assert arm.validations["unknown"][0].accuracy.tolist() == [0.5]
     assert arm.notes == (
         "1 sample of the validation of step 0 could not be read and left out",
@@ -160,7 +185,7 @@ def test_samples_without_verdict_count_as_wrong_as_in_verl(tmp_path: Path):
 def test_validation_without_any_verdict_is_left_out(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "score": 0.3})
-    arm = read_run(tmp_path).arms[0]
+    arm = read_run(tmp_path).trainings[0]
     assert arm.validations == {}
     assert arm.notes == ("validation of step 0 left out: its samples have no verdict (acc)",)
 
@@ -169,7 +194,7 @@ def test_validation_beyond_the_last_step_belongs_to_an_abandoned_attempt(tmp_pat
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1), step(5, x=1))
     for number in (0, 10):
         write_metrics(tmp_path / "validation" / f"{number}.jsonl", {"input": "p", "acc": 1})
-    arm = read_run(tmp_path).arms[0]
+    arm = read_run(tmp_path).trainings[0]
     assert [validation.step for validation in arm.validations["unknown"]] == [0]
     assert arm.notes == ("validation of step 10 left out: the metrics end at step 5",)
 
@@ -178,9 +203,9 @@ def test_a_sample_is_correct_from_the_threshold_of_the_runs_own_configuration(tm
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
     samples = [{"input": str(n), "acc": acc} for n, acc in enumerate((0, 0.4, 0.5, 1))]
     write_metrics(tmp_path / "validation" / "0.jsonl", *samples)
-    strict = read_run(tmp_path).arms[0]
+    strict = read_run(tmp_path).trainings[0]
     (tmp_path / "config.yaml").write_text("algorithm: {correct_threshold: 0.5}\n")
-    lenient = read_run(tmp_path).arms[0]
+    lenient = read_run(tmp_path).trainings[0]
     assert [arm.validations["unknown"][0].accuracy.sum() for arm in (strict, lenient)] == [1, 2]
     assert lenient.validations["unknown"][0].mean_acc == pytest.approx(1.9 / 4)
     (note,) = lenient.notes
@@ -195,7 +220,7 @@ def test_samples_belong_to_the_source_that_they_name(tmp_path: Path):
         {"input": "p", "acc": 0, "data_source": "math", "cluster": "c"},
         {"input": "q", "acc": 1, "data_source": "math", "cluster": "c"},
     )
-    validations = read_run(tmp_path).arms[0].validations
+    validations = read_run(tmp_path).trainings[0].validations
     assert {source: v.accuracy.mean() for source, (v,) in validations.items()} == {"aime": 1.0, "math": 0.5}
     (aime,), (math,) = validations.values()
     assert aime.clusters == aime.prompts
@@ -205,7 +230,7 @@ def test_samples_belong_to_the_source_that_they_name(tmp_path: Path):
 def test_samples_without_a_source_are_those_of_the_only_one_that_was_logged(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, **{"val-core/org/aime/acc/mean@4": 1}))
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1})
-    assert list(read_run(tmp_path).arms[0].validations) == ["org/aime"]
+    assert list(read_run(tmp_path).trainings[0].validations) == ["org/aime"]
 
 
 def test_samples_without_a_source_are_left_out_where_several_were_logged(tmp_path: Path):
@@ -216,7 +241,7 @@ def test_samples_without_a_source_are_left_out_where_several_were_logged(tmp_pat
     )
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "acc": 1})
     write_metrics(tmp_path / "validation" / "5.jsonl", {"input": "p", "acc": 1, "data_source": "aime"})
-    arm = read_run(tmp_path).arms[0]
+    arm = read_run(tmp_path).trainings[0]
     assert {source: [v.step for v in found] for source, found in arm.validations.items()} == {"aime": [5]}
     assert arm.sources == ["aime", "math"]
     (note,) = arm.notes
@@ -230,13 +255,12 @@ def test_logged_accuracy_is_the_share_of_correct_samples_else_verls_with_most_sa
     assert logged_mean_acc({*keys, "val/maths/mean@8"}, "maths") == "val-core/maths/acc/mean@32"
 
 
-def test_an_arm_is_known_by_its_configuration_else_by_its_name(runs):
+def test_a_method_is_known_by_the_configuration_alone(runs):
     runs.arm(runs.root / "mine", algorithm="gtpo", bare=True)
     runs.arm(runs.root / "dapo", algorithm="gtpo", bare=True)
     runs.arm(runs.root / "grpo_s", config=False, bare=True)
-    runs.arm(runs.root / "theirs", config=False, bare=True)
-    methods = [read_run(runs.root / name).arms[0].method for name in ("mine", "dapo", "grpo_s", "theirs")]
-    assert [method and method.name for method in methods] == ["gtpo", "gtpo", "grpo_s", None]
+    methods = [read_run(runs.root / name).trainings[0].method for name in ("mine", "dapo", "grpo_s")]
+    assert [method and method.name for method in methods] == ["gtpo", "gtpo", None]
 
 
 def test_verdict_that_is_no_number_is_refused(tmp_path: Path):
@@ -292,7 +316,7 @@ def test_files_that_verl_itself_writes(tmp_path: Path, monkeypatch: pytest.Monke
     PPOTrainer._write_generations(
         ["1 + 1 =", "1 + 1 ="], ["2", "3"], ["2", "2"], [1.0, 0.0], verdicts, str(tmp_path / "validation"), 0
     )
-    arm = read_run(tmp_path).arms[0]
+    arm = read_run(tmp_path).trainings[0]
     assert arm.metrics == {0: {"val-core/x/acc/mean@2": 0.5}, 1: {"actor/entropy": 0.25}}
     (validation,) = arm.validations["x"]  # verl's lines name no source: it is the only one in the metrics
     assert (validation.accuracy.tolist(), validation.samples) == ([0.5], 2)

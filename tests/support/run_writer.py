@@ -1,12 +1,14 @@
 """Run directories as a training leaves them, written from a model of a training whose true accuracy is known."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
+
+from gtpo_verl.runs.provenance import FILE_KEYS
 
 GAINS = {"dapo": 1.15, "gtpo": 1.75, "grpo_s": 1.45}  # of the logit of accuracy over the whole training
 STEPS = 60
@@ -50,6 +52,49 @@ class RunWriter:
         (path / "run.json").write_text(json.dumps(record))
         return path
 
+    def sweep(
+        self,
+        name: str = "sweep",
+        arms: Sequence[str] = ("dapo", "gtpo", "grpo_s"),
+        seeds: Sequence[int] = range(8),
+        statuses: Mapping[str, str] = {},
+        spread: tuple[float, float] = (0.15, 0.12),
+        **options: object,
+    ) -> Path:
+        """A sweep over arms and seeds with its ``sweep.json``.
+
+        Args:
+            name: of the directory.
+            arms: algorithms, the baseline first.
+            seeds: the other axis.
+            statuses: by the name of a run; those that are not named are complete, and ``missing`` ones not written.
+            spread: standard deviations of the gains, of what the arms of a seed share and of what they do not.
+            options: go to `arm`.
+        """
+        path = self.root / name
+        runs = {f"algo={arm},seed={seed}": [f"algo={arm}", f"seed={seed}"] for arm in arms for seed in seeds}
+        shared = dict(zip(seeds, self.rng.normal(0, spread[0], len(seeds)), strict=True))
+        for run, (algo, seed) in runs.items():
+            status = statuses.get(run, "complete")
+            if status == "missing":
+                continue
+            arm, number = algo.removeprefix("algo="), int(seed.removeprefix("seed="))
+            gain = GAINS[arm] + shared[number] + self.rng.normal(0, spread[1])
+            chosen = {"algorithm": arm, "seed": number, "gains": (gain,), "steps": STEPS, **options}
+            if status != "complete":
+                chosen["steps"] = STEPS // 2
+            self.arm(path / run, record=status, **chosen)
+        facts = {
+            "schema": 1,
+            "name": name,
+            "axes": {"algo": list(arms), "seed": [str(seed) for seed in seeds]},
+            "baseline": {"algo": arms[0]},
+            "common": ["setting=quickstart"],
+            "runs": {run: {"overrides": overrides} for run, overrides in runs.items()},
+        }
+        (path / "sweep.json").write_text(json.dumps(facts))
+        return path
+
     def arm(
         self,
         path: Path,
@@ -65,12 +110,15 @@ class RunWriter:
         name_sources: bool = True,
         per_cluster: int | None = None,
         bare: bool = False,
+        seed: int | None = None,
+        record: str | None = None,
     ) -> Path:
         """One arm: metrics (a bare one logs only its validation), validation samples and configuration.
 
         Prompts are dealt to the ``sources`` in turn; ``gains`` gives each its own, else all have the arm's. Samples
         name their source, as our trainer writes them, unless ``name_sources`` is off, as in verl's own dump. With
-        ``per_cluster``, so many successive prompts share a cluster, and their difficulty.
+        ``per_cluster``, so many successive prompts share a cluster, and their difficulty. ``record``: the status in its
+        ``run.json``, which is not written without one.
         """
         path.mkdir(parents=True)
         rng = self.rng
@@ -95,7 +143,11 @@ class RunWriter:
             lines.append(json.dumps({"step": step, "data": data}))
         (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         if config:
-            (path / "config.yaml").write_text(yaml.safe_dump(self._config(path, algorithm, steps)))
+            (path / "config.yaml").write_text(yaml.safe_dump(self._config(path, algorithm, seed)))
+        if not bare:
+            self._credit_samples(path, algorithm, steps)
+        if record:
+            (path / "run.json").write_text(json.dumps(self._record(path, algorithm, seed, record)))
         return path
 
     def validation(
@@ -127,6 +179,54 @@ class RunWriter:
         ]
         (arm / "validation" / f"{step}.jsonl").write_text("\n".join(lines) + "\n")
 
+    def _credit_samples(self, path: Path, algorithm: str, step: int) -> None:
+        """One correct and one wrong response of a prompt, as our trainer keeps them."""
+        rng = np.random.default_rng(step)  # of its own: the other numbers stay as they were
+        samples = []
+        for correct, text in (
+            (True, "47 + 38: 7 + 8 = 15 , carry 1 . 4 + 3 + 1 = 8 . = 85"),
+            (False, "47 + 38: 7 + 8 = 14 . = 84"),
+        ):
+            tokens = [f"{word} " for word in text.split()]
+            moved = np.zeros(len(tokens)) if algorithm == "dapo" else rng.gamma(1.0, 0.25, len(tokens))
+            advantages = (1.1 + moved) * (1 if correct else -1)
+            samples.append(
+                {
+                    "prompt": "What is 47 + 38?",
+                    "correct": correct,
+                    "length": len(tokens),
+                    "tokens": tokens,
+                    "advantages": advantages.round(4).tolist(),
+                    "entropies": rng.gamma(1.0, 0.3, len(tokens)).round(4).tolist(),
+                }
+            )
+        (path / "credit_samples.jsonl").write_text(json.dumps({"step": step, "samples": samples}) + "\n")
+
+    @staticmethod
+    def _record(path: Path, algorithm: str, seed: int | None, status: str) -> dict:
+        reasons = {"failed": "UserError: vLLM died (server 0)", "interrupted": "stopped after a step, on request"}
+        overrides = [f"algo={algorithm}", f"seed={seed}", "setting=quickstart", f"trainer.run_dir=outputs/{path.name}"]
+        return {
+            "name": path.name,
+            "created": "2025-11-20T13:05:41+00:00",
+            "command": f"gtpo-verl train {' '.join(overrides)}",
+            "overrides": overrides,
+            "seed": seed,
+            "code": {"commit": "0123456789abcdef0123456789abcdef01234567", "diff": None},
+            "versions": {"gtpo_verl": "0.1.0", "verl": "0.9.1", "vllm": "0.28.0", "torch": "2.13.0", "ray": "2.60.0"},
+            "hardware": "2 CPU cores, x86_64, Python 3.11.7",
+            "checksums": {key: f"{number}" * 64 for number, key in enumerate(FILE_KEYS)},
+            "attempts": [
+                {
+                    "started": "2025-11-20T13:05:41+00:00",
+                    "ended": None if status == "running" else "2025-11-20T13:25:10+00:00",
+                    "status": status,
+                    "exit_reason": reasons.get(status, "all steps were trained"),
+                }
+            ],
+            "status": status,
+        }
+
     def _step(self, step: int, algorithm: str, progress: float) -> dict[str, float]:
         rng = self.rng
         accuracy = 1 / (1 + np.exp(-(progress - 0.15)))
@@ -142,6 +242,7 @@ class RunWriter:
             "response_length/mean": 21 + 3 * progress + 0.4 * noise[4],
             "actor/pg_clipfrac": abs(0.004 + 0.001 * noise[5]),
             "credit/advantage_spread": 0.0 if algorithm == "dapo" else abs(0.35 + 0.04 * noise[6]),
+            "training/filter_groups/generated_groups": 24 / float(np.clip(0.88 - 0.1 * progress, 0, 1)),
             "training/filter_groups/yield": float(np.clip(0.88 - 0.1 * progress + 0.04 * noise[7], 0, 1)),
             "credit/degenerate_share": float(np.clip(0.12 + 0.1 * progress + 0.04 * noise[7], 0, 1)),
             "rollout_entropy/abs_diff_mean": 8e-7 * np.exp(0.2 * noise[8]),
@@ -163,18 +264,23 @@ class RunWriter:
         return {key: float(value) for key, value in data.items()}
 
     @staticmethod
-    def _config(path: Path, algorithm: str, steps: int) -> dict:
+    def _config(path: Path, algorithm: str, seed: int | None) -> dict:
         estimator = {"dapo": "grpo"}.get(algorithm, algorithm)
-        return {
+        own = {} if seed is None else {"seed": seed}
+        return own | {
+            "data": {"seed": seed or 0, "train_files": "train.parquet", "val_files": "val.parquet"},
             "algorithm": {"adv_estimator": estimator, "gamma": 1.0, "correct_threshold": 1.0},
             "actor_rollout_ref": {
                 "actor": {
                     "policy_loss": {"loss_mode": "vanilla" if algorithm == "dapo" else algorithm},
                     "loss_agg_mode": "token-mean",
                     "optim": {"lr": 3e-4},
-                }
+                },
+                "model": {"path": "model"},
+                "rollout": {"n": 8},
             },
-            "trainer": {"experiment_name": algorithm, "default_local_dir": str(path), "total_training_steps": steps},
+            "reward": {"custom_reward_function": {"path": "pkg://gtpo_verl.tasks.sums.reward"}},
+            "trainer": {"experiment_name": algorithm, "default_local_dir": str(path), "total_training_steps": STEPS},
             "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"TENSORBOARD_DIR": str(path / "tensorboard")}}}},
         }
 

@@ -1,0 +1,385 @@
+"""Which arm and which seed a training is, and whether trainings may be compared.
+
+An arm is an algorithm with its settings and, in a sweep, the values of the other axes; directories' names say nothing.
+Trainings may be compared where they differ in nothing but what makes the arms and in the seed: settings, code,
+versions, machine, data and model are checked, as far as they were recorded.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gtpo_verl.config import GROUPS, option_keys
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.provenance import FILE_KEYS
+from gtpo_verl.runs.reader import Run, Training
+
+ALGORITHM = "algorithm"  # the axis of runs outside of a sweep
+SEED = "seed"
+NOT_SET = "not set"
+
+# The one list of settings that say where a run is, what it is called and whom it talks to: they differ between any two
+# trainings, and change nothing in what is trained.
+_BOOKKEEPING = re.compile(
+    r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
+)
+_SEED_KEY = re.compile(r"(?i)seed$")
+_MOST_NAMED = 5  # differences in one error message
+
+
+@dataclass(frozen=True)
+class ArmKey:
+    """What makes an arm: the values of the axes, and the settings of its method that tell it from the method's others.
+
+    Both are of texts. Arms of one baseline agree in ``values`` but for the axes of the baseline.
+    """
+
+    values: Mapping[str, str]
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def identity(self) -> tuple[tuple[str, str], ...]:
+        return (*sorted(self.values.items()), *sorted(self.settings.items()))
+
+
+@dataclass(frozen=True, eq=False)
+class Arm:
+    """Trainings that differ in their seed alone, by seed, in the order of the seeds."""
+
+    name: str
+    key: ArmKey
+    trainings: Mapping[str | None, Training]
+
+    @property
+    def method(self) -> str | None:
+        """The name of the registered method, or None."""
+        first = next(iter(self.trainings.values()))
+        return first.method.name if first.method else None
+
+
+@dataclass(frozen=True)
+class Design:
+    """Every arm, the arms that are compared, (arm, baseline), and what had to be allowed.
+
+    ``allowed``: for each key of ``--allow``, the values that it has and how many trainings have each. ``unknown``:
+    facts that some trainings did not record, which could not be compared.
+    """
+
+    arms: tuple[Arm, ...]
+    pairs: tuple[tuple[Arm, Arm], ...]
+    allowed: Mapping[str, Mapping[str, int]]
+    unknown: tuple[str, ...]
+
+
+def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
+    """Sort trainings into arms and seeds, and check that they differ in nothing else.
+
+    Args:
+        runs: as `gtpo_verl.runs.reader.read_runs` gives them.
+        allow: keys in which the trainings may differ. A setting becomes an axis: arms that differ in it are different
+            arms. A fact of the record (``code``, ``versions``, ``hardware``, ``checksums``) is tolerated.
+
+    Raises:
+        UserError: two trainings are the same arm and seed, or they differ in more; the keys are named.
+    """
+    sweeps = [run.sweep for run in runs if run.sweep]
+    trainings = [training for run in runs for training in run.trainings]
+    keys = dict(zip(trainings, _arm_keys(trainings, allow), strict=True))
+    facts = {training: _facts(training) for training in trainings}
+    _refuse_differences(facts, keys, allow, _explained(trainings, sweeps))
+    arms = _arms(keys)
+    baseline = next((sweep.baseline for sweep in sweeps if sweep.baseline), None)
+    if baseline is None:
+        baseline = arms[0].key.values if not any(sweeps) else {}
+        several = len({arm.key.values.get(ALGORITHM) for arm in arms}) > 1
+        baseline = {ALGORITHM: baseline[ALGORITHM]} if several and ALGORITHM in baseline else baseline
+    recorded = [facts[training] for training in trainings]
+    allowed = {
+        key: dict(Counter(one[key] for one in recorded if key in one))
+        for key in sorted({key for one in recorded for key in one})
+        if _matches(key, allow) and len({one.get(key, NOT_SET) for one in recorded}) > 1
+    }
+    return Design(arms, _pairs(arms, baseline), allowed, _unknown(trainings))
+
+
+def setting_differences(trainings: Sequence[Training]) -> tuple[dict[str, list[str]], dict[str, list[str]]] | None:
+    """Settings that differ between trainings, and names, directories and addresses that do: {key: one value each}.
+
+    None where fewer than two trainings have left their configuration; one without counts for nothing.
+    """
+    configs = [training.config for training in trainings]
+    if sum(map(bool, configs)) < 2:
+        return None
+    settings: dict[str, list[str]] = {}
+    bookkeeping: dict[str, list[str]] = {}
+    for key in sorted({key for config in configs for key in config}):
+        values = [_shown(config, key) if config else "not known" for config in configs]
+        if len({value for value, config in zip(values, configs, strict=True) if config}) > 1:
+            (bookkeeping if _BOOKKEEPING.search(key) else settings)[key] = values
+    return settings, bookkeeping
+
+
+# ---------------------------------------------------------------- arms
+
+
+def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> list[ArmKey]:
+    """The key of each training's arm, not yet without the settings that all of a method share."""
+    keys = []
+    for training in trainings:
+        values = {key: value for key, value in training.axes.items() if key != SEED}
+        if not training.axes:
+            values[ALGORITHM] = training.method.name if training.method else training.name
+        tolerated = {key for key in training.config if _matches(key, allow) and not _BOOKKEEPING.search(key)}
+        values |= {key: _shown(training.config, key) for key in tolerated if key not in values}
+        own = training.method.keys if training.method and not training.axes else ()
+        settings = {key: _shown(training.config, key) for key in training.config if _listed(key, own)}
+        keys.append(ArmKey(values, settings))
+    shared = _varying([key.values for key in keys])
+    trimmed = []
+    for training, key in zip(trainings, keys, strict=True):
+        # of the settings of a method, those in which its trainings differ
+        same = [other.settings for one, other in zip(trainings, keys, strict=True) if one.method is training.method]
+        varying = _varying(same)
+        axes = {*training.axes, ALGORITHM}
+        trimmed.append(
+            ArmKey(
+                {name: value for name, value in key.values.items() if name in shared or name in axes},
+                {name: value for name, value in key.settings.items() if name in varying and name not in key.values},
+            )
+        )
+    return trimmed
+
+
+def _varying(rows: Sequence[Mapping[str, str]]) -> set[str]:
+    """The keys that do not have one value in all rows."""
+    names = {name for row in rows for name in row}
+    return {name for name in names if len({row.get(name, NOT_SET) for row in rows}) > 1}
+
+
+def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
+    grouped: dict[tuple[tuple[str, str], ...], list[Training]] = {}
+    for training, key in keys.items():
+        grouped.setdefault(key.identity(), []).append(training)
+    arms = []
+    names = _names([keys[trainings[0]] for trainings in grouped.values()], [own[0] for own in grouped.values()])
+    for name, trainings in zip(names, grouped.values(), strict=True):
+        by_seed: dict[str | None, Training] = {}
+        for training in sorted(trainings, key=lambda training: _numeric(training.seed)):
+            twin = by_seed.setdefault(training.seed, training)
+            if twin is not training:
+                seed = f"seed {training.seed}" if training.seed is not None else "without a recorded seed"
+                raise UserError(
+                    f"{twin.path} and {training.path} are both {name}, {seed}: give one of them. A setting in "
+                    "which they differ makes two arms: --allow KEY."
+                )
+        arms.append(Arm(name, keys[trainings[0]], by_seed))
+    return tuple(sorted(arms, key=lambda arm: _rank(arm.method)))
+
+
+def _names(keys: Sequence[ArmKey], examples: Sequence[Training]) -> list[str]:
+    """The label of the method, and what else tells the arms apart."""
+    chosen: dict[str, set[str | None]] = {}  # by method: the presets, or the method itself
+    for key, training in zip(keys, examples, strict=True):
+        if training.method:
+            chosen.setdefault(training.method.name, set()).add(key.values.get("algo") or key.values.get(ALGORITHM))
+    varying = _varying([key.values for key in keys])
+    names = []
+    for key, training in zip(keys, examples, strict=True):
+        choice = key.values.get("algo") or key.values.get(ALGORITHM)
+        alone = training.method is not None and len(chosen[training.method.name]) == 1
+        label = training.method.label if training.method and alone else choice
+        rest = {
+            name: value for name, value in key.values.items() if name in varying and name not in ("algo", ALGORITHM)
+        }
+        parts = [f"{name.rsplit('.', 1)[-1]}={value}" for name, value in (rest | dict(key.settings)).items()]
+        names.append(", ".join([label or training.name, *parts]))
+    return names
+
+
+def _pairs(arms: Sequence[Arm], baseline: Mapping[str, str]) -> tuple[tuple[Arm, Arm], ...]:
+    """Each arm with the arm that has its values but for those of the baseline."""
+    pairs = []
+    for arm in arms:
+        wanted = dict(arm.key.values) | dict(baseline)
+        partner = next((other for other in arms if dict(other.key.values) == wanted), None)
+        if baseline and partner is not None and partner is not arm:
+            pairs.append((arm, partner))
+    return tuple(pairs)
+
+
+def _numeric(seed: str | None) -> tuple[int, int, str]:
+    """Sorts numbers as numbers."""
+    return (0, int(seed), "") if seed is not None and seed.isdecimal() else (1, 0, seed or "")
+
+
+def _rank(method: str | None) -> int:
+    """The place of a method in the registry: the baseline first, arms without one last."""
+    from gtpo_verl.algorithms.registry import algorithms
+
+    names = list(algorithms())
+    return names.index(method) if method in names else len(names)
+
+
+# ---------------------------------------------------------------- what differs
+
+
+def _facts(training: Training) -> dict[str, str]:
+    """Everything recorded of a training that decides its result, as text, by key; places and names are left out."""
+    sums = {key: value for key, value in (training.record.get("checksums") or {}).items() if value}
+    # the content decides, not the path; other settings name the same path, for example that of the tokenizer
+    places = {_shown(training.config, key): f"as {key}" for key in sums}
+    shown = {key: _shown(training.config, key) for key in training.config if not _BOOKKEEPING.search(key)}
+    facts = {key: places.get(value, value) for key, value in shown.items() if key not in sums}
+    facts |= {f"checksums.{key}": str(value) for key, value in sums.items()}
+    if training.record:
+        code = training.record.get("code") or {}
+        facts |= {f"code.{key}": str(code[key]) for key in ("commit", "diff") if code.get("commit") and key in code}
+        facts |= {f"versions.{key}": str(value) for key, value in (training.record.get("versions") or {}).items()}
+        if training.record.get("hardware"):
+            facts["hardware"] = str(training.record["hardware"])
+    return facts
+
+
+def _explained(trainings: Sequence[Training], sweeps: Sequence[Any]) -> tuple[str, ...]:
+    """Keys, and prefixes that end with a dot, in which arms may differ."""
+    explained = [key for training in trainings if training.method for key in training.method.keys]
+    if any(not training.axes for training in trainings):
+        return tuple(dict.fromkeys(explained))
+    for sweep in sweeps:
+        for axis, options in sweep.axes.items():
+            explained += [key for option in options for key in option_keys(axis, option)] if axis in GROUPS else [axis]
+    return tuple(dict.fromkeys(explained))
+
+
+def _refuse_differences(
+    facts: Mapping[Training, Mapping[str, str]],
+    keys: Mapping[Training, ArmKey],
+    allow: Sequence[str],
+    explained: Sequence[str],
+) -> None:
+    found = {}
+    for key in sorted({key for one in facts.values() for key in one}):
+        if key == SEED or _matches(key, allow):
+            continue
+        having = [training for training in facts if key in facts[training] or _says(training, key)]
+        values = {training: facts[training].get(key, NOT_SET) for training in having}
+        if len(set(values.values())) < 2:
+            continue
+        if _SEED_KEY.search(key):
+            groups: list[Any] = [training.seed for training in having]  # may follow the seed
+        elif _listed(key, explained):
+            groups = [keys[training].identity() for training in having]  # may follow the arm
+        else:
+            groups = [None] * len(having)
+        by_group: dict[Any, set[str]] = {}
+        for group, training in zip(groups, having, strict=True):
+            by_group.setdefault(group, set()).add(values[training])
+        if any(len(different) > 1 for different in by_group.values()):
+            found[key] = values
+    for training in facts:
+        own = training.config.get(SEED)
+        if own is not None and training.seed != str(own):
+            found[SEED] = {training: f"{own} in {training.path.name}, which is seed {training.seed} of the sweep"}
+    if not found:
+        return
+    shown = [f"{key} ({_who(values)})" for key, values in list(found.items())[:_MOST_NAMED]]
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    options = " ".join(f"--allow {key}" for key in list(found)[:_MOST_NAMED])
+    raise UserError(
+        f"these runs differ in more than the arm and the seed: {'; '.join(shown)}{more}. Leave out the odd ones, or "
+        f"accept the difference, which the report will state: {options}."
+    )
+
+
+def _says(training: Training, key: str) -> bool:
+    """Whether the absence of a key is a statement: facts that were never recorded differ from nothing."""
+    section = key.split(".", 1)[0]
+    if section in ("checksums", "hardware"):
+        return False
+    if section == "code":
+        return bool((training.record.get("code") or {}).get("commit"))
+    if section == "versions":
+        return bool(training.record.get("versions"))
+    return bool(training.config)
+
+
+def _who(values: Mapping[Training, str]) -> str:
+    """``1e-06, but 2e-06 in gtpo-3``: the most frequent value, and the others with their trainings."""
+    if len(values) == 1:
+        return next(iter(values.values()))
+    usual = Counter(values.values()).most_common(1)[0][0]
+    odd: dict[str, list[str]] = {}
+    for training, value in values.items():
+        if value != usual:
+            odd.setdefault(value, []).append(training.path.name)
+    parts = [f"{_cut(value)} in {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" for value, names in odd.items()]
+    return f"{_cut(usual)}, but {'; '.join(parts[:3])}"
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= 40 else f"{value[:37]}…"
+
+
+def _unknown(trainings: Sequence[Training]) -> tuple[str, ...]:
+    """What could not be compared because it was not recorded, a sentence each."""
+    if len(trainings) < 2:
+        return ()
+    lacking = {
+        "the configuration": [training for training in trainings if not training.config],
+        "the commit": [one for one in trainings if not (one.record.get("code") or {}).get("commit")],
+        "versions": [training for training in trainings if not training.record.get("versions")],
+        "checksums of model and data": [one for one in trainings if _unsummed(one)],
+    }
+    return tuple(
+        f"Not recorded by {_everyone(without, trainings)}, so not compared: {what}"
+        for what, without in lacking.items()
+        if without
+    )
+
+
+def _unsummed(training: Training) -> bool:
+    sums = training.record.get("checksums") or {}
+    return any(training.config.get(key) and not sums.get(key) for key in FILE_KEYS) or not sums
+
+
+def _everyone(some: Sequence[Training], every: Sequence[Training]) -> str:
+    if len(some) == len(every):
+        return "all runs" if len(every) > 2 else "both runs"
+    return ", ".join(training.path.name for training in some[:3]) + (f" and {len(some) - 3} more" * (len(some) > 3))
+
+
+def _matches(key: str, allow: Sequence[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in allow)
+
+
+def _listed(key: str, keys: Sequence[str]) -> bool:
+    """Whether a key is in a list of exact keys and of prefixes that end with a dot."""
+    return any(key == one or (one.endswith(".") and key.startswith(one)) for one in keys)
+
+
+def _shown(config: Mapping[str, Any], key: str) -> str:
+    if key not in config:
+        return NOT_SET
+    value = config[key]
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def missing_or_failed(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    """Trainings that cannot be in a comparison over seeds, and why."""
+    for run in runs:
+        for name in run.missing:
+            yield name, "logged no step"
+        for training in run.trainings:
+            if training.status not in (None, "complete"):
+                yield training.name, exclusion(training)
+
+
+def exclusion(training: Training) -> str:
+    """Why a training that is not complete is left out: its status, its last step, and the recorded reason."""
+    words = {"interrupted": "was interrupted", "failed": "failed", "running": "has not finished"}
+    attempts = training.record.get("attempts") or [{}]
+    reason = attempts[-1].get("exit_reason")
+    where = f"{words.get(str(training.status), str(training.status))} after step {training.last_step}"
+    return f"{where} ({reason})" if reason else where

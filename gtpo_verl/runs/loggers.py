@@ -1,0 +1,119 @@
+"""Logs of a training by verl's loggers ``tensorboard`` and ``wandb``, read without a server.
+
+TensorBoard's event files are read by TensorBoard itself. Weights & Biases keeps an offline run in a file of protocol
+buffers framed as LevelDB frames its log; its package (0.31) has the messages and no reader of the frames.
+"""
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gtpo_verl.errors import UserError
+
+_EVENTS = "events.out.tfevents.*"
+_BLOCK = 32_768  # bytes; a frame never crosses a block
+_FRAME = struct.Struct("<IHB")  # checksum, length, and whether it is whole, the first, a middle or the last part
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Metrics by step, the configuration where the logger keeps it, and what was left out."""
+
+    metrics: Mapping[int, Mapping[str, float]]
+    config: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def read_logger(path: Path) -> Logged | None:
+    """Read what TensorBoard or an offline run of Weights & Biases has logged; None where there is neither.
+
+    Args:
+        path: a directory with TensorBoard's event files; a directory ``offline-run-…`` of Weights & Biases, one that
+            holds a single such directory, or its ``.wandb`` file.
+
+    Raises:
+        UserError: the log holds no step, or its package is not installed.
+    """
+    if path.is_dir() and any(path.glob(_EVENTS)):
+        logged = _tensorboard(path)
+    elif file := _wandb_file(path):
+        logged = _wandb(file)
+    else:
+        return None
+    if not logged.metrics:
+        raise UserError(f"{path} holds no logged step: has the training logged its first step yet?")
+    return logged
+
+
+def _tensorboard(directory: Path) -> Logged:
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    except ImportError as error:
+        raise UserError(f"{directory} is TensorBoard's: pip install tensorboard to read it.") from error
+    # 0 keeps every point; of steps that a resume repeats, TensorBoard drops the abandoned ones
+    events = EventAccumulator(str(directory), size_guidance={SCALARS: 0}).Reload()
+    metrics: dict[int, dict[str, float]] = {}
+    for key in events.Tags()["scalars"]:
+        for event in events.Scalars(key):
+            if math.isfinite(event.value):
+                metrics.setdefault(event.step, {})[key] = event.value
+    return Logged(metrics, {}, ())
+
+
+def _wandb_file(path: Path) -> Path | None:
+    if path.suffix == ".wandb":
+        return path
+    found = sorted({*path.glob("run-*.wandb"), *path.glob("offline-run-*/run-*.wandb")}) if path.is_dir() else []
+    if len(found) > 1:
+        raise UserError(
+            f"{path} holds {len(found)} runs of Weights & Biases: name the directory of one, offline-run-*."
+        )
+    return found[0] if found else None
+
+
+def _wandb(file: Path) -> Logged:
+    try:
+        from wandb.proto import wandb_internal_pb2 as messages
+    except ImportError as error:
+        raise UserError(f"{file} is of Weights & Biases: pip install wandb to read it.") from error
+    metrics: dict[int, dict[str, float]] = {}
+    config: dict[str, Any] = {}
+    for content in _frames(file):
+        record: Any = messages.Record.FromString(content)  # type: ignore[attr-defined]
+        for item in (*record.run.config.update, *record.config.update):
+            config[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+        for item in record.history.item:
+            value = json.loads(item.value_json)
+            key = item.key or "/".join(item.nested_key)
+            if isinstance(value, int | float) and math.isfinite(value) and not key.startswith("_"):
+                metrics.setdefault(record.history.step.num, {})[key] = float(value)
+    config.pop("_wandb", None)
+    return Logged(metrics, config, ())
+
+
+def _frames(file: Path) -> Iterator[bytes]:
+    """The messages of a ``.wandb`` file; where a crash has torn it, those before the tear."""
+    content = file.read_bytes()
+    if content[:4] != b":W&B":
+        raise UserError(f"{file} is not a file of Weights & Biases.")
+    position = 7  # behind the name, a magic number and the version
+    parts = b""
+    while position + _FRAME.size <= len(content):
+        if _BLOCK - position % _BLOCK < _FRAME.size:  # too little room for a frame: the block ends with zeros
+            position += _BLOCK - position % _BLOCK
+            continue
+        checksum, length, kind = _FRAME.unpack_from(content, position)
+        position += _FRAME.size
+        data = content[position : position + length]
+        position += length
+        if kind == 0 or zlib.crc32(bytes([kind]) + data) != checksum:
+            return
+        parts = data if kind in (_FULL, _FIRST) else parts + data
+        if kind in (_FULL, _LAST):
+            yield parts

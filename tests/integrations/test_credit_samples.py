@@ -1,0 +1,38 @@
+"""What is kept of a step for the report: which responses, and which of their tokens."""
+
+import torch
+
+from gtpo_verl.integrations.credit_samples import MOST_TOKENS, contrasting_pair, credit_sample
+
+
+def decode(ids: list[int]) -> str:
+    return "".join(chr(97 + number % 26) for number in ids)
+
+
+def test_the_first_group_with_both_verdicts_gives_one_response_of_each():
+    groups = ["a", "a", "b", "b", "b", "b"]
+    correct = torch.tensor([True, True, False, False, True, True])
+    mask = torch.tensor([[1], [1], [0], [1], [1], [1]], dtype=torch.bool)  # row 2 is padding
+    assert contrasting_pair(groups, correct, mask) == [4, 3]
+    assert contrasting_pair(groups[:2], correct[:2], mask[:2]) == []
+
+
+def test_tokens_of_a_tool_are_left_out_and_values_stay_with_their_tokens():
+    mask = torch.tensor([1, 0, 1, 1, 0], dtype=torch.bool)
+    values = torch.arange(5.0)
+    sample = credit_sample(decode, torch.tensor([7, 8]), torch.tensor([0, 1, 2, 3]), True, values, values / 10, mask)
+    assert sample == {
+        "prompt": "hi",
+        "correct": True,
+        "length": 3,
+        "tokens": ["a", "c", "d"],
+        "advantages": [0.0, 2.0, 3.0],
+        "entropies": [0.0, 0.2, 0.3],
+    }
+
+
+def test_a_long_response_is_cut_and_its_length_is_kept():
+    length = MOST_TOKENS + 5
+    tokens, values = torch.zeros(length, dtype=torch.int64), torch.zeros(length)
+    sample = credit_sample(decode, tokens[:1], tokens, False, values, values, torch.ones(length, dtype=torch.bool))
+    assert (len(sample["tokens"]), len(sample["advantages"]), sample["length"]) == (MOST_TOKENS, MOST_TOKENS, length)

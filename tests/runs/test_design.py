@@ -1,0 +1,165 @@
+"""Which arm and seed a training is, and which trainings are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.design import Design, design
+from gtpo_verl.runs.reader import read_runs
+
+SMALL = {"bare": True, "prompts": 4, "every": 30}
+
+
+def designed(*paths: Path, allow: tuple[str, ...] = ()) -> Design:
+    return design(read_runs(list(paths)), allow)
+
+
+def edit(directory: Path, key: str, value: object, file: str = "config.yaml") -> None:
+    """Change one dotted key of a run's configuration or record."""
+    content = yaml.safe_load((directory / file).read_text())
+    *sections, last = key.split(".") if file == "config.yaml" else key.split(".", 1)
+    node = content
+    for section in sections:
+        node = node[section]
+    node[last] = value
+    (directory / file).write_text(json.dumps(content))
+
+
+@pytest.fixture
+def sweep(runs) -> Path:
+    return runs.sweep(arms=["dapo", "gtpo"], seeds=[0, 1, 10], **SMALL)
+
+
+def trained(runs, name: str, algorithm: str, seed: int | None) -> Path:
+    return runs.arm(runs.root / name, algorithm=algorithm, seed=seed, record="complete", **SMALL)
+
+
+def test_a_sweep_has_arms_seeds_and_a_baseline(sweep: Path):
+    found = designed(sweep)
+    assert [(arm.name, list(arm.trainings)) for arm in found.arms] == [
+        ("DAPO", ["0", "1", "10"]),
+        ("GTPO", ["0", "1", "10"]),
+    ]
+    assert [(arm.name, baseline.name) for arm, baseline in found.pairs] == [("GTPO", "DAPO")]
+    assert (found.allowed, found.unknown) == ({}, ())
+
+
+def test_runs_are_sorted_by_their_configuration_whatever_their_directories_are_called(runs):
+    paths = [trained(runs, "b/dapo", "gtpo", 1), trained(runs, "x", "gtpo", 0), trained(runs, "gtpo", "dapo", 0)]
+    found = designed(*paths)
+    assert [(arm.name, [one.path for one in arm.trainings.values()]) for arm in found.arms] == [
+        ("DAPO", [paths[2]]),
+        ("GTPO", [paths[1], paths[0]]),
+    ]
+
+
+def test_the_same_arm_and_seed_twice_is_refused(runs):
+    paths = [trained(runs, name, "gtpo", 3) for name in ("first", "second")]
+    with pytest.raises(UserError, match=r"first and .*second are both GTPO, seed 3: give one of them"):
+        designed(*paths)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "named"),
+    [
+        ("config.yaml", "actor_rollout_ref.actor.optim.lr", 1e-6, "actor_rollout_ref.actor.optim.lr"),
+        ("config.yaml", "algorithm.gamma", 0.99, "algorithm.gamma"),
+        ("config.yaml", "data.new_key", True, "data.new_key"),
+        ("config.yaml", "algorithm.adv_estimator", "grpo_s", "algorithm.adv_estimator"),  # of one seed of an arm
+        ("config.yaml", "seed", 7, "seed"),
+        ("config.yaml", "data.seed", 7, "data.seed"),
+        ("run.json", "hardware", "8 × NVIDIA H100", "hardware"),
+        ("run.json", "code.commit", "f" * 40, "code.commit"),
+        ("run.json", "code.diff", "e" * 64, "code.diff"),
+        ("run.json", "versions.vllm", "0.24.0", "versions.vllm"),
+        ("run.json", "checksums.data.train_files", "9" * 64, "checksums.data.train_files"),
+        ("run.json", "checksums.actor_rollout_ref.model.path", "9" * 64, "checksums.actor_rollout_ref.model.path"),
+    ],
+)
+def test_a_tampered_run_is_refused_with_its_key_named(sweep: Path, file: str, key: str, value: object, named: str):
+    edit(sweep / "algo=gtpo,seed=1", key, value, file)
+    with pytest.raises(UserError) as caught:
+        designed(sweep)
+    message = str(caught.value)
+    assert message.startswith("these runs differ in more than the arm and the seed: ")
+    assert f": {named} (" in message
+    assert "algo=gtpo,seed=1" in message
+    assert f"--allow {named}" in message
+    assert "\n" not in message
+
+
+def test_paths_may_differ_where_the_content_is_known_to_be_the_same(sweep: Path):
+    edit(sweep / "algo=gtpo,seed=1", "data.train_files", "/elsewhere/train.parquet")
+    for run in sweep.glob("algo=*"):
+        path = "/elsewhere/model" if run.name == "algo=gtpo,seed=1" else "model"
+        edit(run, "actor_rollout_ref.model", {"path": path, "tokenizer_path": path})
+    designed(sweep)
+
+
+def test_an_allowed_fact_is_tolerated_and_stated(sweep: Path):
+    edit(sweep / "algo=gtpo,seed=1", "hardware", "8 × NVIDIA H100", "run.json")
+    found = designed(sweep, allow=("hardware",))
+    assert [len(arm.trainings) for arm in found.arms] == [3, 3]
+    assert found.allowed == {"hardware": {"2 CPU cores, x86_64, Python 3.11.7": 5, "8 × NVIDIA H100": 1}}
+    edit(sweep / "algo=gtpo,seed=1", "versions.vllm", "0.24.0", "run.json")
+    assert set(designed(sweep, allow=("hardware", "versions")).allowed) == {"hardware", "versions.vllm"}
+
+
+def test_an_allowed_setting_makes_arms_of_its_own(runs):
+    paths = [trained(runs, f"{algorithm}-{seed}", algorithm, seed) for algorithm in ("dapo", "gtpo") for seed in (0, 1)]
+    faster = [trained(runs, f"fast-{algorithm}", algorithm, 0) for algorithm in ("dapo", "gtpo")]
+    for path in faster:
+        edit(path, "actor_rollout_ref.actor.optim.lr", 1e-3)
+    with pytest.raises(UserError, match=r"optim\.lr \(0\.0003, but 0\.001 in fast-dapo, fast-gtpo\)"):
+        designed(*paths, *faster)
+    found = designed(*paths, *faster, allow=("actor_rollout_ref.actor.optim.lr",))
+    assert [arm.name for arm in found.arms] == [
+        "DAPO, lr=0.0003",
+        "DAPO, lr=0.001",
+        "GTPO, lr=0.0003",
+        "GTPO, lr=0.001",
+    ]
+    # each is compared with the baseline of its own learning rate
+    assert [(arm.name, baseline.name) for arm, baseline in found.pairs] == [
+        ("GTPO, lr=0.0003", "DAPO, lr=0.0003"),
+        ("GTPO, lr=0.001", "DAPO, lr=0.001"),
+    ]
+
+
+def test_settings_of_a_method_make_arms(runs):
+    paths = [trained(runs, name, "gtpo", seed) for name, seed in (("a", 0), ("b", 1), ("c", 0))]
+    for path in paths:
+        edit(path, "algorithm.gtpo", {"alpha2": 0.1 if path.name != "c" else 0.2, "entropy_floor": 1e-3})
+    found = designed(*paths)
+    assert [(arm.name, len(arm.trainings)) for arm in found.arms] == [("GTPO, alpha2=0.1", 2), ("GTPO, alpha2=0.2", 1)]
+    assert [(arm.name, baseline.name) for arm, baseline in found.pairs] == [("GTPO, alpha2=0.2", "GTPO, alpha2=0.1")]
+
+
+def test_a_sweeps_axis_may_be_any_setting_or_a_group_of_them(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=[0, 1], **SMALL)
+    facts = json.loads((path / "sweep.json").read_text())
+    facts["axes"] = {"algo": ["dapo", "gtpo_v1"], "seed": ["0", "1"], "algorithm.gamma": ["1.0", "0.9"]}
+    facts["runs"] = {
+        f"algo={algo},seed={seed}": {"overrides": [f"algo={preset}", f"seed={seed}", f"algorithm.gamma={gamma}"]}
+        for algo, preset, gamma in (("dapo", "dapo", "1.0"), ("gtpo", "gtpo_v1", "0.9"))
+        for seed in (0, 1)
+    }
+    (path / "sweep.json").write_text(json.dumps(facts))
+    for seed in (0, 1):
+        edit(path / f"algo=gtpo,seed={seed}", "algorithm.gamma", 0.9)
+        edit(path / f"algo=gtpo,seed={seed}", "algorithm.gtpo", {"alpha1": 0.9, "negatives": "zero"})
+    found = designed(path)
+    assert [arm.name for arm in found.arms] == ["DAPO, gamma=1.0", "GTPO, gamma=0.9"]
+    assert found.pairs == ()  # no arm has the baseline's algorithm and this gamma
+
+
+def test_what_was_not_recorded_is_said(runs):
+    paths = [runs.arm(runs.root / algorithm, algorithm=algorithm, **SMALL) for algorithm in ("dapo", "gtpo")]
+    assert designed(*paths).unknown == (
+        "Not recorded by both runs, so not compared: the commit",
+        "Not recorded by both runs, so not compared: versions",
+        "Not recorded by both runs, so not compared: checksums of model and data",
+    )
