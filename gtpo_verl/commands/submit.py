@@ -158,7 +158,7 @@ def show(jobs: Sequence[JobInfo]) -> None:
         table.add_column(column, overflow="fold")
     for job in jobs:
         table.add_row(job.id, job.status, _moment(job.start), _moment(job.end), job.run_dir)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(table if jobs else "No training was submitted to this cluster.")
     for job in jobs:
         if job.status == "FAILED":
