@@ -19,7 +19,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from gtpo_verl import versions
+from gtpo_verl import seeds, versions
 from gtpo_verl.errors import UserError, did_you_mean
 
 GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
@@ -158,9 +158,9 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     run_dir = config.trainer.run_dir or f"outputs/{algo}-{dt.datetime.now():%Y%m%d-%H%M%S}"
     set_value(config, "trainer.run_dir", str(Path(run_dir).expanduser().resolve()))
     set_value(config, "trainer.experiment_name", Path(run_dir).name)
-    set_value(
-        config, "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard"
-    )
+    environment = "ray_kwargs.ray_init.runtime_env.env_vars"
+    set_value(config, f"{environment}.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard")
+    set_value(config, f"{environment}.{seeds.VARIABLE}", str(config.seed))
 
     model = config.actor_rollout_ref.model
     if model.path is not None and Path(model.path).expanduser().is_dir():

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
 from gtpo_verl.algorithms.config import run_settings
-from gtpo_verl.config import choices, compose_config, verl_config_dir
+from gtpo_verl.config import choices, compose_config, prepare, verl_config_dir
 from gtpo_verl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -129,6 +129,7 @@ def test_dapo_is_whole_in_every_arm() -> None:
 
 
 OURS = {  # keys that verl's YAML does not have, and who reads them
+    "seed": "trainer, evaluate; verl's own seeds take its value",
     "algorithm.correct_threshold": "trainer._verdicts",
     "algorithm.entropy": "trainer, task_runner, preflight",
     "algorithm.filter_groups.on_budget": "sampling",
@@ -228,3 +229,17 @@ def test_words_numbers_and_interpolations_pass_where_they_belong() -> None:
         ]
     )
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 24
+
+
+SEEDS = (
+    *("data.seed", "actor_rollout_ref.actor.data_loader_seed", "actor_rollout_ref.rollout.seed"),
+    "critic.data_loader_seed",
+)
+
+
+def test_one_key_sets_every_seed_and_a_seed_of_verls_can_still_be_set() -> None:
+    config = compose_config(["seed=7", "data.seed=3"])
+    prepare(config, [])
+    assert [OmegaConf.select(config, key) for key in SEEDS] == [3, 7, 7, 7]
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.GTPO_VERL_SEED == "7"
+    assert compose_config(["seed=7", "backend=megatron"]).actor_rollout_ref.actor.megatron.seed == 7

@@ -18,7 +18,6 @@ from transfer_queue import KVBatchMeta
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import create_rl_dataset
-from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -27,6 +26,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
+from gtpo_verl.integrations.streams import SeedingClient, SeedingManager, assign_streams
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
@@ -56,6 +56,7 @@ class Problems:
     def __init__(self, config: DictConfig) -> None:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.tokenizer = model.tokenizer
+        self._seed = config.seed
         data = config.data
         self._rows = create_rl_dataset(
             data.val_files,
@@ -70,12 +71,16 @@ class Problems:
         return len(self._rows)
 
     def batch(self, rows: Mapping[str, int]) -> Any:
-        """The batch for verl's agent loops. ``rows``: number of the row by uid of its prompt."""
+        """The batch for verl's agent loops. ``rows``: number of the row by uid of its prompt.
+
+        A row is sampled from the same streams as in a validation of a run with the same seed.
+        """
         columns = collate_fn([self._rows[row] for row in rows.values()])
         columns["uid"] = np.array(list(rows), dtype=object)
         batch = tensordict_utils.get_tensordict(columns)
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
         tensordict_utils.assign_non_tensor_data(batch, "validate", True)
+        assign_streams(batch, self._seed, PARTITION, rows.values())
         return batch
 
     def record(self, row: int) -> ProblemRecord:
@@ -101,9 +106,9 @@ def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
         tq.init(config.transfer_queue)
         reward = RewardLoopManager(config=config)
         manager = LLMServerManager.create(config=config)
-        agents = AgentLoopManagerTQ.create(
+        agents = SeedingManager.create(
             config=config,
-            llm_client=manager.get_client(),
+            llm_client=manager.get_client(client_cls=SeedingClient),
             teacher_client=None,
             reward_loop_worker_handles=reward.reward_loop_worker_handles,
         )
