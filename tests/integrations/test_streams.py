@@ -32,7 +32,7 @@ def test_a_prompts_seed_follows_from_run_partition_and_name_alone() -> None:
 
 
 def test_a_step_that_is_repeated_finds_its_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not give the name of a group that waits: one that its first attempt found before the budget was spent."""
+    """And does not give the name of a group that waits, found by a first attempt before the budget was spent."""
     waiting: list[str] = ["000002-000009"]
     monkeypatch.setattr(ours, "prompt_keys", lambda partition_id: waiting)
 
