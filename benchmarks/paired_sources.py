@@ -4,10 +4,10 @@
 
 Each pair trains GTPO twice with one seed on the quickstart's task, through `gtpo-verl train`, with
 algorithm.entropy.source=rollout and =actor, in alternating order. Both draw their responses with the same random
-numbers (`seeded_loops.py`), so a pair samples the same tokens until rounding changes one. Reported are paired
-differences, rollout minus actor, with Student's 95 % interval over the pairs: validation accuracy after the last step,
-accuracy and credit on the training responses of the last half, seconds of a step; and the spread between seeds, to
-which a difference has to be compared. Writes `paired-sources.json` and `paired-sources.png` into benchmarks/results.
+numbers, so a pair samples the same tokens until rounding changes one. Reported are paired differences, rollout minus
+actor, with Student's 95 % interval over the pairs: validation accuracy after the last step, accuracy and credit on the
+training responses of the last half, seconds of a step; and the spread between seeds, to which a difference has to be
+compared. Writes `paired-sources.json` and `paired-sources.png` into benchmarks/results.
 
 Complete trainings are not repeated: the command resumes after Ctrl-C, and more pairs can be added later.
 """
@@ -54,8 +54,6 @@ def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None
     if record and record["status"] == "complete":
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    loops = run_dir / "agent_loops.yaml"
-    loops.write_text(f"- name: single_turn_agent\n  _target_: seeded_loops.Seeded{source.capitalize()}\n")
     command = [
         *(sys.executable, "-m", "gtpo_verl.train", "algo=gtpo", "setting=quickstart", "hardware=cpu"),
         f"actor_rollout_ref.model.path={task.model_path}",
@@ -63,24 +61,15 @@ def train(task: Task, run_dir: Path, source: str, seed: int, steps: int) -> None
         f"data.val_files={task.val_file}",
         f"trainer.run_dir={run_dir}",
         f"algorithm.entropy.source={source}",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loops}",
         # two updates a step: in the first all ratios are 1, whatever the old log-probs
         *("actor_rollout_ref.actor.ppo_mini_batch_size=12", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"),
-        f"data.seed={seed}",
-        f"actor_rollout_ref.actor.data_loader_seed={seed}",
+        f"seed={seed}",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={steps}",
         *("trainer.val_before_train=False", "trainer.save_freq=-1", "trainer.credit_dump_freq=1"),
     ]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]  # of seeded_loops
     with (run_dir / "train.log").open("a") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait()
         except KeyboardInterrupt:

@@ -27,7 +27,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from gtpo_verl import versions
+from gtpo_verl import seeds, versions
 from gtpo_verl.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -305,9 +305,9 @@ def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass."""
     _name_run(config, chosen(overrides, "algo") or "gtpo")
-    set_value(
-        config, "ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard"
-    )
+    environment = "ray_kwargs.ray_init.runtime_env.env_vars"
+    set_value(config, f"{environment}.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard")
+    set_value(config, f"{environment}.{seeds.VARIABLE}", str(config.seed))
 
     model = config.actor_rollout_ref.model
     if model.path is not None and Path(model.path).expanduser().is_dir():
@@ -329,7 +329,7 @@ def _name_run(config: DictConfig, algo: str) -> None:
     """Set ``trainer.run_dir`` and ``trainer.experiment_name`` where the user gave none; the latter tells arms and seeds
     apart in a tracker, whatever the directory is called.
     """
-    label = algo.replace("/", "-") + (f"-seed{config.seed}" if "seed" in config else "")
+    label = f"{algo.replace('/', '-')}-seed{config.seed}"
     given = config.trainer.run_dir
     run_dir = Path(given or f"outputs/{label}-{dt.datetime.now():%Y%m%d-%H%M%S}").expanduser().resolve()
     set_value(config, "trainer.run_dir", str(run_dir))

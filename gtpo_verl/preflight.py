@@ -17,6 +17,7 @@ from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import check_rollout
 from gtpo_verl.planning.step import check_batches
+from gtpo_verl.seeds import LARGEST
 from gtpo_verl.versions import check_vllm, installed_version
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def check(config: DictConfig) -> None:
     Raises:
         UserError: the first problem, and what to do about it.
     """
+    _check_seed(config)
     for note in _check_algorithm(config):
         print(f"note: {note}", flush=True)
     _check_backend(config)
@@ -46,7 +48,7 @@ def problems(config: DictConfig) -> tuple[list[str], list[str]]:
     """Check a configuration without model, files and verl; returns errors, at most one per kind of check, and notes."""
     errors: list[str] = []
     notes: list[str] = []
-    for examine in (_check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
+    for examine in (_check_seed, _check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
         try:
             notes.extend(examine(config) or ())
         except UserError as error:
@@ -60,9 +62,16 @@ def check_evaluation(config: DictConfig) -> None:
     Raises:
         UserError: the first problem, and what to do about it.
     """
+    _check_seed(config)
     _check_lengths(config)
     _check_model(config)
     check_data(config, ("val_files",))
+
+
+def _check_seed(config: DictConfig) -> None:
+    seed = config.seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST:
+        raise UserError(f"seed={seed}: it must be a whole number from 0 to {LARGEST}.")
 
 
 # -------------------------------------------------------------------- algorithm

@@ -137,7 +137,7 @@ def test_dapo_is_whole_in_every_arm() -> None:
 
 
 OURS = {  # keys that verl's YAML does not have, and who reads them
-    "seed": "interpolations of the seeds",
+    "seed": "trainer, evaluate; verl's own seeds take its value",
     "algorithm.correct_threshold": "trainer._verdicts",
     "algorithm.entropy": "trainer, task_runner, preflight",
     "algorithm.filter_groups.on_budget": "sampling",
@@ -309,3 +309,17 @@ def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
     assert name == directory
     assert names("algo=ladder/6_dapo", f"trainer.run_dir={tmp_path}/x") == ("x", "ladder-6_dapo-seed0-x")
     assert names("trainer.experiment_name=mine", f"trainer.run_dir={tmp_path}/x") == ("x", "mine")
+
+
+SEEDS = (
+    *("data.seed", "actor_rollout_ref.actor.data_loader_seed", "actor_rollout_ref.rollout.seed"),
+    "critic.data_loader_seed",
+)
+
+
+def test_one_key_sets_every_seed_and_a_seed_of_verls_can_still_be_set() -> None:
+    config = compose_config(["seed=7", "data.seed=3"])
+    prepare(config, [])
+    assert [OmegaConf.select(config, key) for key in SEEDS] == [3, 7, 7, 7]
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.GTPO_VERL_SEED == "7"
+    assert compose_config(["seed=7", "backend=megatron"]).actor_rollout_ref.actor.megatron.seed == 7

@@ -12,6 +12,7 @@ from gtpo_verl.runs.directory import flatten
 
 # Sections that responses and verdicts depend on, except for the keys in IGNORED.
 SECTIONS = (
+    "seed",
     "data",
     "reward",
     "actor_rollout_ref.model",

@@ -19,7 +19,6 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import create_rl_dataset
-from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -31,6 +30,7 @@ from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
 from gtpo_verl.integrations.launch import enter_cluster, leave_sizes_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
+from gtpo_verl.integrations.streams import SeedingClient, SeedingManager, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
@@ -62,6 +62,7 @@ class Problems:
     def __init__(self, config: DictConfig) -> None:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.tokenizer = model.tokenizer
+        self._seed = config.seed
         data = config.data
         self._rows = create_rl_dataset(
             data.val_files,
@@ -76,12 +77,16 @@ class Problems:
         return len(self._rows)
 
     def batch(self, rows: Mapping[str, int]) -> Any:
-        """The batch for verl's agent loops. ``rows``: number of the row by uid of its prompt."""
+        """The batch for verl's agent loops. ``rows``: number of the row by uid of its prompt.
+
+        A row is sampled from the same streams as in a validation of a run with the same seed.
+        """
         columns = collate_fn([self._rows[row] for row in rows.values()])
         columns["uid"] = np.array(list(rows), dtype=object)
         batch = tensordict_utils.get_tensordict(columns)
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
         tensordict_utils.assign_non_tensor_data(batch, "validate", True)
+        assign_streams(batch, self._seed, PARTITION, rows.values())
         return batch
 
     def record(self, row: int) -> ProblemRecord:
@@ -122,9 +127,9 @@ def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
             # verl stops where it finds too little free; this job was admitted, and its wait is bounded
             with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
                 manager = LLMServerManager.create(config=config)
-            agents = AgentLoopManagerTQ.create(
+            agents = SeedingManager.create(
                 config=config,
-                llm_client=manager.get_client(),
+                llm_client=manager.get_client(client_cls=SeedingClient),
                 teacher_client=None,
                 reward_loop_worker_handles=reward.reward_loop_worker_handles,
             )

@@ -1,4 +1,5 @@
-"""Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl.
+"""Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl, and
+seeds the process.
 
 verl imports this module, calls nothing, and swallows exceptions. So importing registers, an exception is printed before
 it is raised again, and ``actor_rollout_ref.model.external_lib`` imports the module a second time where verl raises.
@@ -12,11 +13,13 @@ import warnings
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.terminal import LOG_FORMAT
+from gtpo_verl.seeds import seed_process
 from gtpo_verl.versions import check_verl
 
 
 def register() -> None:
-    """Register platform, estimators, policy losses, the weight sync and the job's TransferQueue in this process.
+    """Register platform, estimators, policy losses, the weight sync and the job's TransferQueue in this process, and seed
+    it.
 
     Raises:
         UserError: verl is outside the supported range.
@@ -25,6 +28,7 @@ def register() -> None:
     warnings.filterwarnings("ignore", message=".* engine is not available")
     _log_by_name()
     check_verl()
+    seed_process()
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     # importing registers platform and losses

@@ -5,17 +5,18 @@ saturated, or cannot do at all; and what it generated beyond a batch is discarde
 ``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left over may wait for a
 later step (``carry_over_max_age``).
 
-Which groups a step trains on follows from the order of the data and from the verdicts: everything in flight is finished
-first, then the groups with signal are taken in the order in which their prompts were submitted. Who finished first, and
-with it the length of the responses, has no part in the choice.
+Which prompts a step generates, and which groups it trains on, follows from the order of the data and from the verdicts.
+Everything in flight is finished first, and the groups with signal are taken in the order of their prompts. Who finished
+first, and with it the length of the responses, has no part in either choice.
 """
 
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
@@ -35,6 +36,16 @@ class BudgetSpentError(UserError):
     """A step has generated all that it may and found too few groups with signal."""
 
 
+Outcome = Literal["mixed", "all_correct", "all_wrong", "failed"]
+
+
+class _Verdict(NamedTuple):
+    """What became of a group; ``value`` is what its responses share, where they have one and no signal."""
+
+    outcome: Outcome
+    value: float | None = None
+
+
 @dataclass
 class _Tally:
     """Groups of one sampling call, by what became of them; a group is the responses to one prompt."""
@@ -45,10 +56,6 @@ class _Tally:
     all_wrong: int = 0
     failed: int = 0
     carried_in: int = 0
-
-    @property
-    def ended(self) -> int:
-        return self.mixed + self.all_correct + self.all_wrong + self.failed
 
     def describe(self) -> str:
         carried = f", and {self.carried_in} carried over" if self.carried_in else ""
@@ -64,24 +71,40 @@ class _Step:
 
     Attributes:
         number: the training step.
-        unfiltered: the prompts that a step without a filter would have generated.
-        filtered: {metric value: groups without signal}, verl's table.
-        unfiltered_until, ended_at: when the last of ``unfiltered`` ended, and the last group of all (seconds).
+        carried_in: groups that waited when it began.
+        missing: groups with signal to be found beside them.
+        prompts: those submitted in this step, in the order of the data.
+        verdicts: of those that have ended.
+        unfiltered_until, ended_at: when the last prompt ended that a step without a filter would have generated, and
+            the last of all (seconds).
     """
 
     number: int
     partition_id: str
-    batch_size: int
-    tally: _Tally
-    unfiltered: set[str]
-    filtered: dict[float, int] = field(default_factory=dict)
+    carried_in: int
+    missing: int
+    prompts: list[str] = field(default_factory=list)
+    verdicts: dict[str, _Verdict] = field(default_factory=dict)
     unfiltered_until: float | None = None
     ended_at: float = 0.0
 
-    def note_time(self, inflight: set[str]) -> None:
-        """Note that these prompts are still in generation."""
+    @property
+    def inflight(self) -> int:
+        return len(self.prompts) - len(self.verdicts)
+
+    def tally(self) -> _Tally:
+        """Of the groups that have ended by now."""
+        ended: Counter[str] = Counter(verdict.outcome for verdict in self.verdicts.values())
+        return _Tally(generated=len(self.prompts), carried_in=self.carried_in, **ended)
+
+    def may_have_signal(self, uid: str) -> bool:
+        """Whether a group has signal, or has not ended."""
+        return uid not in self.verdicts or self.verdicts[uid].outcome == "mixed"
+
+    def note_time(self) -> None:
+        """Note which prompts have ended by now."""
         self.ended_at = time.time()
-        if self.unfiltered_until is None and not self.unfiltered & inflight:
+        if self.unfiltered_until is None and self.verdicts.keys() >= set(self.prompts[: self.missing]):
             self.unfiltered_until = self.ended_at
 
     @property
@@ -123,6 +146,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self.last_step = (1, 1)  # groups with signal, groups generated, in the last step that generated any
         self._expired = 0  # groups that grew too old since the last sampling
         self._with_signal: set[str] = set()  # groups whose verdicts have been read
+        self._step: _Step | None = None
 
     @classmethod
     def like(
@@ -162,98 +186,117 @@ class BudgetedReplayBuffer(ReplayBuffer):
         """Whether dynamic sampling is on."""
         return self.filter_groups_metric is not None
 
-    def first_round(self, global_steps: int, partition_id: str, batch_size: int) -> int:
-        """Prompts to submit when a step begins: for the groups that are missing, at the last step's yield."""
+    def begin_step(self, global_steps: int, partition_id: str, batch_size: int) -> int:
+        """Begin a step; returns the prompts to submit: for the groups that are missing, at the last step's yield."""
         self._sync_metadata_from_transfer_queue()
         self._expire(global_steps, partition_id)
-        missing = batch_size - len(self._terminal(partition_id))
-        if missing <= 0:
-            return 0
-        expected_yield = self._expected_yield(_Tally())
-        return min(groups_to_generate(missing, expected_yield), self._window, self._budget or self._window)
+        self._judge(partition_id)  # groups restored from a checkpoint
+        waiting = len(self._terminal(partition_id))
+        self._step = _Step(global_steps, partition_id, waiting, missing=batch_size - waiting)
+        return self._target(self._step)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
-        """Return ``batch_size`` groups with signal, or fewer when the budget is spent; validation is left to verl."""
+        """Return ``batch_size`` groups with signal, or fewer when the budget is spent; validation is left to verl.
+
+        With dynamic sampling it follows :meth:`begin_step`, once the prompts are submitted.
+        """
         if partition_id == "val" or not self.filters:
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        return self._sample_filtered(global_steps, partition_id, batch_size)
+        assert self._step is not None
+        assert self._step.number == global_steps
+        return self._sample_filtered(self._step, batch_size)
 
-    def _sample_filtered(
-        self, global_steps: int, partition_id: str, batch_size: int
-    ) -> tuple[KVBatchMeta, dict[str, Any]]:
-        step = self._begin(global_steps, partition_id, batch_size)
+    def _sample_filtered(self, step: _Step, batch_size: int) -> tuple[KVBatchMeta, dict[str, Any]]:
+        partition_id = step.partition_id
         kept = self._generate(step)
-        if step.tally.generated:
-            self.last_step = (max(step.tally.mixed, 1), step.tally.generated)
+        tally = step.tally()
+        if tally.generated:
+            self.last_step = (max(tally.mixed, 1), tally.generated)
         size = groups_to_train(len(kept), batch_size, self.mini_batch_size)
         if len(kept) < batch_size:
-            self._spend(step.tally, size, len(kept), batch_size)
+            self._spend(tally, size, len(kept), batch_size)
         in_order = self._in_order(partition_id, kept)
         chosen, surplus = in_order[:size], in_order[size:]
-        ages = [global_steps - self.prompt_global_steps[partition_id][uid] for uid in chosen]
-        rows = self._rows_in_order(partition_id, chosen)
+        ages = [step.number - self.prompt_global_steps[partition_id][uid] for uid in chosen]
         carried, discarded = self._keep_or_discard(partition_id, surplus)
         self._with_signal -= set(chosen)
 
-        metrics = self._metrics(step.tally, ages)
+        metrics = self._metrics(tally, ages)
         metrics["training/filter_groups/carried_over_groups"] = carried
         metrics["training/filter_groups/discarded_surplus_groups"] = discarded
         metrics["training/filter_groups/extra_generation_s"] = step.extra_seconds
-        metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = step.filtered  # verl's table of what the filter took out
-        return self._materialize_batch(partition_id, chosen, rows), metrics
+        # verl's table of what the filter took out: {metric value: groups}
+        shared = Counter(verdict.value for verdict in step.verdicts.values() if verdict.value is not None)
+        metrics[DAPO_FILTERED_REWARD_COUNTS_KEY] = dict(shared)
+        return self._materialize_batch(partition_id, chosen, self.partitions[partition_id]), metrics
+
+    def _materialize_batch(
+        self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
+    ) -> KVBatchMeta:
+        """verl's, with the rows prompt by prompt and session by session: the queue lists them as they arrived."""
+        place = {uid: number for number, uid in enumerate(self._in_order(partition_id, set(selected_prompt_uids)))}
+
+        def order(key: str) -> tuple[int, int, int]:
+            row = parse_key(key)
+            return place[row.uid], row.session, row.output
+
+        rows = sorted((key for key in partition_snapshot if uid_of(key) in place), key=order)
+        return super()._materialize_batch(partition_id, list(place), {key: partition_snapshot[key] for key in rows})
 
     # ---------------------------------------------------------------- one step
 
-    def _begin(self, global_steps: int, partition_id: str, batch_size: int) -> "_Step":
-        """Take stock: the prompts of this step that were submitted already, and the groups carried over."""
-        self._sync_metadata_from_transfer_queue()
-        self._expire(global_steps, partition_id)
-        submitted_at = self.prompt_global_steps[partition_id]
-        fresh = [uid for uid, step in submitted_at.items() if step == global_steps]
-        carried = len(submitted_at) - len(fresh)
-        return _Step(
-            number=global_steps,
-            partition_id=partition_id,
-            batch_size=batch_size,
-            tally=_Tally(generated=len(fresh), carried_in=carried),
-            unfiltered=set(fresh[: max(0, batch_size - carried)]),
-        )
-
-    def _generate(self, step: "_Step") -> set[str]:
+    def _generate(self, step: _Step) -> set[str]:
         """Generate until the batch is full, or the budget spent, and nothing is in flight; returns the groups kept."""
         last_debug = time.time()
         while True:
-            self._evict(step)
-            self._check_failures(step)
-            kept = self._terminal(step.partition_id)
-            inflight = self.pending_keys[step.partition_id] | self.running_keys[step.partition_id]
-            step.note_time(inflight)
-            missing = step.batch_size - len(kept)
-            left = self._window if self._budget is None else self._budget - step.tally.generated
-            if not inflight and (missing <= 0 or left <= 0):
-                return kept
-            if not self._refill(step, missing, len(inflight), left):
-                last_debug = self._wait_for_next_poll(step.partition_id, last_debug)
             self._sync_metadata_from_transfer_queue()
+            self._note_prompts(step)
+            step.verdicts |= self._judge(step.partition_id)
+            self._check_failures(step)
+            step.note_time()
+            more = min(self._target(step) - len(step.prompts), self._window - step.inflight)
+            if more > 0:
+                assert self.refill_fn is not None
+                self.refill_fn(more)
+            elif not step.inflight:
+                return self._terminal(step.partition_id)
+            else:
+                last_debug = self._wait_for_next_poll(step.partition_id, last_debug)
 
-    def _check_failures(self, step: "_Step") -> None:
-        if step.tally.failed == step.tally.ended >= step.batch_size:
-            raise UserError(
-                f"step {step.number}: the rollouts of all {step.tally.failed} groups failed; see their traceback above."
-            )
+    def _note_prompts(self, step: _Step) -> None:
+        """Note the names of the prompts submitted since the last time; the queue lists prompts in that order."""
+        known = set(step.prompts) | self._with_signal
+        step.prompts += [uid for uid in self.prompt_global_steps[step.partition_id] if uid not in known]
 
-    def _refill(self, step: "_Step", missing: int, inflight: int, left: int) -> bool:
-        """Submit the prompts expected to fill the batch, within window and budget; returns whether there were any."""
+    def _target(self, step: _Step) -> int:
+        """Prompts that the step submits in all, as far as is known by now.
+
+        After each prompt, in the order of the data, as many more are called for as are expected to fill the batch at
+        the yield up to there; the step submits the most that is called for after any of them. Groups that have not
+        ended are taken to have signal, so verdicts can only raise the number, and where it ends does not depend on
+        the order in which they come.
+        """
+        with_signal, target = 0, self._called_for(step.missing, 0, 0)
+        for count, uid in enumerate(step.prompts, start=1):
+            with_signal += step.may_have_signal(uid)
+            target = max(target, count + self._called_for(step.missing - with_signal, with_signal, count))
+        return target if self._budget is None else min(target, self._budget)
+
+    def _called_for(self, missing: int, with_signal: int, generated: int) -> int:
+        """Prompts to fill the batch, at the yield of this step so far and of the last one: a few are not enough."""
         if missing <= 0:
-            return False
-        wanted = groups_to_generate(missing, self._expected_yield(step.tally)) - inflight
-        prompts = min(wanted, self._window - inflight, left)
-        if prompts <= 0:
-            return False
-        assert self.refill_fn is not None
-        self.refill_fn(prompts)
-        step.tally.generated += prompts
-        return True
+            return 0
+        last_with_signal, last_generated = self.last_step
+        expected_yield = (with_signal + last_with_signal) / (generated + last_generated)
+        return min(groups_to_generate(missing, expected_yield), self._window)
+
+    def _check_failures(self, step: _Step) -> None:
+        assert self.train_batch_size is not None
+        failed = step.tally().failed
+        if failed == len(step.verdicts) >= self.train_batch_size:
+            raise UserError(
+                f"step {step.number}: the rollouts of all {failed} groups failed; see their traceback above."
+            )
 
     def _keep_or_discard(self, partition_id: str, surplus: list[str]) -> tuple[int, int]:
         """Leave surplus groups for later steps, or clear them; returns how many of each."""
@@ -270,17 +313,6 @@ class BudgetedReplayBuffer(ReplayBuffer):
         # The queue lists prompts in the order of their submission; those of a checkpoint were put back first.
         steps = {uid: step for uid, step in self.prompt_global_steps[partition_id].items() if uid in uids}
         return sorted(steps, key=lambda uid: steps[uid])
-
-    def _rows_in_order(self, partition_id: str, uids: list[str]) -> dict[str, dict[str, Any]]:
-        """The rows of these groups, group by group and session by session: the queue lists them as they arrived."""
-        place = {uid: number for number, uid in enumerate(uids)}
-
-        def order(key: str) -> tuple[int, int, int]:
-            row = parse_key(key)
-            return place[row.uid], row.session, row.output
-
-        rows = self.partitions[partition_id]
-        return {key: rows[key] for key in sorted((key for key in rows if uid_of(key) in place), key=order)}
 
     def _terminal(self, partition_id: str) -> set[str]:
         return self.finished_keys[partition_id] | self.failure_keys[partition_id]
@@ -300,26 +332,15 @@ class BudgetedReplayBuffer(ReplayBuffer):
             self.carry_over_max_age,
         )
 
-    def _evict(self, step: _Step) -> None:
+    def _judge(self, partition_id: str) -> dict[str, _Verdict]:
         """Read the verdicts of the groups that have ended since the last time, and clear those without signal."""
-        partition_id, tally = step.partition_id, step.tally
-        steps = self.prompt_global_steps[partition_id]
-        without_signal = set()
-        for uid, values in self._read(partition_id, self._terminal(partition_id) - self._with_signal).items():
-            if len(set(values)) > 1:
-                self._with_signal.add(uid)
-                tally.mixed += steps[uid] == step.number
-                continue
-            without_signal.add(uid)
-            if uid in self.failure_keys[partition_id] or not values:
-                tally.failed += 1
-                continue
-            step.filtered[values[0]] = step.filtered.get(values[0], 0) + 1
-            if values[0] > 0:
-                tally.all_correct += 1
-            else:
-                tally.all_wrong += 1
-        self._clear_groups(partition_id, without_signal)
+        unread = self._terminal(partition_id) - self._with_signal
+        failed = self.failure_keys[partition_id] & unread
+        verdicts = {uid: _verdict(values, uid in failed) for uid, values in self._read(partition_id, unread).items()}
+        with_signal = {uid for uid, verdict in verdicts.items() if verdict.outcome == "mixed"}
+        self._with_signal |= with_signal
+        self._clear_groups(partition_id, unread - with_signal)
+        return verdicts
 
     def _read(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
         """What the filter reads: {uid: a value per response}; with the metric ``acc`` these are verdicts, 0 or 1."""
@@ -359,11 +380,6 @@ class BudgetedReplayBuffer(ReplayBuffer):
         assert self.train_batch_size is not None
         return self.max_num_gen_batches * self.train_batch_size or None
 
-    def _expected_yield(self, tally: _Tally) -> float:
-        """The yield of this step so far and of the last one: the first few groups to end are not representative."""
-        with_signal, generated = self.last_step
-        return (tally.mixed + with_signal) / (tally.ended + generated)
-
     def _spend(self, tally: _Tally, size: int, kept: int, batch_size: int) -> None:
         """End the run, or say how much smaller its batch is: ``size`` of the ``kept`` groups with signal."""
         spent = (
@@ -402,6 +418,15 @@ class BudgetedReplayBuffer(ReplayBuffer):
             metrics["solve_none_share"] = tally.all_wrong / tally.generated
         self._expired = 0
         return {f"training/filter_groups/{name}": value for name, value in metrics.items()}
+
+
+def _verdict(values: list[float], failed: bool) -> _Verdict:
+    """Of the values of a group's responses; ``failed`` when one of its rollouts did."""
+    if len(set(values)) > 1:
+        return _Verdict("mixed")
+    if failed or not values:
+        return _Verdict("failed")
+    return _Verdict("all_correct" if values[0] > 0 else "all_wrong", values[0])
 
 
 def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:

@@ -13,9 +13,11 @@ from typing import Any
 import ray
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
+from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
@@ -30,12 +32,14 @@ from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
+from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import (
     fetch,
     fetch_rows,
     group_names,
     lone_responses,
+    prompt_keys,
     put_rows,
     real_rows,
     replaced_rows,
@@ -68,6 +72,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self._checkpointed: int | None = None  # the last step whose checkpoint is complete in default_local_dir
         self._servers_asked = time.monotonic()
         self._pass_seconds: Counter[str] = Counter()  # of the current step
+        self._drawn = (0, 0)  # a step, and the number of the next prompt in it
         super().__init__(config)
 
     # ---------------------------------------------------------------- set-up
@@ -107,12 +112,12 @@ class CreditAssignmentMixin(PPOTrainer):
             workers[role] = ray.remote(for_cpu(actor_class.__ray_actor_class__))
 
     def get_llm_client(self) -> LLMServerClient:
-        client = super().get_llm_client()
-        if not self.entropy_source.from_rollout or not isinstance(client, FullyAsyncLLMServerClient):
-            return client
-        # verl's asynchronous client joins the segments of an interrupted response and drops what it does not know.
+        client_class: type[LLMServerClient] = SeedingClient
+        if isinstance(super().get_llm_client(), FullyAsyncLLMServerClient):
+            # It joins the segments of an interrupted response and drops what it does not know, such as entropies.
+            client_class = EntropyFullyAsyncClient if self.entropy_source.from_rollout else SeedingFullyAsyncClient
         manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
-        return manager.get_client(client_cls=EntropyFullyAsyncClient)
+        return manager.get_client(client_cls=client_class)
 
     def on_train_begin(self) -> None:
         super().on_train_begin()
@@ -142,13 +147,34 @@ class CreditAssignmentMixin(PPOTrainer):
             self._servers_asked = time.monotonic()
         return super()._add_prompts_to_generate(num_prompts)
 
+    def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
+        batch = super()._next_train_batch(num_prompts)
+        names = self._prompt_names(len(batch))
+        tensordict_utils.assign_non_tensor_stack(batch, "uid", names)
+        assign_streams(batch, self.config.seed, "train", names)
+        return batch
+
+    def _prompt_names(self, count: int) -> list[str]:
+        """Names for the next prompts, in place of verl's random ones: the step and the prompt's number in it.
+
+        The same in every run of the same seed, also where a step is repeated after a restart.
+        """
+        step, prefix = self.global_steps, f"{self.global_steps:06d}-"
+        if step != self._drawn[0]:
+            # Groups of this very step wait where its first attempt ended with a spent budget.
+            taken = [int(key.removeprefix(prefix)) for key in prompt_keys("train") if key.startswith(prefix)]
+            self._drawn = (step, max(taken, default=-1) + 1)
+        first = self._drawn[1]
+        self._drawn = (step, first + count)
+        return [f"{prefix}{number:06d}" for number in range(first, first + count)]
+
     # ---------------------------------------------------------------- one step
 
     def prepare_step(self) -> dict:
         sampling = self._sampling()
         if sampling is None:
             return super().prepare_step()
-        prompts = sampling.first_round(self.global_steps, "train", self.config.data.train_batch_size)
+        prompts = sampling.begin_step(self.global_steps, "train", self.config.data.train_batch_size)
         if prompts:
             self._add_prompts_to_generate(prompts)
         return {}
@@ -241,7 +267,9 @@ class CreditAssignmentMixin(PPOTrainer):
             return
         kept = {"old_log_probs": "old_log_probs", "rewards": "rm_scores", "responses": "responses"}
         if self.entropy_source.from_rollout:
-            kept |= {column: column for column in (*self.entropy_source.rollout_columns, "rollout_log_probs")}
+            kept |= {column: column for column in self.entropy_source.rollout_columns}
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            kept["rollout_log_probs"] = "rollout_log_probs"
         *columns, _ = fetch(batch, *kept.values())
         name = f"{self.global_steps}" + (f"-{self.local_trigger_step}" if self.parameter_sync_step > 1 else "")
         directory = self.run_dir / "credit"
@@ -360,7 +388,7 @@ class CreditAssignmentMixin(PPOTrainer):
         super()._dump_generations(inputs, outputs, gts, scores, columns, dump_path)
 
     def _validate(self) -> dict[str, float]:
-        with recorded(self.replay_buffer, self.agent_loop_manager) as self._validated:
+        with recorded(self.replay_buffer, self.agent_loop_manager, self.config.seed) as self._validated:
             metrics = super()._validate()
         if not self._in_training:  # metrics of later validations are recorded with their step
             self.recorder.write(self.global_steps, metrics)

@@ -43,6 +43,12 @@ def is_prompt(tag: Mapping[str, Any]) -> bool:
     return bool(tag.get("is_prompt", False))
 
 
+def prompt_keys(partition_id: str) -> list[str]:
+    """Uids of the prompts in TransferQueue, in the order in which they were submitted."""
+    listed = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+    return [key for key, tag in listed.items() if is_prompt(tag)]
+
+
 def group_names(keys: Iterable[str]) -> np.ndarray:
     """(B,) object array of the groups of these responses."""
     return np.array([uid_of(key) for key in keys], dtype=object)

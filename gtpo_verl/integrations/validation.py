@@ -14,6 +14,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.evaluation.records import Problem, Response, to_sample
+from gtpo_verl.integrations.streams import assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
@@ -81,13 +82,16 @@ def _answer(verdict: Mapping[str, Any]) -> str | None:
 
 
 @contextmanager
-def recorded(buffer: ReplayBuffer, agents: Any) -> Iterator[Validated]:
-    """Record the prompts that a validation submits and the responses that it samples.
+def recorded(buffer: ReplayBuffer, agents: Any, seed: int) -> Iterator[Validated]:
+    """Record the prompts that a validation submits, give them their random streams, and record the responses.
+
+    Every validation samples the same row of the data from the same streams: what differs is the model.
 
     Args:
         buffer: the trainer's replay buffer; verl clears the responses before its ``_validate`` returns.
         agents: the trainer's agent loop manager. A prompt whose samples all fail leaves no row in TransferQueue, so its
             problem is known here alone.
+        seed: the run's.
     """
     validated = Validated()
     sample, generate = buffer.sample, agents.generate_sequences
@@ -98,7 +102,9 @@ def recorded(buffer: ReplayBuffer, agents: Any) -> Iterator[Validated]:
         return batch, metrics
 
     def record_and_generate(prompts: TensorDict) -> Any:
+        first = len(validated.problems)
         validated.problems.update(submitted_problems(prompts))
+        assign_streams(prompts, seed, "val", range(first, first + len(prompts)))
         return generate(prompts)
 
     with (

@@ -61,7 +61,9 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.megatron.optimizer_offload": f"{_MEGATRON}:198",
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": f"{_MEGATRON}:272",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:273",
+    "actor_rollout_ref.actor.megatron.seed": f"{_MEGATRON}:195",
     # a critic
+    "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",
     # environment variables
     "ray_kwargs.ray_init.runtime_env.env_vars.TQ_NUM_THREADS": "transfer_queue/client.py:42",

@@ -111,6 +111,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopBase.ct_merge_context_msg": "(self, previous_messages, updated_messages, runtime_token_ids, response_mask, response_logprobs=, tools=)",
         "AgentLoopBase.run": "(self, sampling_params, **kwargs)",
         "AgentLoopBase.server_manager": "attribute",
+        "AgentLoopWorker._run_agent_loop": "(self, sampling_params, trajectory, *, agent_name, trace=, **kwargs)",
         "AgentLoopOutput": {"response_mask", "extra_fields"},
         "AgentLoopOutput.as_dict": "(self)",
     },
@@ -193,7 +194,10 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopManagerTQ.generate_sequences": "(self, prompts)",
     },
     "verl.trainer.ppo.v1.agent_loop_tq": {
+        "AgentLoopManagerTQ.__init__": "(self, *args, **kwargs)",
+        "AgentLoopManagerTQ.agent_loop_workers_class": "attribute",
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
+        "AgentLoopWorkerTQ": "anything",  # a Ray actor class
     },
     "verl.trainer.ppo.v1.replay_buffer": {
         "DAPO_FILTERED_REWARD_COUNTS_KEY": "str",
@@ -208,10 +212,8 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "ReplayBuffer.finished_keys": "attribute",
         "ReplayBuffer.max_inflight_gen_batches": "attribute",
         "ReplayBuffer.partitions": "attribute",
-        "ReplayBuffer.pending_keys": "attribute",
         "ReplayBuffer.prompt_global_steps": "attribute",
         "ReplayBuffer.refill_fn": "attribute",
-        "ReplayBuffer.running_keys": "attribute",
         "ReplayBuffer.sample": "(self, global_steps, partition_id, batch_size)",
         "ReplayBuffer.train_batch_size": "attribute",
     },
@@ -226,6 +228,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer._dump_generations": "(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path)",
         "PPOTrainer._init_resource_pool_mgr": "(self)",
         "PPOTrainer._load_checkpoint": "(self)",
+        "PPOTrainer._next_train_batch": "(self, num_prompts=)",
         "PPOTrainer._resolve_filter_groups_metric": "(self)",
         "PPOTrainer._rollout_server_managers": "(self)",
         "PPOTrainer._save_checkpoint": "(self)",
@@ -283,6 +286,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "verl.utils.tensordict_utils": {
         "assign_non_tensor_data": "(tensor_dict, key, val)",
+        "assign_non_tensor_stack": "(tensor_dict, key, val)",
         "get_tensordict": "(tensor_dict, non_tensor_dict=)",
     },
     "verl.utils.tokenizer.continuous_token": {

@@ -93,7 +93,7 @@ class Run:
 
     def step(self, number: int = 1) -> tuple[list[str], dict[str, Any]]:
         self.prompts.step = number
-        first = self.buffer.first_round(number, "train", BATCH)
+        first = self.buffer.begin_step(number, "train", BATCH)
         if first:
             self.prompts.submit(first)
         batch, metrics = self.buffer.sample(global_steps=number, partition_id="train", batch_size=BATCH)
@@ -283,10 +283,10 @@ def test_a_spent_budget_stops_when_asked_to(make_run: MakeRun) -> None:
 
 def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun) -> None:
     run = make_run(itertools.cycle([MIXED, ALL_WRONG]), window=4)
-    assert run.buffer.first_round(1, "train", BATCH) == BATCH
+    assert run.buffer.begin_step(1, "train", BATCH) == BATCH
     _, metrics = run.step(1)
     assert metrics["yield"] < 1
-    first = run.buffer.first_round(2, "train", BATCH)
+    first = run.buffer.begin_step(2, "train", BATCH)
     assert BATCH / metrics["yield"] < first <= 4 * BATCH
     before = len(run.prompts.submitted)
     _, metrics = run.step(2)
@@ -296,21 +296,57 @@ def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun
 # -------------------------------------------------------------------- the choice
 
 
+@pytest.mark.parametrize("budget", [0, 3])
 @pytest.mark.parametrize("max_age", [0, 3])
-def test_who_finishes_first_has_no_part_in_the_choice(make_run: MakeRun, max_age: int) -> None:
-    """Short responses finish first. With the same data and verdicts the same groups are chosen, whatever the order of
-    finishing.
+def test_who_finishes_first_has_no_part_in_what_is_generated_and_chosen(
+    make_run: MakeRun, max_age: int, budget: int
+) -> None:
+    """With the same data and verdicts the same prompts are drawn and the same groups chosen, in every step, whatever
+    the order of finishing.
     """
-    verdicts = random.Random(0).choices([MIXED, ALL_CORRECT, ALL_WRONG], k=500)
-    chosen = []
-    for seed in range(4):
-        run = make_run(iter(verdicts), window=2, max_age=max_age, order=random.Random(seed))
-        for step in range(1, 5 if max_age else 2):  # what a step throws away decides where the next one begins
-            run.step(step)
-        chosen.append(run.trained)
+    verdicts = random.Random(0).choices([MIXED, ALL_CORRECT, ALL_WRONG, (-1, -1, -1)], [6, 6, 6, 1], k=500)
+    runs = []
+    for order in [None, *map(random.Random, range(6))]:
+        run = make_run(iter(verdicts), window=2, max_age=max_age, budget=budget, order=order)
+        history = []
+        for step in range(1, 5):
+            uids, metrics = run.step(step)
+            history.append((uids, len(run.prompts.submitted), metrics["yield"], waiting()))
+        runs.append(history)
         clear_queue()
-    assert len({tuple(uids) for uids in chosen}) == 1
-    assert chosen[0] == run.prompts.mixed[: len(chosen[0])]
+    assert all(history == runs[0] for history in runs)
+
+
+def test_a_slow_prompt_does_not_hold_up_those_that_are_needed_whatever_it_brings(make_run: MakeRun) -> None:
+    """The first of four has not ended, the others have no signal: with it three are missing at least."""
+    run = make_run(
+        itertools.chain([MIXED, *[ALL_WRONG] * 3], itertools.repeat(MIXED)), window=2, order=random.Random(0)
+    )
+    prompts = run.prompts
+    prompts.submit(run.buffer.begin_step(1, "train", BATCH))
+    first = prompts.running.pop(0)
+    prompts.answer(3)
+    inflight = []
+
+    def end_all(partition_id: str, last_debug: float) -> float:
+        inflight.append(len(prompts.running))
+        if len(inflight) == 1:
+            prompts.running.append(first)
+        prompts.answer(len(prompts.running))
+        return last_debug
+
+    run.buffer._wait_for_next_poll = end_all  # type: ignore[method-assign]
+    batch, _ = run.buffer.sample(global_steps=1, partition_id="train", batch_size=BATCH)
+    assert inflight[0] >= 3
+    assert batch.keys[0] == f"{first[0]}_0_0"
+
+
+def test_without_a_filter_the_rows_are_in_order_too(make_run: MakeRun) -> None:
+    run = make_run(itertools.cycle([MIXED, ALL_WRONG]), order=random.Random(1))
+    run.buffer.filter_groups_metric = None
+    run.prompts.submit(BATCH)
+    batch, _ = run.buffer.sample(global_steps=1, partition_id="train", batch_size=BATCH)
+    assert batch.keys == [f"{uid}_{session}_0" for uid in run.prompts.submitted for session in range(GROUP)]
 
 
 def test_nothing_is_left_in_the_queue_and_nothing_is_taken_twice(make_run: MakeRun) -> None:

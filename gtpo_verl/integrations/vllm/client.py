@@ -8,15 +8,16 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from gtpo_verl.integrations.streams import SeedingClient
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 
 _segments: ContextVar[list[TokenOutput] | None] = ContextVar("gtpo_verl_segments", default=None)
 
 
-class _SegmentRecorder(LLMServerClient):
+class _SegmentRecorder(SeedingClient):
     """Stands between the two clients in the method resolution order, where one call is one segment."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:

@@ -1,0 +1,130 @@
+"""Seeds of prompts, responses and requests: the same in a repetition, and one for each."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from verl.utils.tensordict_utils import get_tensordict
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from gtpo_verl.integrations import streams
+from gtpo_verl.integrations import trainer as ours
+from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, SeedingWorker, assign_streams
+from gtpo_verl.seeds import derived, seed_process
+
+
+def prompts(seed: int, names: list[str], partition: str = "train") -> list[int]:
+    batch = get_tensordict({"uid": names})
+    assign_streams(batch, seed, partition, names)
+    return [int(value) for value in batch[streams.COLUMN]]
+
+
+def test_a_prompts_seed_follows_from_run_partition_and_name_alone() -> None:
+    assert prompts(1, ["a", "b"]) == prompts(1, ["b", "a"])[::-1]
+    everything = prompts(1, ["a", "b"]) + prompts(2, ["a", "b"]) + prompts(1, ["a", "b"], "val")
+    assert len(set(everything)) == 6
+    assert all(0 <= seed < 2**63 for seed in everything)
+    assert derived(1, "a") == 1515775267073163690, "a run could not be repeated with another version"
+
+
+def test_a_step_that_is_repeated_finds_its_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not give the name of a group that waits, found by a first attempt before the budget was spent."""
+    waiting: list[str] = ["000002-000009"]
+    monkeypatch.setattr(ours, "prompt_keys", lambda partition_id: waiting)
+
+    def names(trainer: Any, *counts: int) -> list[str]:
+        return [name for count in counts for name in ours.CreditAssignmentMixin._prompt_names(trainer, count)]
+
+    def trainer() -> Any:
+        return SimpleNamespace(global_steps=3, _drawn=(0, 0))
+
+    run = trainer()
+    assert names(run, 2, 1) == names(trainer(), 1, 2) == ["000003-000000", "000003-000001", "000003-000002"]
+    run.global_steps = 4
+    assert names(run, 1) == ["000004-000000"]
+    waiting.append("000003-000001")
+    assert names(trainer(), 2) == ["000003-000002", "000003-000003"]
+
+
+def test_each_response_of_a_group_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    async def run(self: Any, sampling_params: dict[str, Any], trajectory: Any, **kwargs: Any) -> None:
+        ran.append((sampling_params, kwargs))
+
+    monkeypatch.setattr(streams._Worker, "_run_agent_loop", run)
+    shared = {"temperature": 1.0}
+
+    async def group(seed: int) -> None:
+        worker = SeedingWorker.__new__(SeedingWorker)
+        for session in range(4):
+            await worker._run_agent_loop(
+                shared, trajectory={}, session_id=session, agent_name="loop", sampling_seed=torch.tensor(seed)
+            )
+
+    for seed in (5, 5, 6):
+        asyncio.run(group(seed))
+    seeds = [sampling_params["seed"] for sampling_params, _ in ran]
+    assert seeds[:4] == seeds[4:8]
+    assert len(set(seeds)) == 8
+    assert shared == {"temperature": 1.0}
+    assert [kwargs["session_id"] for _, kwargs in ran] == [0, 1, 2, 3] * 3
+    assert not any("sampling_seed" in kwargs for _, kwargs in ran), "it would be a column of the batch"
+
+
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The sampling parameters of every request that reaches a server; the first is interrupted after two tokens."""
+    seen: list[dict[str, Any]] = []
+
+    async def generate(self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **_: Any) -> TokenOutput:
+        seen.append(sampling_params)
+        reason = "aborted" if len(seen) == 1 else "completed"
+        return TokenOutput(token_ids=[1, 2], log_probs=[0.0, 0.0], stop_reason=reason, extra_fields={})
+
+    async def at_once(seconds: float) -> None:
+        return None
+
+    monkeypatch.setattr(LLMServerClient, "generate", generate)
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    return seen
+
+
+def client(kind: type[LLMServerClient]) -> LLMServerClient:
+    return kind(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 8}}}))
+
+
+def test_a_turn_and_a_segment_have_streams_of_their_own(requests: list[dict[str, Any]]) -> None:
+    """vLLM starts the stream of a request at its seed."""
+    given = {"seed": 3, "temperature": 1.0}
+    asyncio.run(client(SeedingFullyAsyncClient).generate("a", prompt_ids=[7], sampling_params=given))
+    assert len({request["seed"] for request in requests}) == len(requests) == 2
+    assert given == {"seed": 3, "temperature": 1.0}
+    asyncio.run(client(SeedingClient).generate("b", prompt_ids=[7], sampling_params=given))
+    assert requests[2]["seed"] == requests[0]["seed"]
+
+
+def test_a_request_without_a_seed_keeps_none(requests: list[dict[str, Any]]) -> None:
+    asyncio.run(client(SeedingClient).generate("a", prompt_ids=[7], sampling_params={"temperature": 0}))
+    assert requests == [{"temperature": 0}]
+
+
+def test_a_process_of_a_run_is_seeded_and_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    def drawn() -> tuple[float, float]:
+        return torch.rand(()).item(), float(np.random.rand())
+
+    with torch.random.fork_rng():
+        monkeypatch.setenv("GTPO_VERL_SEED", "5")
+        seed_process()
+        first, second = drawn(), drawn()
+        seed_process()
+        assert drawn() == first
+        monkeypatch.delenv("GTPO_VERL_SEED")
+        seed_process()
+        assert drawn() == second
