@@ -29,9 +29,9 @@ def test_metrics_of_every_method() -> None:
     correct = torch.tensor([True, False, True, False] * 2)
     group = torch.arange(8) // 4
     batch = Batch(mask, group, correct, entropy=entropy, rewards=correct.float(), old_log_probs=-entropy)
+    assert len(algorithms()) > 20
     for name, method in algorithms().items():
         names = {f"credit/{metric}" for metric in method.advantages(batch).metrics}
-        assert len(names) > 10, name
         assert undocumented(names) == set(), name
 
 
