@@ -15,6 +15,7 @@ from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice
 from gtpo_verl.algorithms.grpo import DAPO
 
+CHANGED = 1e-5  # of A0, what is more than round-off
 SCOPES = ("batch", "group", "response")
 
 
@@ -76,16 +77,20 @@ def response_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def scopes(batch: Batch, scope: str) -> Iterator[torch.Tensor]:
-    """The rows (n,) of the whole `batch`, of each `group`, or of each `response`."""
-    rows = torch.arange(len(batch.group), device=batch.group.device)
+def groups(batch: Batch) -> Iterator[torch.Tensor]:
+    """The rows (n,) of each group."""
+    order = batch.group.argsort(stable=True)
+    yield from order.split(batch.group[order].unique_consecutive(return_counts=True)[1].tolist())
+
+
+def scopes(batch: Batch, scope: str) -> Iterator[slice | torch.Tensor]:
+    """The rows of the whole `batch`, of each `group`, or of each `response`, as an index."""
     if scope == "batch":
-        yield rows
+        yield slice(None)
     elif scope == "group":
-        order = batch.group.argsort(stable=True)
-        yield from order.split(batch.group[order].unique_consecutive(return_counts=True)[1].tolist())
+        yield from groups(batch)
     else:
-        yield from rows.split(1)
+        yield from (slice(row, row + 1) for row in range(len(batch.group)))
 
 
 def over_scope(
@@ -131,7 +136,8 @@ def output(A: torch.Tensor, A0: torch.Tensor, batch: Batch, kept: torch.Tensor |
     mask = batch.response_mask != 0
     tokens = max(int(mask.sum()), 1)
     A = torch.where(mask, A, 0.0)
-    metrics = {"changed_share": (~torch.isclose(A, A0.to(A.dtype), rtol=1e-5) & mask).sum().item() / tokens}
+    changed = (A - A0).abs_() > CHANGED * A0.abs() + CHANGED**2
+    metrics = {"changed_share": changed.sum().item() / tokens}
     for polarity, rows in (("correct", batch.correct), ("wrong", ~batch.correct)):
         before = A0[rows].abs().sum().item()
         if before > 0:

@@ -48,6 +48,7 @@ ENTROPY_BONUS = Algorithm(
     compute=_entropy_bonus,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=270.0,
 )
 
 
@@ -101,6 +102,7 @@ EAPO = Algorithm(
     compute=_eapo,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=500.0,
 )
 
 
@@ -143,4 +145,5 @@ POLARITY_ENTROPY = Algorithm(
     compute=_polarity_entropy,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=290.0,
 )

@@ -86,8 +86,8 @@ def _random(batch: Batch) -> torch.Tensor:
     """(B, T) uniform numbers, drawn for the valid tokens alone, so that padding changes nothing."""
     mask = (batch.response_mask != 0).cpu()
     generator = torch.Generator().manual_seed(batch.seed)
-    drawn = torch.rand(int(mask.sum()), generator=generator, dtype=torch.float64)
-    return torch.zeros(mask.shape, dtype=torch.float64).masked_scatter_(mask, drawn).to(batch.response_mask.device)
+    drawn = torch.rand(int(mask.sum()), generator=generator)
+    return torch.zeros(mask.shape).masked_scatter_(mask, drawn).to(batch.response_mask.device)
 
 
 FORK20 = Algorithm(
@@ -99,6 +99,7 @@ FORK20 = Algorithm(
     compute=_masked(entropies),
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=700.0,
 )
 
 RANDOM20 = Algorithm(
@@ -110,4 +111,5 @@ RANDOM20 = Algorithm(
     compute=_masked(_random),
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=700.0,
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from gtpo_verl.algorithms.base import scopes, shaped_reward
+from gtpo_verl.algorithms.base import groups, shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.grpo import DAPO, GRPOConfig
 
@@ -20,7 +20,7 @@ def _dr_grpo(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     """A = R - mean of the group, arXiv 2503.20783; the loss is the sum over tokens by a constant."""
     mask, R = batch.response_mask != 0, shaped_reward(batch)
     A = torch.zeros_like(R)
-    for rows in scopes(batch, "group"):
+    for rows in groups(batch):
         rows = rows[mask[rows].any(1)]
         A[rows] = R[rows] - R[rows].mean()
     return AdvantageOutput(A[:, None] * mask, None, {})

@@ -40,6 +40,7 @@ AR = Algorithm(
     compute=_ar,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=160.0,
 )
 
 
@@ -71,6 +72,7 @@ PROB_MASK = Algorithm(
     compute=_prob_mask,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=380.0,
 )
 
 
@@ -131,6 +133,7 @@ STARE_O1 = Algorithm(
     compute=_stare,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=400.0,
 )
 
 STARE_C2 = Algorithm(
@@ -142,4 +145,5 @@ STARE_C2 = Algorithm(
     compute=_stare,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=400.0,
 )

@@ -70,6 +70,7 @@ EDA = Algorithm(
     compute=_eda,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=150.0,
 )
 
 
@@ -110,4 +111,5 @@ EMPG = Algorithm(
     compute=_empg,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=200.0,
 )

@@ -13,9 +13,9 @@ from gtpo_verl.algorithms.base import (
     dapo_advantages,
     dtype_of,
     entropies,
+    groups,
     output,
     over_scope,
-    scopes,
     shaped_reward,
 )
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
@@ -72,6 +72,7 @@ W_REINFORCE = Algorithm(
     compute=_w_reinforce,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=12.0,
     changes=(DYNAMIC_SAMPLING,),
     trains_without_contrast=True,
 )
@@ -102,7 +103,7 @@ def _qae(batch: Batch, config: QAEConfig) -> AdvantageOutput:
     assert batch.rewards is not None
     mask, R = batch.response_mask != 0, shaped_reward(batch)
     rewards, A = batch.rewards.detach().to(R.dtype), torch.zeros_like(R)
-    for rows in scopes(batch, "group"):
+    for rows in groups(batch):
         rows = rows[mask[rows].any(1)]
         if not len(rows):
             continue
@@ -121,6 +122,7 @@ QAE = Algorithm(
     compute=_qae,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=28.0,
 )
 
 
@@ -161,6 +163,7 @@ RL_ZVP = Algorithm(
     compute=_rl_zvp,
     loss="vanilla",
     aggregation="token-mean",
+    advantage_ns=480.0,
     changes=(DYNAMIC_SAMPLING,),
     trains_without_contrast=True,
 )
