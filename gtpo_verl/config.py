@@ -329,7 +329,7 @@ def _name_run(config: DictConfig, algo: str) -> None:
     """Set ``trainer.run_dir`` and ``trainer.experiment_name`` where the user gave none; the latter tells arms and seeds
     apart in a tracker, whatever the directory is called.
     """
-    label = f"{algo.replace('/', '-')}-seed{config.seed}"
+    label = algo.replace("/", "-") + f"-seed{config.seed}"
     given = config.trainer.run_dir
     run_dir = Path(given or f"outputs/{label}-{dt.datetime.now():%Y%m%d-%H%M%S}").expanduser().resolve()
     set_value(config, "trainer.run_dir", str(run_dir))

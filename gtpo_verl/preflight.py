@@ -95,7 +95,30 @@ def _check_algorithm(config: DictConfig) -> list[str]:
     chosen = algorithm_of(config)
     _check_ignored(config, chosen)
     _check_penalty(config, chosen)
+    if chosen is not None:
+        notes.extend(_without_effect(config, chosen))
     return notes + _check_dynamic_sampling(config)
+
+
+def _without_effect(config: DictConfig, chosen: Algorithm) -> Iterator[str]:
+    """What of the method this run leaves without effect."""
+    actor = config.actor_rollout_ref.actor
+    updates = config.data.train_batch_size // max(actor.ppo_mini_batch_size, 1) * actor.ppo_epochs
+    if chosen.needs_several_updates and updates == 1 and not entropy_source(config).skips_actor_pass:
+        yield (
+            f"{chosen.label} acts on ratios other than 1, and with one update a step all of them are 1: this run "
+            f"trains with DAPO's loss, averaged as loss_agg_mode={actor.loss_agg_mode} says. A smaller "
+            "actor_rollout_ref.actor.ppo_mini_batch_size makes several updates."
+        )
+    if chosen.trains_without_contrast and config.algorithm.filter_groups.enable:
+        yield (
+            f"{chosen.label} trains on groups of one polarity too, and dynamic sampling removes them: set "
+            "algorithm.filter_groups.enable=false."
+        )
+    if chosen.trains_without_contrast and "rewards" not in chosen.needs:
+        overlong = config.reward.reward_kwargs.overlong_buffer_cfg
+        if overlong.enable:
+            yield f"{chosen.label} reads the verdict alone: the overlong penalty has no effect on it."
 
 
 def _check_ignored(config: DictConfig, chosen: Algorithm | None) -> None:

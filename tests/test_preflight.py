@@ -225,6 +225,23 @@ def test_carry_over_is_refused_where_nothing_would_do_it(composed: Composer, cha
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["algo=gspo"], "GSPO acts on ratios other than 1"),  # the quickstart makes one update a step
+        (["algo=gspo", "actor_rollout_ref.actor.ppo_epochs=2"], ""),
+        (["algo=rl_zvp"], ""),
+        (["algo=rl_zvp", "algorithm.filter_groups.enable=true"], "dynamic sampling removes them"),
+        (["algo=nsr"], "the overlong penalty has no effect on it"),
+    ],
+)
+def test_a_method_without_effect_says_so(changes: list[str], said: str) -> None:
+    errors, notes = preflight.problems(compose_config(["setting=quickstart", "hardware=cpu", *changes]))
+    assert errors == []
+    about = ("acts on ratios", "dynamic sampling removes", "overlong penalty has no effect")
+    assert [said in note for note in notes if any(words in note for words in about)] == [True] * bool(said)
+
+
 @pytest.mark.parametrize(("mode", "noted"), [("sync", False), ("colocate_async", True)])
 def test_a_budget_that_nothing_keeps_is_pointed_out(
     composed: Composer, capsys: pytest.CaptureFixture[str], mode: str, noted: bool

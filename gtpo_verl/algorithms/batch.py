@@ -16,6 +16,7 @@ class Batch:
     rewards: (B,) outcome rewards, without any length penalty.
     old_log_probs: (B, T) log-probabilities of the sampled tokens under the old policy.
     length_penalty: (B,) <= 0, added where the method adds it; None leaves the choice to the method's config.
+    seed: of what a method draws at random, another one at each step.
     """
 
     response_mask: torch.Tensor
@@ -25,6 +26,7 @@ class Batch:
     rewards: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     length_penalty: torch.Tensor | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)

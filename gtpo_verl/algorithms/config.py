@@ -4,7 +4,7 @@ here.
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
@@ -128,11 +128,23 @@ def check_gamma(gamma: float) -> None:
 
 
 def _check_choice(name: str, value: Any) -> None:
-    if value not in _CHOICES[name]:
+    choice(name, value, _CHOICES[name])
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Refuse a setting that is none of the `allowed` words, with the closest."""
+    if value not in allowed:
         raise ValueError(
-            f"{name} must be one of {', '.join(_CHOICES[name])}, got "
-            f"{value!r}{did_you_mean(str(value), _CHOICES[name], cutoff=0.5)}"
+            f"{name} must be one of {', '.join(allowed)}, got {value!r}{did_you_mean(str(value), allowed, cutoff=0.5)}"
         )
+
+
+def within(name: str, value: Any, low: float, high: float, *, open_ends: bool = False) -> None:
+    """Refuse a setting that is no number in [low, high], or in (low, high)."""
+    inside = low < number(name, value) < high if open_ends else low <= number(name, value) <= high
+    if not inside:
+        ends = "()" if open_ends else "[]"
+        raise ValueError(f"{name} must be in {ends[0]}{low:g}, {high:g}{ends[1]}, got {value}")
 
 
 def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:

@@ -1,6 +1,7 @@
-"""The clipped surrogates: per token (GTPO, DAPO) and per sequence (GRPO-S, GSPO).
+"""The clipped surrogates: per token (GTPO, DAPO) and per sequence (GRPO-S, GSPO), and variants of the former that treat
+clipped tokens otherwise (CE-GPPO, ASPO) or have a clip range for each (DCPO).
 
-Both return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and
+All return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and
 metrics as tensors without gradient. Masked positions may hold anything, NaN included, and receive no gradient.
 """
 
@@ -12,6 +13,7 @@ import torch
 LOG_RATIO_BOUND = 20.0
 
 Metrics = dict[str, torch.Tensor]
+Epsilon = float | torch.Tensor
 
 
 def token_loss(
@@ -19,13 +21,14 @@ def token_loss(
     old_log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.28,
+    clip_ratio_low: Epsilon = 0.2,
+    clip_ratio_high: Epsilon = 0.28,
     clip_ratio_c: float | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Per-token clipped surrogate: -min(w A, clip(w, 1 - ε_low, 1 + ε_high) A), with w = π_θ / π_old.
 
     log_prob, old_log_prob, advantages, response_mask: (B, T); the gradient reaches `log_prob` alone.
+    clip_ratio_low, clip_ratio_high: ε, or one for each token (B, T).
     clip_ratio_c: dual clip, an upper bound c of w where A < 0 (loss <= -c A), above 1, or None.
     Returns the losses (B, T), 0 outside the mask, and the metrics of `_metrics` over tokens, with `clipfrac_lower` for
     the dual clip.
@@ -40,7 +43,8 @@ def token_loss(
     A = torch.where(mask, advantages, 0.0).detach()
     log_ratio = _log_ratio(log_prob, old_log_prob, mask)
     ratio = log_ratio.exp()
-    losses = torch.maximum(-A * ratio, -A * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high))
+    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)  # type: ignore[arg-type]  # numbers or tensors
+    losses = torch.maximum(-A * ratio, -A * clipped)
     metrics = _metrics(ratio, A, mask, clip_ratio_low, clip_ratio_high)
     metrics["ppo_kl"] = _mean(-log_ratio.detach(), mask)
     metrics["clipfrac_lower"] = torch.zeros_like(metrics["ppo_kl"])
@@ -88,12 +92,106 @@ def sequence_loss(
     return losses, metrics
 
 
+def ce_gppo_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = None,
+    beta1: float = 0.75,
+    beta2: float = 1.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """`token_loss` whose clipped tokens keep a gradient: β1 (1 - ε_low) A ∇log π for A < 0, w < 1 - ε_low, and
+    β2 (1 + ε_high) A ∇log π for A > 0, w > 1 + ε_high.
+
+    Arguments, metrics and errors as for `token_loss`; beta1, beta2: at least 0, and with both 0 the gradient is that of
+    `token_loss`. Source: CE-GPPO (arXiv 2509.20712).
+    """
+    if beta1 < 0 or beta2 < 0:
+        raise ValueError(f"beta1 and beta2 must not be negative, got {beta1} and {beta2}")
+    losses, metrics = token_loss(
+        log_prob, old_log_prob, advantages, response_mask, clip_ratio_low, clip_ratio_high, clip_ratio_c
+    )
+    ratio, A = _ratio_and_advantages(log_prob, old_log_prob, advantages, response_mask)
+    one = ratio / ratio.detach()  # 1, and its gradient is that of log π
+    losses = torch.where((A < 0) & (ratio < 1 - clip_ratio_low), -beta1 * (1 - clip_ratio_low) * A * one, losses)
+    losses = torch.where((A > 0) & (ratio > 1 + clip_ratio_high), -beta2 * (1 + clip_ratio_high) * A * one, losses)
+    return losses, metrics
+
+
+def aspo_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> tuple[torch.Tensor, Metrics]:
+    """Asymmetric importance sampling: the gradient is A c ∇log π, with c = 1/w for A > 0 and c = w for A < 0, at most
+    `clip_ratio_c`, and 0 where `token_loss` clips: A > 0, w > 1 + ε_high, or A < 0, w < 1 - ε_low.
+
+    Arguments, metrics and errors as for `token_loss`; clip_ratio_c bounds c without cutting the gradient off.
+    Source: ASPO (arXiv 2510.06062), as the code of Archer 2.0 has it, without its clip ranges by entropy.
+    """
+    _check_clip(clip_ratio_low, clip_ratio_high)
+    mask = response_mask != 0
+    ratio, A = _ratio_and_advantages(log_prob, old_log_prob, advantages, response_mask)
+    w = ratio.detach()
+    of_credit = torch.where(w <= 1 + clip_ratio_high, (1 / w).clamp(max=clip_ratio_c), 0.0)
+    of_blame = torch.where(w >= 1 - clip_ratio_low, w.clamp(max=clip_ratio_c), 0.0)
+    losses = -A * torch.where(A > 0, of_credit, of_blame) * ratio / w
+    metrics = _metrics(ratio, A, mask, clip_ratio_low, clip_ratio_high)
+    metrics["ppo_kl"] = _mean(-w.log(), mask)
+    return losses, metrics
+
+
+def dcpo_clip_ranges(
+    old_log_prob: torch.Tensor, clip_ratio_low: float, clip_ratio_high: float, clip_ratio_c: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds of w (B, T) by the old probability π: from ½(1 + √max(0, 1 - 4 ε_low/π)) to ½(1 + √(1 + 4 ε_high/π)), the
+    latter at most max(c, 10).
+
+    Source: DCPO (arXiv 2509.02333); its smoothed advantage needs the history of a prompt and is not here.
+    """
+    inverse = (-old_log_prob).clamp(max=2 * LOG_RATIO_BOUND).exp()
+    low = 0.5 + 0.5 * (1 - 4 * clip_ratio_low * inverse).clamp(min=0).sqrt()
+    high = 0.5 + 0.5 * (1 + 4 * clip_ratio_high * inverse).sqrt()
+    return low, high.clamp(max=max(clip_ratio_c or 0.0, 10.0))
+
+
+def dcpo_clip_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    clip_ratio_low: float = 0.16,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """`token_loss` with the range of each token from `dcpo_clip_ranges`: improbable tokens may move further."""
+    _check_clip(clip_ratio_low, clip_ratio_high)
+    old = torch.where(response_mask != 0, old_log_prob.detach(), 0.0)
+    low, high = dcpo_clip_ranges(old, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    return token_loss(log_prob, old_log_prob, advantages, response_mask, 1 - low, high - 1, clip_ratio_c)
+
+
+def _ratio_and_advantages(
+    log_prob: torch.Tensor, old_log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w, 1 outside the mask, and A, 0 there."""
+    mask = response_mask != 0
+    return _log_ratio(log_prob, old_log_prob, mask).exp(), torch.where(mask, advantages, 0.0).detach()
+
+
 def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """log w inside the mask and 0 elsewhere."""
     return torch.where(mask, log_prob - old_log_prob.detach(), 0.0).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
-def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Metrics:
+def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: Epsilon, high: Epsilon) -> Metrics:
     """Shares of entries where the clip binds, on either side, and location and spread of the ratio.
 
     The spread is the root mean square distance from 1, where both policies agree: unlike a standard deviation it means
@@ -116,8 +214,8 @@ def _mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def _check_clip(low: float, high: float) -> None:
-    if not 0 <= low <= 1:
+def _check_clip(low: Epsilon, high: Epsilon) -> None:
+    if not isinstance(low, torch.Tensor) and not 0 <= low <= 1:
         raise ValueError(f"the lower clip ratio must be in [0, 1], got {low}")
-    if high < 0:
+    if not isinstance(high, torch.Tensor) and high < 0:
         raise ValueError(f"the upper clip ratio must not be negative, got {high}")

@@ -26,6 +26,29 @@ _BUILT_IN = (
     "gtpo_verl.algorithms.gtpo:GTPO",
     "gtpo_verl.algorithms.grpo_s:GRPO_S",
     "gtpo_verl.algorithms.grpo:GRPO",
+    "gtpo_verl.algorithms.of_verl:DR_GRPO",
+    "gtpo_verl.algorithms.forking:FORK20",
+    "gtpo_verl.algorithms.forking:RANDOM20",
+    "gtpo_verl.algorithms.entropy_shaping:ENTROPY_BONUS",
+    "gtpo_verl.algorithms.entropy_shaping:EAPO",
+    "gtpo_verl.algorithms.entropy_shaping:POLARITY_ENTROPY",
+    "gtpo_verl.algorithms.response_entropy:EDA",
+    "gtpo_verl.algorithms.response_entropy:EMPG",
+    "gtpo_verl.algorithms.probability:AR",
+    "gtpo_verl.algorithms.probability:PROB_MASK",
+    "gtpo_verl.algorithms.probability:STARE_O1",
+    "gtpo_verl.algorithms.probability:STARE_C2",
+    "gtpo_verl.algorithms.verdict:W_REINFORCE",
+    "gtpo_verl.algorithms.verdict:PSR",
+    "gtpo_verl.algorithms.verdict:NSR",
+    "gtpo_verl.algorithms.verdict:QAE",
+    "gtpo_verl.algorithms.verdict:RL_ZVP",
+    "gtpo_verl.algorithms.of_verl:KL_COV",
+    "gtpo_verl.algorithms.of_verl:CLIP_COV",
+    "gtpo_verl.algorithms.of_verl:GSPO",
+    "gtpo_verl.algorithms.clipping:CE_GPPO",
+    "gtpo_verl.algorithms.clipping:ASPO",
+    "gtpo_verl.algorithms.clipping:DCPO_CLIP",
 )
 
 
@@ -52,6 +75,8 @@ class Algorithm:
     loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective.
     changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from
     another.
+    needs_several_updates: at ratios of 1, that is with one update a step, its loss is DAPO's but for the aggregation.
+    trains_without_contrast: it trains on groups of one polarity too, which dynamic sampling would take from it.
     advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_advantages.py).
     style: in plots; None takes the next free one.
     """
@@ -66,6 +91,8 @@ class Algorithm:
     aggregation: str
     verl_estimator: str | None = None
     changes: tuple[str, ...] = ()
+    needs_several_updates: bool = False
+    trains_without_contrast: bool = False
     advantage_ns: float = 50.0
     style: Style | None = None
 

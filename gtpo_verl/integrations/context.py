@@ -33,6 +33,7 @@ class CreditContext:
         overlong: the run's soft overlong penalty, or None where it is switched off.
         rewards: (B,) float, the verifier's scores without any length penalty.
         old_log_probs: (B, T) float, where the algorithm needs them.
+        seed: of what an algorithm draws at random in this step.
         metrics: filled by the estimator.
     """
 
@@ -41,6 +42,7 @@ class CreditContext:
     overlong: Overlong | None = None
     rewards: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
+    seed: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
 
 

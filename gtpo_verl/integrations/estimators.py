@@ -52,6 +52,7 @@ def estimator(entry: Algorithm) -> Estimator:
             entropy=context.entropy,
             rewards=context.rewards,
             old_log_probs=context.old_log_probs,
+            seed=context.seed,
         )
         out = entry.advantages(replace(batch, length_penalty=length_penalty(settings, batch, context)), settings)
         context.metrics.update(out.metrics)

@@ -1,10 +1,12 @@
-"""Policy losses `gtpo` and `grpo_s` in verl's registry, averaged by verl's own `agg_loss`.
+"""Policy losses `gtpo`, `grpo_s`, `ce_gppo`, `aspo` and `dcpo_clip` in verl's registry, averaged by verl's own
+`agg_loss`.
 
 verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to
 `agg_loss`, these make the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on
 FSDP and on Megatron.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +14,14 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
-from gtpo_verl.algorithms.losses import Metrics, sequence_loss, token_loss
+from gtpo_verl.algorithms.losses import (
+    Metrics,
+    aspo_loss,
+    ce_gppo_loss,
+    dcpo_clip_loss,
+    sequence_loss,
+    token_loss,
+)
 from gtpo_verl.errors import UserError
 
 GRPO_S_AGG_MODE = "seq-mean-token-mean"
@@ -21,16 +30,20 @@ KEY = "actor_rollout_ref.actor.policy_loss"
 
 @dataclass
 class GTPOPolicyLossConfig(PolicyLossConfig):
-    """verl's policy loss settings and those of `grpo_s`; selected by `actor_rollout_ref.actor.policy_loss._target_`.
+    """verl's policy loss settings and those of `grpo_s` and `ce_gppo`; selected by
+    `actor_rollout_ref.actor.policy_loss._target_`.
 
     seq_clip_ratio_low, seq_clip_ratio_high: clip range of the sequence ratio. It has keys of its own because the mean
     over a response stays so close to 1 that one may want a range far below that of tokens.
     seq_ratio: `arithmetic` (GRPO-S) or `geometric` (GSPO's ratio).
+    beta1, beta2: of `ce_gppo`, the gradient that clipped tokens of negative and of positive advantage keep.
     """
 
     seq_clip_ratio_low: float = 0.2
     seq_clip_ratio_high: float = 0.28
     seq_ratio: str = "arithmetic"
+    beta1: float = 0.75
+    beta2: float = 1.0
 
     def __post_init__(self) -> None:
         if self.seq_ratio not in ("arithmetic", "geometric"):
@@ -113,6 +126,41 @@ def grpo_s_policy_loss(
     # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.
     tokens = losses.unsqueeze(1).expand_as(log_prob)
     return _aggregate(tokens, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
+
+
+def _register_token_loss(name: str, loss: Callable[..., tuple[torch.Tensor, Metrics]], *settings: str) -> None:
+    """Register a per-token loss of `algorithms.losses` that takes the clip range of the actor and these settings of
+    `policy_loss`.
+    """
+
+    def policy_loss(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: DictConfig | ActorConfig | None = None,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        assert config is not None
+        losses, metrics = loss(
+            log_prob,
+            old_log_prob,
+            advantages,
+            response_mask,
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            clip_ratio_c=config.clip_ratio_c,
+            **{key: config.policy_loss[key] for key in settings},
+        )
+        return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
+
+    register_policy_loss(name)(policy_loss)
+
+
+_register_token_loss("ce_gppo", ce_gppo_loss, "beta1", "beta2")
+_register_token_loss("aspo", aspo_loss)
+_register_token_loss("dcpo_clip", dcpo_clip_loss)
 
 
 def _one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,7 @@ from gtpo_verl.versions import check_verl
 
 
 def register() -> None:
-    """Register platform, estimators, policy losses, the weight sync and the job's TransferQueue in this process, and seed
-    it.
+    """Register platform, estimators, losses, weight sync and the job's TransferQueue in this process, and seed it.
 
     Raises:
         UserError: verl is outside the supported range.

@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from gtpo_verl.algorithms import credit_metrics
+from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import append_json_line, write_atomically
 from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
@@ -56,6 +56,7 @@ from gtpo_verl.runs.directory import SAMPLES_FILE, STOP_FILE, MetricsRecorder, l
 logger = logging.getLogger(__name__)
 
 SERVER_CHECK_INTERVAL = 5.0  # seconds
+SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
 # verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
 GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized")
 
@@ -227,9 +228,8 @@ class CreditAssignmentMixin(PPOTrainer):
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        entropy, _ = fetch(batch, self.entropy_source.column)
         infos = reward_infos(batch.partition_id, batch.keys)
-        context = CreditContext(self._verdicts(batch, infos), entropy, overlong(self.config), _scores(infos))
+        context = self._credit_context(batch, infos)
         with credit_context(context):
             batch = super()._compute_advantage(batch, metrics)
         metrics["training/lone_responses"] = self._zero_lone_responses(batch)
@@ -241,6 +241,20 @@ class CreditAssignmentMixin(PPOTrainer):
         self._dump_credit(batch, context, advantages, mask)
         self._keep_credit_samples(batch, context, advantages, mask)
         return batch
+
+    def _credit_context(self, batch: KVBatchMeta, infos: list[dict[str, Any]]) -> CreditContext:
+        """What the estimator needs and verl does not pass it."""
+        entropy, _ = fetch(batch, self.entropy_source.column)
+        method = algorithm_of(self.config)
+        reads_log_probs = method is not None and "old_log_probs" in method.needs
+        return CreditContext(
+            self._verdicts(batch, infos),
+            entropy,
+            overlong(self.config),
+            _scores(infos),
+            old_log_probs=fetch(batch, "old_log_probs")[0] if reads_log_probs else None,
+            seed=SEED_STRIDE * (self.config.get("seed") or 0) + self.global_steps,
+        )
 
     def _zero_lone_responses(self, batch: KVBatchMeta) -> int:
         """Set the advantage of the only response of a group to 0, as GTPO and GRPO-S do; returns how many there are.

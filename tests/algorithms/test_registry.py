@@ -26,7 +26,7 @@ CORRECT = torch.tensor([True, False, False, True, True, False])
 ENTROPY = torch.rand(6, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 REWARDS = torch.where(CORRECT, 1.0, -1.0).double()
 PENALTY = torch.tensor([-0.25, 0, 0, 0, -0.5, 0], dtype=torch.float64)
-FULL = Batch(MASK, GROUP, CORRECT, entropy=ENTROPY, rewards=REWARDS, length_penalty=PENALTY)
+FULL = Batch(MASK, GROUP, CORRECT, ENTROPY, REWARDS, old_log_probs=-ENTROPY, length_penalty=PENALTY)
 
 
 def test_an_entry_computes_what_the_function_does() -> None:

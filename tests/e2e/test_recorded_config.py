@@ -42,6 +42,7 @@ HANDED_ON = {
 LIKE = {"actor_rollout_ref.ref": "actor_rollout_ref.actor"}
 
 _FSDP = "verl/workers/engine/fsdp/transformer_impl.py"
+_LOSSES = "verl/trainer/ppo/core_algos.py"
 _MEGATRON = "verl/workers/engine/megatron/transformer_impl.py"
 
 # Keys that the quickstart of conftest.py does not read, or not where the recorder sees it, and who does: FILE:LINE.
@@ -56,6 +57,14 @@ ELSEWHERE = {
     "actor_rollout_ref.model.external_lib": "verl/workers/config/model.py:149",
     "actor_rollout_ref.model.override_config.attn_implementation": "verl/workers/config/model.py:185",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "verl/utils/config.py:200",  # which checks the temperature then
+    # losses of other methods
+    "actor_rollout_ref.actor.policy_loss.beta1": "gtpo_verl/integrations/losses.py",
+    "actor_rollout_ref.actor.policy_loss.beta2": "gtpo_verl/integrations/losses.py",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ratio": f"{_LOSSES}:1788",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_ub": f"{_LOSSES}:1792",
+    "actor_rollout_ref.actor.policy_loss.clip_cov_lb": f"{_LOSSES}:1793",
+    "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": f"{_LOSSES}:1884",
+    "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": f"{_LOSSES}:1885",
     # GPUs
     "actor_rollout_ref.actor.megatron.param_offload": f"{_MEGATRON}:197",
     "actor_rollout_ref.actor.megatron.optimizer_offload": f"{_MEGATRON}:198",

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import DictConfig
 from pairwise import pairwise
 
+from gtpo_verl.algorithms import algorithms
 from gtpo_verl.config import choices, compose_config, set_value
 from gtpo_verl.errors import UserError
 
@@ -53,8 +54,10 @@ PAIRS = pairwise(
         "hardware": choices("hardware"),
     }
 )
-# tests/test_config.py proves that an algorithm touches its own keys alone: the others need not meet every setting
-OTHERS = [{"algo": algo} for algo in choices("algo") if algo not in ARMS]
+# tests/test_config.py proves that an algorithm touches its own keys alone: the others need not meet every setting.
+# test_family.py composes and converts those of the family.
+FAMILY = [name for name in algorithms() if name not in (*ARMS, "grpo")]
+OTHERS = [{"algo": algo} for algo in choices("algo") if algo not in (*ARMS, *FAMILY)]
 
 
 def overrides_of(point: dict[str, str | None]) -> list[str]:

@@ -18,6 +18,8 @@ from gtpo_verl.integrations.losses import GRPO_S_AGG_MODE, GTPOPolicyLossConfig
 
 FEWER = settings(max_examples=30, deadline=None)
 AGG_MODES = {"gtpo": "token-mean", "grpo_s": GRPO_S_AGG_MODE, "vanilla": "token-mean", "gspo": GRPO_S_AGG_MODE}
+CLIPPING = ("ce_gppo", "aspo", "dcpo_clip")
+AGG_MODES |= dict.fromkeys(CLIPPING, "token-mean")
 
 
 def actor(policy_loss: PolicyLossConfig | None = None, **changes) -> ActorConfig:
@@ -59,7 +61,7 @@ def run(name: str, config: ActorConfig, new, old, advantages, mask, **kwargs):
     )
 
 
-@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s", *CLIPPING])
 @FEWER
 @given(st.data())
 def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient(name, data):
@@ -145,6 +147,21 @@ def test_metrics_have_verls_names_and_are_numbers():
         _, metrics = run(name, actor(), *batch(2))
         assert metrics.keys() == {f"actor/{metric}" for metric in names | extra}
         assert all(isinstance(value, float) for value in metrics.values())
+
+
+def test_the_betas_of_ce_gppo_come_from_its_settings():
+    """With both 0 it has the gradient of the clipped loss."""
+    gradients = []
+    for name, policy_loss in (
+        ("vanilla", None),
+        ("ce_gppo", GTPOPolicyLossConfig(beta1=0.0, beta2=0.0)),
+        ("ce_gppo", None),
+    ):
+        new, *rest = batch(3, distance=0.8)
+        run(name, actor(policy_loss), new, *rest)[0].backward()
+        gradients.append(new.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
+    assert (gradients[2] - gradients[0]).abs().max() > 1e-4
 
 
 def test_grpo_s_refuses_another_aggregation():

@@ -39,6 +39,9 @@ class Trainer(ours.CreditAssignmentMixin):
         self.config = OmegaConf.create(
             {
                 "algorithm": defaults | algorithm,
+                "actor_rollout_ref": {
+                    "actor": {"policy_loss": {"loss_mode": "vanilla"}, "loss_agg_mode": "token-mean"}
+                },
                 "data": {"max_response_length": LIMIT},
                 "reward": {"reward_kwargs": {"max_resp_len": LIMIT, "overlong_buffer_cfg": {"enable": False}}},
                 "trainer": {"credit_dump_freq": 0, "test_freq": -1, "default_local_dir": str(run_dir)},
@@ -92,6 +95,24 @@ def verls_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LENGTHS = {"a_0_0": 2, "a_1_0": 3, "lone_2_0": 3, "wrong_0_0": 1, "pad_0_0": 1}
+
+
+def test_log_probs_are_fetched_for_the_methods_that_read_them_and_seeds_differ(tmp_path: Path) -> None:
+    batch = put(LENGTHS, {"a_0_0"})
+    rows = [{"old_log_probs": torch.full((length,), -0.25)} for length in LENGTHS.values()]
+    tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
+    infos = reward_infos("train", batch.keys)
+    without = Trainer(tmp_path)._credit_context(batch, infos)
+    assert without.old_log_probs is None
+    trainer = Trainer(tmp_path, adv_estimator="ar")
+    found = trainer._credit_context(batch, infos)
+    assert found.old_log_probs is not None
+    assert found.old_log_probs.tolist() == [[-0.25] * length + [0.0] * (3 - length) for length in LENGTHS.values()]
+    trainer.global_steps += 1
+    next_step = trainer._credit_context(batch, infos).seed
+    trainer.config.seed = 7
+    assert len({without.seed, next_step, trainer._credit_context(batch, infos).seed}) == 3
+    assert found.seed == without.seed
 
 
 @pytest.mark.usefixtures("verls_grpo")

@@ -24,7 +24,7 @@ def test_a_method_that_the_registry_does_not_know_gets_a_free_style():
 
 def test_no_two_arms_look_alike():
     arms = {f"{run}/{name}": name for run in "ab" for name in ("dapo", "gtpo", "grpo_s")}
-    arms |= {f"run{n}": None for n in range(12)}
+    arms |= {f"run{n}": None for n in range(12)} | {name: name for name in algorithms()}
     styles = plots.arm_styles(arms)
     assert list(styles) == list(arms)
     assert len({(style.light, style.dashes) for style in styles.values()}) == len(arms)

@@ -1,0 +1,68 @@
+"""Methods that verl has: its `grpo` estimator with its own losses. Their entries and presets choose verl's keys.
+
+`compute` is the advantage outside a training. kl_cov and clip_cov rank tokens within a micro-batch and choose at least
+one of each, so the share that they change grows as micro-batches get smaller; clip_cov chooses at random.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from gtpo_verl.algorithms.base import groups, shaped_reward
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.grpo import DAPO, GRPOConfig
+
+ACTOR = "actor_rollout_ref.actor."
+CLIP_RANGE = (f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high")
+
+
+def _dr_grpo(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
+    """A = R - mean of the group, arXiv 2503.20783; the loss is the sum over tokens by a constant."""
+    mask, R = batch.response_mask != 0, shaped_reward(batch)
+    A = torch.zeros_like(R)
+    for rows in groups(batch):
+        rows = rows[mask[rows].any(1)]
+        A[rows] = R[rows] - R[rows].mean()
+    return AdvantageOutput(A[:, None] * mask, None, {})
+
+
+DR_GRPO = replace(
+    DAPO,
+    name="dr_grpo",
+    label="Dr. GRPO",
+    compute=_dr_grpo,
+    aggregation="seq-mean-token-sum-norm",
+    changes=("algorithm.norm_adv_by_std_in_grpo", f"{ACTOR}loss_scale_factor"),
+    style=None,
+)
+
+KL_COV = replace(
+    DAPO,
+    name="kl_cov",
+    label="KL-Cov",
+    loss="kl_cov",
+    changes=(f"{ACTOR}policy_loss.kl_cov_ratio", f"{ACTOR}policy_loss.ppo_kl_coef"),
+    needs_several_updates=True,
+    style=None,
+)
+
+CLIP_COV = replace(
+    DAPO,
+    name="clip_cov",
+    label="Clip-Cov",
+    loss="clip_cov",
+    changes=(*(f"{ACTOR}policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")), *CLIP_RANGE),
+    style=None,
+)
+
+GSPO = replace(
+    DAPO,
+    name="gspo",
+    label="GSPO",
+    level="sequence",
+    loss="gspo",
+    aggregation="seq-mean-token-mean",
+    changes=CLIP_RANGE,
+    needs_several_updates=True,
+    style=None,
+)

@@ -1,0 +1,149 @@
+"""DAPO's advantage reshaped by the probability π of the sampled token: `ar`, `prob_mask`, `stare_o1` and `stare_c2`."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from gtpo_verl.algorithms.base import dapo_advantages, entropies, highest, log_probs, output, probabilities
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.config import number, within
+from gtpo_verl.algorithms.registry import Algorithm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ARConfig:
+    """alpha: α in [0, 1], what a token of probability 0 loses; 0.2 in the published runs without Lopti, 0.3 with it."""
+
+    alpha: float = 0.2
+
+    def __post_init__(self) -> None:
+        within("alpha", self.alpha, 0, 1)
+
+
+def _ar(batch: Batch, config: ARConfig) -> AdvantageOutput:
+    """A = A0 (α π + 1 - α), advantage reweighting, arXiv 2505.12929: tokens of low probability get less, on both sides.
+
+    The published code (zhyang2226/AR-Lopti) can also scale negative advantages: 0.8 in its YAML, 1 in every script, as
+    here.
+    """
+    A0 = dapo_advantages(batch)
+    return output(A0 * (1 - config.alpha * (1 - probabilities(batch))), A0, batch)
+
+
+AR = Algorithm(
+    name="ar",
+    label="AR",
+    level="token",
+    needs=frozenset({"rewards", "old_log_probs"}),
+    config=ARConfig,
+    compute=_ar,
+    loss="vanilla",
+    aggregation="token-mean",
+    advantage_ns=160.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbMaskConfig:
+    """threshold: tokens of at least this probability get no credit; above 1 all get it."""
+
+    threshold: float = 0.9
+
+    def __post_init__(self) -> None:
+        within("threshold", self.threshold, 0, math.inf)
+
+
+def _prob_mask(batch: Batch, config: ProbMaskConfig) -> AdvantageOutput:
+    """A = A0 where π < 0.9, else 0: the mask of SPO, arXiv 2505.23564 (AIFrameResearch/SPO). The loss is divided by all
+    tokens.
+    """
+    A0 = dapo_advantages(batch)
+    kept = probabilities(batch) < config.threshold
+    return output(A0 * kept, A0, batch, kept)
+
+
+PROB_MASK = Algorithm(
+    name="prob_mask",
+    label="Probability mask",
+    level="token",
+    needs=frozenset({"rewards", "old_log_probs"}),
+    config=ProbMaskConfig,
+    compute=_prob_mask,
+    loss="vanilla",
+    aggregation="token-mean",
+    advantage_ns=380.0,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StareConfig:
+    """Settings of STARE; the defaults are variant O1 for 7B (14B and 32B: w 1.05, and m 0.95 in C2).
+
+    top_ratio: share of the tokens of either sign that counts as surprising. w, m: factors, above 0, on the advantages
+    of surprising tokens, positive and negative ones. target_entropy: in nats; they apply in steps whose mean entropy is
+    below it, null: in all.
+    """
+
+    top_ratio: float = 0.1
+    w: float = 1.1
+    m: float = 1.0
+    target_entropy: float | None = 0.3
+
+    def __post_init__(self) -> None:
+        within("top_ratio", self.top_ratio, 0, 1)
+        for name in ("w", "m"):
+            if number(name, getattr(self, name)) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.target_entropy is not None:
+            within("target_entropy", self.target_entropy, 0, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StareC2Config(StareConfig):
+    """Variant C2 for 7B: surprising tokens of negative advantage are scaled as well."""
+
+    m: float = 0.9
+
+
+def _stare(batch: Batch, config: StareConfig) -> AdvantageOutput:
+    """A = ω A0, ω = W on the tokens with A0 > 0 and M on those with A0 < 0 whose surprisal -log π is in the top P of
+    their sign; ω = 1 elsewhere, and everywhere unless the mean entropy of the step is below the target. arXiv
+    2606.19236.
+
+    The published code (hp-luo/STARE) ranks within a micro-batch and by the current policy; the text says batch. Its
+    adaptive W and M, off by default, are not here. The mean entropy is that over tokens.
+    """
+    A0, mask = dapo_advantages(batch), batch.response_mask != 0
+    weight = torch.ones_like(A0)
+    mean_entropy = entropies(batch).sum() / mask.sum().clamp(min=1)
+    if config.target_entropy is None or mean_entropy < config.target_entropy:
+        surprisal = -log_probs(batch)
+        for side, factor in ((A0 > 0, config.w), (A0 < 0, config.m)):
+            weight[highest(surprisal, side, config.top_ratio)] = factor
+    return output(weight * A0, A0, batch)
+
+
+STARE_O1 = Algorithm(
+    name="stare_o1",
+    label="STARE O1",
+    level="token",
+    needs=frozenset({"entropy", "rewards", "old_log_probs"}),
+    config=StareConfig,
+    compute=_stare,
+    loss="vanilla",
+    aggregation="token-mean",
+    advantage_ns=400.0,
+)
+
+STARE_C2 = Algorithm(
+    name="stare_c2",
+    label="STARE C2",
+    level="token",
+    needs=STARE_O1.needs,
+    config=StareC2Config,
+    compute=_stare,
+    loss="vanilla",
+    aggregation="token-mean",
+    advantage_ns=400.0,
+)
