@@ -15,10 +15,8 @@ import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
-from verl.experimental.reward_loop import RewardLoopManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import create_rl_dataset
-from verl.trainer.ppo.v1 import AgentLoopManagerTQ
 from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
@@ -27,6 +25,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
+from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
+from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
@@ -99,9 +99,9 @@ def servers(config: DictConfig) -> Iterator[tuple[Any, int]]:
     try:
         OmegaConf.resolve(config)
         tq.init(config.transfer_queue)
-        reward = RewardLoopManager(config=config)
+        reward = GroupRewardLoopManager(config=config)
         manager = LLMServerManager.create(config=config)
-        agents = AgentLoopManagerTQ.create(
+        agents = GroupAgentLoopManager.create(
             config=config,
             llm_client=manager.get_client(),
             teacher_client=None,

@@ -55,11 +55,12 @@ class TaskRunner:
 
     @staticmethod
     def _agent_loops(config: DictConfig, trainer: Any) -> Any:
-        from verl.trainer.ppo.v1 import AgentLoopManagerTQ
         from verl.utils.import_utils import load_class_from_fqn
 
+        from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
+
         name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else AgentLoopManagerTQ
+        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else GroupAgentLoopManager
         return manager.create(
             config=config,
             llm_client=trainer.get_llm_client(),
