@@ -46,6 +46,7 @@ from gtpo_verl.tasks.sums.model import build_model, build_tokenizer, save
 from gtpo_verl.tasks.sums.task import rows
 
 RESULTS = Path(__file__).parent / "results"
+FILE = RESULTS / "agent-loop-cpu.json"
 MANAGERS: dict[str, Any] = {"verl": AgentLoopManagerTQ, "ours": GroupAgentLoopManager}
 POLL = 0.25  # seconds
 SAMPLES = 8  # responses of a group
@@ -184,9 +185,9 @@ def run_round(agents: Any, count: int, number: int) -> None:
     tq.kv_clear(keys=list(tags), partition_id="train")
 
 
-def measure(server: str, tokens: int, count: int, rounds: int, managers: dict[str, Any]) -> dict[str, Any]:
+def measure(server: str, tokens: int, count: int, rounds: int) -> dict[str, list[dict[str, float]]]:
     """Milliseconds of CPU a response, by worker and process, for each round."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in managers}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in MANAGERS}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = build_tokenizer()
         save(build_model(len(tokenizer), 0, max_position_embeddings=64 + tokens), tokenizer, Path(folder))
@@ -200,7 +201,7 @@ def measure(server: str, tokens: int, count: int, rounds: int, managers: dict[st
                 name: manager.create(
                     config=config, llm_client=llm_client, reward_loop_worker_handles=reward.reward_loop_worker_handles
                 )
-                for name, manager in managers.items()
+                for name, manager in MANAGERS.items()
             }
             for number in range(-len(agents), rounds * len(agents)):  # the first round of each is not counted
                 name = list(agents)[number % len(agents)]
@@ -222,21 +223,23 @@ def milliseconds(spent: Counter[str], responses: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", choices=["instant", "vllm"], help="only this server; writes nothing")
-    parser.add_argument("--worker", choices=list(MANAGERS), help="only this worker; writes nothing")
-    parser.add_argument("--tokens", type=int, help="only responses of so many tokens; writes nothing")
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--server", choices=["instant", "vllm"], help="measure with this server only")
+    parser.add_argument("--tokens", type=int, help="measure responses of so many tokens only")
+    parser.add_argument("--rounds", type=int, help="rounds of each worker (default: 3 to 5)")
     options = parser.parse_args()
     os.environ["VERL_PLATFORM"] = "cpu"
-    managers = {options.worker: MANAGERS[options.worker]} if options.worker else MANAGERS
-    cells = [
-        (server, tokens, count, options.rounds or rounds)
-        for server, tokens, count, rounds in CELLS
-        if options.server in (None, server) and options.tokens in (None, tokens)
-    ]
-    found = [measure(*cell, managers) for cell in cells]
-    if not (options.server or options.worker or options.tokens):
-        write([summary(cell, each) for cell, each in zip(cells, found, strict=True)])
+    results = {(each["server"], each["tokens"]): each for each in kept()}
+    for server, tokens, count, rounds in CELLS:
+        if options.server in (None, server) and options.tokens in (None, tokens):
+            cell = (server, tokens, count, options.rounds or rounds)
+            results[server, tokens] = summary(cell, measure(*cell))
+            write([results[cell[:2]] for cell in CELLS if cell[:2] in results])
+
+
+def kept() -> list[dict[str, Any]]:
+    """Cells of an earlier run, which a run of some cells leaves as they are."""
+    cells: list[dict[str, Any]] = json.loads(FILE.read_text())["cells"] if FILE.exists() else []
+    return cells
 
 
 def summary(cell: Cell, found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
@@ -262,7 +265,7 @@ def write(results: list[dict[str, Any]]) -> None:
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Ray {ray.__version__}"
     RESULTS.mkdir(exist_ok=True)
     content = {"machine": machine, "goal": GOAL, "samples": SAMPLES, "cells": results}
-    (RESULTS / "agent-loop-cpu.json").write_text(json.dumps(rounded(content), indent=1) + "\n")
+    FILE.write_text(json.dumps(rounded(content), indent=1) + "\n")
     lines = ["| server | tokens | worker | responses a second and core | " + " | ".join(LABELS) + " |"]
     lines.append("|---" * (4 + len(LABELS)) + "|")
     for each in results:

@@ -2,7 +2,8 @@
 
 * The prompt is rendered and tokenised once.
 * The responses of a group are scored in one call, and written to TransferQueue in one call.
-* A loop is constructed from its class; hydra resolves the class once.
+* A loop is constructed from its class, without hydra where its entry has no settings.
+* The garbage collector does not walk through what was loaded before the first response.
 
 Rows, columns and failures are verl's. A loop of a user's own runs as in verl's worker.
 """
@@ -34,7 +35,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from gtpo_verl.integrations.reward_loop import Scorable
+from gtpo_verl.integrations.reward_loop import Scorable, never_collect_what_is_loaded
 from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ SCORE_PATIENCE = 1.0  # seconds that a response waits for the others of its grou
 # Loops whose prompt follows from messages and tools alone.
 KNOWN_LOOPS = (SingleTurnAgentLoop, ToolAgentLoop, EntropySingleTurnAgentLoop, EntropyToolAgentLoop)
 GROUP = "gtpo_verl_group"
-_AgentLoopWorker: Any = AgentLoopWorkerTQ.__ray_actor_class__  # verl's name is that of the Ray actor
+_AgentLoopWorker: Any = cast(Any, AgentLoopWorkerTQ).__ray_actor_class__  # verl's name is that of the Ray actor
 Row = tuple[str, dict[str, Any], dict[str, Any]]  # key, columns, tag
 
 
@@ -151,6 +152,7 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        never_collect_what_is_loaded()
         handles = self.reward_loop_worker_handles
         self._scores_groups = self.processor is None and handles and hasattr(handles[0], "compute_scores")
 

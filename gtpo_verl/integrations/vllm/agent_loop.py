@@ -164,7 +164,7 @@ class RolloutEntropyMixin(AgentLoopBase):
         mask = output.response_mask
         columns = self._settled(mask)
         fields = {name: getattr(output, name) for name in output.model_fields_set}
-        return RolloutEntropyOutput(
+        return RolloutEntropyOutput.model_construct(  # the loop's own output was validated
             **fields | {"extra_fields": output.extra_fields},  # also where a loop filled the default and set no field
             rollout_entropies=[entropy if on else 0.0 for entropy, on in zip(columns.entropies, mask, strict=True)],
             rollout_versions=[int(version) if on else -1 for version, on in zip(columns.versions, mask, strict=True)],
