@@ -18,6 +18,7 @@ from itertools import groupby
 from typing import Any, cast
 
 import hydra
+import numpy as np
 import ray
 import torch
 import transfer_queue as tq
@@ -230,8 +231,8 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
             with simple_timer("compute_score", timing):
                 result = await score(
                     Scorable(
-                        torch.tensor(final.prompt_ids, dtype=torch.int64).numpy(),
-                        torch.tensor(final.response_ids, dtype=torch.int64).numpy(),
+                        np.array(final.prompt_ids, np.int64),
+                        np.array(final.response_ids, np.int64),
                         final.num_turns,
                         final.extra_fields,
                         columns,

@@ -86,6 +86,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopBase.server_manager": "attribute",
         "AgentLoopOutput": {"prompt_ids", "response_ids", "response_mask", "reward_score", "num_turns", "extra_fields"},
         "AgentLoopOutput.as_dict": "(self)",
+        "AgentLoopOutput.model_config": "dict",
         "AgentLoopWorker.__init__": "(self, config, llm_client, teacher_client=, reward_loop_worker_handles=)",
         "AgentLoopWorker._compute_multi_modal_inputs": "(self, output, input_ids)",
         "AgentLoopWorker._compute_position_ids": "(self, input_ids, attention_mask, multi_modal_inputs, mm_processor_kwargs=)",
@@ -117,6 +118,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "RewardLoopManager._init_reward_loop_workers": "(self)",
         "RewardLoopManager.reward_loop_workers_class": "attribute",
         "RewardLoopWorker": "class",
+        "RewardLoopWorker.__init__": "(self, config, reward_router_address=)",
         "RewardLoopWorker.compute_score": "(self, data)",
     },
     "verl.experimental.separation.engine_workers": {
