@@ -16,13 +16,16 @@ from verl.experimental.agent_loop.agent_loop import (
     AgentLoopOutput,
     _agent_loop_registry,
 )
-from verl.trainer.ppo.v1 import AgentLoopWorkerTQ
+from verl.experimental.reward_loop import RewardLoopManager
+from verl.trainer.ppo.v1 import AgentLoopWorkerTQ, trainer_base
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
+from gtpo_verl.integrations.trainer import trainer_class
 from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS
 from gtpo_verl.tasks.sums.model import build_model, build_tokenizer, save
 
@@ -310,6 +313,15 @@ def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
         assert batch.non_tensor_batch[name].dtype == value.dtype
         expected_extra = {"turn_scores": [], "global_steps": 3} if name == "tool_extra_fields" else None
         assert batch.non_tensor_batch[name].tolist() == ([expected_extra] if expected_extra else value.tolist()), name
+
+
+@pytest.mark.parametrize("mode", ["sync", "separate_async"])
+def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    made = []
+    monkeypatch.setattr(get_trainer_cls(mode), "_setup", lambda self: made.append(trainer_base.RewardLoopManager))
+    object.__new__(trainer_class(mode))._setup()
+    assert made == [GroupRewardLoopManager]
+    assert trainer_base.RewardLoopManager is RewardLoopManager
 
 
 # -------------------------------------------------------------------- gathering
