@@ -41,7 +41,7 @@ from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, E
 
 logger = logging.getLogger(__name__)
 
-SCORE_PATIENCE = 1.0  # seconds that a response waits for the others of its group before it is scored
+PATIENCE = 1.0  # seconds that a response waits to be scored with others
 # Loops whose prompt follows from messages and tools alone.
 KNOWN_LOOPS = (SingleTurnAgentLoop, ToolAgentLoop, EntropySingleTurnAgentLoop, EntropyToolAgentLoop)
 GROUP = "gtpo_verl_group"
@@ -121,11 +121,11 @@ class Gathering:
 
 
 class Group:
-    """What the responses of one prompt share."""
+    """What the responses of one prompt share; in a validation all prompts share the gatherings of scores and rows."""
 
-    def __init__(self, score: Any, write: Any) -> None:
-        self.scores = Gathering(score, SCORE_PATIENCE)
-        self.rows = Gathering(write)
+    def __init__(self, scores: Gathering, rows: Gathering) -> None:
+        self.scores = scores
+        self.rows = rows
         self._first_prompt: tuple[Any, asyncio.Future[list[int]]] | None = None
 
     def expect(self) -> None:
@@ -155,11 +155,13 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
         super().__init__(*args, **kwargs)
         never_collect_what_is_loaded()
         handles = self.reward_loop_worker_handles
+        # many prompts of few responses, which are all waited for
+        self._of_validation = Gathering(self._request_scores, PATIENCE), Gathering(_put_validation, PATIENCE)
         self._scores_groups = self.processor is None and handles and hasattr(handles[0], "compute_scores")
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
-        partition_id = "val" if trajectory["validate"] else "train"
-        group = Group(self._request_scores, lambda lots: _put(lots, partition_id))
+        of_training = Gathering(self._request_scores, PATIENCE), Gathering(_put_training)
+        group = Group(*(self._of_validation if trajectory["validate"] else of_training))
         await super()._run_prompt(prompt | {GROUP: group}, sampling_params, trajectory, trace)
 
     def _run_agent_loop(
@@ -292,8 +294,16 @@ def _construct(config: Any, **arguments: Any) -> AgentLoopBase:
     return hydra.utils.get_object(config["_target_"])(**own, **arguments)
 
 
+async def _put_training(lots: list[list[Row]]) -> list[None]:
+    return await _put(lots, "train")
+
+
+async def _put_validation(lots: list[list[Row]]) -> list[None]:
+    return await _put(lots, "val")
+
+
 async def _put(lots: list[list[Row]], partition_id: str) -> list[None]:
-    """Write the rows of a group, together where they have the same columns."""
+    """Write the rows of several responses, together where they have the same columns."""
     rows = [row for lot in lots for row in lot]
     for _, alike in groupby(sorted(rows, key=_columns), key=_columns):
         keys, fields, tags = zip(*alike, strict=True)

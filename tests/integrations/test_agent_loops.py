@@ -34,10 +34,18 @@ N = 4
 CALL = '<tool_call>{"name": "nothing", "arguments": {}}</tool_call>'
 TEXTS = ("#12", "7", "1+2=3;#12", "no")  # the answers to a group, in the order of its responses
 
+COLUMNS = {
+    "raw_prompt": [{"role": "user", "content": "3+9"}],
+    "data_source": "test",
+    "reward_model": {"style": "rule", "ground_truth": "12"},
+    "extra_info": {"index": 0},
+    "index": 0,
+    "uid": "prompt",
+    "global_steps": 3,
+    "agent_name": "single_turn_agent",
+}
+
 REWARD = """
-calls = 0
-
-
 def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs):
     if solution_str == "no" and extra_info.get("fails"):
         raise ValueError("cannot score this")
@@ -152,19 +160,9 @@ def run(config: DictConfig, reward: list[Any], runner: asyncio.Runner) -> Callab
         async def go() -> Rows:
             worker = worker_class(config, answers, None, reward)
             partition = "val" if validate else "train"
-            columns = {
-                "raw_prompt": [{"role": "user", "content": "3+9"}],
-                "data_source": "test",
-                "reward_model": {"style": "rule", "ground_truth": "12"},
-                "extra_info": {"index": 0},
-                "index": 0,
-                "uid": "prompt",
-                "global_steps": 3,
-                "agent_name": "single_turn_agent",
-            }
             trajectory = {"step": 3, "sample_index": 0, "rollout_n": 0, "validate": validate}
             params = {"temperature": 1.0, "logprobs": True}
-            await worker._run_prompt(columns | prompt, params, trajectory=trajectory)
+            await worker._run_prompt(COLUMNS | prompt, params, trajectory=trajectory)
             tags = (await tq.async_kv_list(partition_id=partition))[partition]
             status = tags.pop("prompt")["status"]
             rows = {}
@@ -258,6 +256,39 @@ def test_what_is_the_same_for_a_group_is_done_once(run: Callable[..., Rows], mon
     counted(tq, "async_kv_batch_put")
     run(GroupAgentLoopWorker, Answers())
     assert sorted(calls) == ["_request_scores", "async_kv_batch_put", "build_initial_tokens"]
+
+
+@pytest.mark.slow
+def test_the_prompts_of_a_validation_are_scored_and_written_together(
+    config: DictConfig, reward: list[Any], runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slow(Answers):
+        async def generate(self, request_id: str, **request: Any) -> TokenOutput:
+            await asyncio.sleep(0.3)  # all prompts have started by then
+            return await super().generate(request_id, **request)
+
+    lots = []
+    scored = GroupAgentLoopWorker._request_scores
+
+    async def counted(self: Any, responses: list[Any]) -> list[Any]:
+        lots.append(len(responses))
+        return await scored(self, responses)
+
+    monkeypatch.setattr(GroupAgentLoopWorker, "_request_scores", counted)
+
+    async def go() -> list[str]:
+        worker = GroupAgentLoopWorker(config, Slow(), None, reward)
+        trajectory = {"step": 3, "sample_index": 0, "rollout_n": 0, "validate": True}
+        await asyncio.gather(
+            *(worker._run_prompt(COLUMNS | {"uid": uid, "__rollout_n__": 1}, {}, trajectory) for uid in "abc")
+        )
+        tags = (await tq.async_kv_list(partition_id="val"))["val"]
+        await tq.async_kv_clear(keys=list(tags), partition_id="val")
+        return sorted(f"{key} {tag['status']}" for key, tag in tags.items())
+
+    expected = [f"{uid} finished" for uid in "abc"] + [f"{uid}_0_0 success" for uid in "abc"]
+    assert runner.run(go()) == sorted(expected)
+    assert lots == [3]
 
 
 @pytest.mark.slow
