@@ -11,6 +11,7 @@ Rows, columns and failures are verl's. A loop of a user's own runs as in verl's 
 import asyncio
 import copy
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, E
 logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds that a response waits to be scored with others
+SCORED_TOGETHER = 8  # responses in a call; more go to several reward workers, which verify at the same time
 # Loops whose prompt follows from messages and tools alone.
 KNOWN_LOOPS = (SingleTurnAgentLoop, ToolAgentLoop, EntropySingleTurnAgentLoop, EntropyToolAgentLoop)
 GROUP = "gtpo_verl_group"
@@ -249,8 +251,16 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
                 output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
 
     async def _request_scores(self, responses: list[Scorable]) -> list[Any]:
-        worker = random.choice(self.reward_loop_worker_handles)
-        return await worker.compute_scores.remote(responses)
+        """Deal responses to as few reward workers as get ``SCORED_TOGETHER`` each; a score or an exception for each."""
+        handles = self.reward_loop_worker_handles
+        workers = random.sample(handles, min(len(handles), math.ceil(len(responses) / SCORED_TOGETHER)))
+        step = len(workers)
+        hands = [responses[first::step] for first in range(step)]
+        calls = (worker.compute_scores.remote(hand) for worker, hand in zip(workers, hands, strict=True))
+        scores: list[Any] = [None] * len(responses)
+        for first, found in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+            scores[first::step] = found if isinstance(found, list) else [found] * len(hands[first])
+        return scores
 
     def _rows(self, outputs: list[AgentLoopOutput], columns: dict[str, Any]) -> list[Row]:
         """The rows of a response in TransferQueue, as verl writes them."""

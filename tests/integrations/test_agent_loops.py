@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -346,6 +347,26 @@ def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
         assert batch.non_tensor_batch[name].tolist() == ([expected_extra] if expected_extra else value.tolist()), name
 
 
+@pytest.mark.parametrize(("count", "calls"), [(1, [1]), (8, [8]), (9, [4, 5]), (100, [33, 33, 34])])
+def test_many_responses_are_dealt_to_the_reward_workers(count: int, calls: list[int]) -> None:
+    class Calls:
+        def __init__(self) -> None:
+            self.sizes: list[int] = []
+
+        async def remote(self, responses: list[int]) -> list[int]:
+            self.sizes.append(len(responses))
+            if -1 in responses:
+                raise RuntimeError("this worker died")
+            return [10 * response for response in responses]
+
+    worker = object.__new__(GroupAgentLoopWorker)
+    worker.reward_loop_worker_handles = [SimpleNamespace(compute_scores=Calls()) for _ in range(3)]
+    assert asyncio.run(worker._request_scores(list(range(count)))) == [10 * i for i in range(count)]
+    assert sorted(size for handle in worker.reward_loop_worker_handles for size in handle.compute_scores.sizes) == calls
+    scores = asyncio.run(worker._request_scores([-1, *range(8)]))
+    assert [type(score) for score in scores] == [RuntimeError, int] * 4 + [RuntimeError]
+
+
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
 def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     made = []
@@ -358,9 +379,11 @@ def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatc
 # -------------------------------------------------------------------- gathering
 
 
-def gathered(members: list[Callable[..., Any]], patience: float | None = None) -> tuple[list[list[Any]], list[Any]]:
+def gathered(
+    members: list[Callable[..., Any]], patience: float | None = None, lots: list[list[Any]] | None = None
+) -> tuple[list[list[Any]], list[Any]]:
     """What was handled together, and what each member got; a member takes the function that brings something."""
-    lots: list[list[Any]] = []
+    lots = [] if lots is None else lots
 
     async def handle(lot: list[Any]) -> list[Any]:
         lots.append(lot)
@@ -414,7 +437,14 @@ def test_nothing_is_handled_if_nobody_brings_anything() -> None:
 
 
 def test_those_who_wait_too_long_go_first() -> None:
-    lots, results = gathered([brings("a"), brings("b", 0.01), brings("c", 0.3)], patience=0.05)
+    lots: list[list[Any]] = []
+
+    async def late(bring: Callable[[str], Any]) -> Any:
+        while not lots:
+            await asyncio.sleep(0.01)
+        return await bring("c")
+
+    _, results = gathered([brings("a"), brings("b"), late], patience=0.01, lots=lots)
     assert lots == [["a", "b"], ["c"]]
     assert results == ["a!", "b!", "c!"]
 
