@@ -8,16 +8,18 @@ import datetime as dt
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from gtpo_verl.config import choices
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import METRICS_FILE, read_record, write_record
+from gtpo_verl.runs.pace import Pace, in_words
 from gtpo_verl.runs.process import TrainingProcess
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import describe
@@ -25,13 +27,18 @@ from gtpo_verl.tasks import EmbeddedTask, Task, task
 
 ARMS = ("dapo", "gtpo", "grpo_s")
 TASK = "sums"
+SET_UP = "starting Ray, FSDP and vLLM"
 CONTROL = "reward.custom_reward_function.name=random_verdict"
+# Without a terminal, progress is a line this often, and a line every tenth of the run.
+LINE_EVERY = 30.0  # seconds
+LINE_SHARE = 0.1
 
 EPILOG = """\
 The run directory is DIR/quickstart-TIME: report.html, run.json, and for each arm metrics.jsonl, validation samples,
 checkpoints, TensorBoard files, the trained model in Hugging Face format and train.log.
 
-Ctrl-C stops after the current step and writes a report of what was trained; the same command resumes the run.
+The report is there after the first arm and grows with every other. Ctrl-C stops after the current step and writes a
+report of what was trained; the same command resumes the run.
 """
 
 
@@ -83,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         arguments = _overrides(arm, directory / arm, embedded, prepared, args)
         record.start(arm, shlex.join(["gtpo-verl", "train", *arguments]))
         try:
-            code = _train(arm, directory / arm, arguments, console)
+            code = _train(arm, directory / arm, arguments, console, before=number - 2, after=len(arms) - number + 1)
         except UserError:
             record.close("failed")
             _report(directory, console)
@@ -91,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         if code:
             break
         record.finish(arm)
+        if arm != arms[-1]:
+            _report(directory, console, table=False)
     record.close("complete" if code == 0 else "interrupted")
     _report(directory, console)
     return code
@@ -177,8 +186,13 @@ class QuickstartRecord:
         write_record(self.directory, self.facts)
 
 
-def _train(arm: str, run_dir: Path, overrides: Sequence[str], console: Console) -> int:
-    """Train an arm and show its progress; returns 0, or 130 when it was stopped.
+def _train(
+    arm: str, run_dir: Path, overrides: Sequence[str], console: Console, *, before: int = 0, after: int = 0
+) -> int:
+    """Train an arm and show the progress of the run, which has so many arms before and after it.
+
+    Returns:
+        0, or 130 when it was stopped.
 
     Raises:
         UserError: the training failed.
@@ -187,7 +201,8 @@ def _train(arm: str, run_dir: Path, overrides: Sequence[str], console: Console) 
     training = TrainingProcess(run_dir, overrides)
     stopping = "Stopping after this step, then reporting what was trained. Ctrl-C again stops at once."
     with training.stoppable(lambda: console.print(stopping)):
-        _show(training, steps, console)
+        show = _show_bar if console.is_terminal else _show_lines
+        show(training, arm, steps, Pace(steps, before=before, after=after), console)
     if training.stops:
         return 130
     if training.returncode:
@@ -195,22 +210,60 @@ def _train(arm: str, run_dir: Path, overrides: Sequence[str], console: Console) 
     return 0
 
 
-def _show(training: TrainingProcess, steps: int, console: Console) -> None:
-    """Show progress until the training ends: a bar on a terminal, else a line every ten steps and per validation."""
+def _show_bar(training: TrainingProcess, arm: str, steps: int, pace: Pace, console: Console) -> None:
+    """Show progress on one line that moves, until the training ends."""
     columns = (
         TextColumn("  "),
         BarColumn(bar_width=12),
-        MofNCompleteColumn(),
+        TaskProgressColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("starting Ray, FSDP and vLLM", total=steps)
-        for step, data in training.metrics():
-            text = describe(step, data)
-            progress.update(bar, completed=step, description=text)
-            if not console.is_terminal and (step % 10 == 0 or "validation" in text):
-                console.print(f"   step {step}/{steps}: {text}")
+    text = f"{arm}: {SET_UP}"
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task(text, total=1.0)
+
+        def move() -> None:
+            progress.update(bar, completed=pace.share, description=f"{_left(pace)}{text}")
+
+        for step, data in training.metrics(waiting=move):
+            pace.saw(step)
+            text = f"{arm} {step}/{steps}: {describe(step, data)}"
+
+
+def _show_lines(training: TrainingProcess, arm: str, steps: int, pace: Pace, console: Console) -> None:
+    """Print progress line by line, for a log or a notebook, until the training ends."""
+    text = f"{arm}: {SET_UP}"
+    due = Due(pace.share)
+
+    def line() -> None:
+        if due(pace.share):
+            console.print(f"   {pace.share:4.0%}  {_left(pace)}{text}")
+
+    for step, data in training.metrics(waiting=line):
+        pace.saw(step)
+        text = f"{arm} {step}/{steps}: {describe(step, data)}"
+        line()
+
+
+class Due:
+    """Whether a line of progress is due: the time has come, or much has happened."""
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = (clock(), share)
+
+    def __call__(self, share: float) -> bool:
+        now = self._clock()
+        printed, known = self._last
+        due = now - printed >= LINE_EVERY or share - known >= LINE_SHARE or share == 1 > known
+        if due:
+            self._last = (now, share)
+        return due
+
+
+def _left(pace: Pace) -> str:
+    return "" if pace.seconds_left is None else f"about {in_words(pace.seconds_left)} left, "
 
 
 def _total_steps(overrides: Sequence[str]) -> int:
@@ -219,11 +272,14 @@ def _total_steps(overrides: Sequence[str]) -> int:
     return int(compose_config(overrides).trainer.total_training_steps)
 
 
-def _report(directory: Path, console: Console) -> None:
+def _report(directory: Path, console: Console, *, table: bool = True) -> None:
     from gtpo_verl.report.page import print_table, write_report
 
     if not any(directory.glob(f"*/{METRICS_FILE}")):
         console.print("No step was trained yet, so there is nothing to report.")
         return
     report = write_report([directory], directory)
-    print_table(report)
+    if table:
+        print_table(report)
+    else:
+        console.print(f"   report so far: {report.html}")

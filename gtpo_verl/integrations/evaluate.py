@@ -15,7 +15,6 @@ import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
-from verl.experimental.reward_loop import RewardLoopManager
 from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import create_rl_dataset
@@ -28,9 +27,11 @@ from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
+from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
 from gtpo_verl.integrations.launch import enter_cluster, leave_sizes_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
-from gtpo_verl.integrations.streams import SeedingClient, SeedingManager, assign_streams
+from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
+from gtpo_verl.integrations.streams import SeedingClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
@@ -123,11 +124,11 @@ def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
 
         with watched(check):
             tq.init(config.transfer_queue)
-            reward = RewardLoopManager(config=config)
+            reward = GroupRewardLoopManager(config=config)
             # verl stops where it finds too little free; this job was admitted, and its wait is bounded
             with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
                 manager = LLMServerManager.create(config=config)
-            agents = SeedingManager.create(
+            agents = GroupAgentLoopManager.create(
                 config=config,
                 llm_client=manager.get_client(client_cls=SeedingClient),
                 teacher_client=None,

@@ -1,25 +1,20 @@
 """Every response is sampled from a random stream of its own, which follows from the run's seed.
 
-The trainer gives each prompt a seed, an agent loop worker makes one of it for each response, and the client of the
-servers one for each request: vLLM starts the stream of a request at its seed.
+The trainer gives each prompt a seed, the agent loop worker (`agent_loops`) makes one of it for each response, and the
+client of the servers one for each request: vLLM starts the stream of a request at its seed.
 """
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
-import ray
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.v1 import AgentLoopManagerTQ
-from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.seeds import derived
 
 COLUMN = "sampling_seed"
-
-_Worker: Any = cast(Any, AgentLoopWorkerTQ).__ray_actor_class__
 
 
 def assign_streams(prompts: TensorDict, seed: int, partition_id: str, names: Iterable[str | int]) -> None:
@@ -34,20 +29,17 @@ def assign_streams(prompts: TensorDict, seed: int, partition_id: str, names: Ite
     prompts[COLUMN] = torch.tensor([derived(seed, partition_id, name) for name in names], dtype=torch.int64)
 
 
-class SeedingWorker(_Worker):
-    """verl's agent loop worker, which samples each response of a group from a stream of its own."""
+def with_stream(sampling_params: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters of one response, with a seed of its own where its prompt has one.
 
-    async def _run_agent_loop(self, sampling_params: dict[str, Any], *args: Any, session_id: int, **kwargs: Any) -> Any:
-        seeded = sampling_params | {"seed": derived(int(kwargs.pop(COLUMN)), session_id)}
-        return await super()._run_agent_loop(seeded, *args, session_id=session_id, **kwargs)
-
-
-class SeedingManager(AgentLoopManagerTQ):
-    """verl's agent loop manager with such workers."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.agent_loop_workers_class = ray.remote(SeedingWorker)
+    Args:
+        sampling_params: of its group.
+        columns: those of its prompt and its ``session_id``; the seed is taken out, or it would be written to the rows.
+    """
+    seed = columns.pop(COLUMN, None)
+    return (
+        dict(sampling_params) if seed is None else sampling_params | {"seed": derived(int(seed), columns["session_id"])}
+    )
 
 
 class SeedingClient(LLMServerClient):

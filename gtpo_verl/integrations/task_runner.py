@@ -68,10 +68,10 @@ class TaskRunner:
     def _agent_loops(config: DictConfig, trainer: Any) -> Any:
         from verl.utils.import_utils import load_class_from_fqn
 
-        from gtpo_verl.integrations.streams import SeedingManager
+        from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
 
         name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else SeedingManager
+        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else GroupAgentLoopManager
         return manager.create(
             config=config,
             llm_client=trainer.get_llm_client(),

@@ -15,6 +15,7 @@ import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils import tensordict_utils
@@ -31,6 +32,7 @@ from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sampl
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
+from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
@@ -77,6 +79,10 @@ class CreditAssignmentMixin(PPOTrainer):
         super().__init__(config)
 
     # ---------------------------------------------------------------- set-up
+
+    def _setup(self) -> None:
+        with temporarily(trainer_base, "RewardLoopManager", GroupRewardLoopManager):
+            super()._setup()
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         stock = super()._build_replay_buffer()

@@ -62,8 +62,8 @@ class TrainingProcess:
         """Exit code; None while the process runs."""
         return self._process.poll()
 
-    def metrics(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Steps and their metrics as the training writes them, until it ends."""
+    def metrics(self, waiting: Callable[[], object] = lambda: None) -> Iterator[tuple[int, dict[str, float]]]:
+        """Steps and their metrics as the training writes them, until it ends; ``waiting`` is called twice a second."""
         offset = 0
         while True:
             ended = self.returncode is not None
@@ -72,6 +72,7 @@ class TrainingProcess:
                 yield line["step"], line["data"]
             if ended:
                 return
+            waiting()
             time.sleep(POLL)
 
     @contextlib.contextmanager

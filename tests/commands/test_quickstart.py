@@ -1,14 +1,18 @@
 """What the quickstart hands to its trainings, and which run it resumes; the whole command is run in tests/e2e."""
 
 import argparse
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from gtpo_verl.commands import quickstart
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs.pace import Pace
+from gtpo_verl.runs.process import TrainingProcess
 from gtpo_verl.tasks import Task, task
 
 
@@ -49,3 +53,40 @@ def test_arms_must_be_presets():
         quickstart._arms("gtpo,nonsense")
     with pytest.raises(UserError, match="names no algorithm"):
         quickstart._arms(" , ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("show", "shown"),
+    [
+        (quickstart._show_lines, ["  33%  ", " gtpo 4/4: accuracy 0.50, entropy 1.20"]),
+        (quickstart._show_bar, [" 33%", "gtpo 4/4: accuracy 0.50, entropy 1.20"]),
+    ],
+)
+def test_progress_moves_with_and_without_a_terminal(tmp_path: Path, show, shown: list[str]):
+    """The real command, which fails on a wrong override after a while, with steps that an earlier one has written."""
+    data = {"training/accuracy": 0.5, "credit/entropy_all": 1.2}
+    lines = [json.dumps({"step": step, "data": data}) for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    console = Console(file=io.StringIO(), force_terminal=show is quickstart._show_bar, width=100)
+    training = TrainingProcess(tmp_path, ["algo=nonsense"])
+    with training.stoppable(lambda: None):
+        show(training, "gtpo", 4, Pace(4, after=2), console)
+    printed = console.file.getvalue()
+    assert [text for text in shown if text not in printed] == []
+    assert "100%" not in printed
+
+
+def test_a_line_is_due_after_a_time_or_a_tenth():
+    now = 0.0
+    due = quickstart.Due(0.0, clock=lambda: now)
+    assert not due(0.09)
+    assert due(0.1)
+    now = 29
+    assert not due(0.1)
+    now = 30
+    assert due(0.1)
+    assert not due(0.19)
+    assert due(0.21)
+    assert due(1.0)
+    assert not due(1.0)

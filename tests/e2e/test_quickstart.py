@@ -69,6 +69,11 @@ def test_two_ranks_and_two_replicas_did_the_work(quickstart: Quickstart) -> None
         assert len(set(re.findall(rf"\({actor} pid=(\d+)\)", quickstart.log))) == 2, actor
 
 
+def test_groups_were_generated_scored_and_written_together(quickstart: Quickstart) -> None:
+    assert "(GroupAgentLoopWorker pid=" in quickstart.log
+    assert "(AgentLoopWorkerTQ pid=" not in quickstart.log
+
+
 def test_entropies_of_the_rollouts_are_those_of_the_actor(quickstart: Quickstart, metrics: Metrics) -> None:
     """At every step, of either replica: after an update both have the actor's weights."""
     for step in STEPS:

@@ -64,6 +64,11 @@ def test_every_arm_trained_to_its_end(three_arms: tuple[Path, str], metrics: Met
         assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[STEPS])
 
 
+def test_the_report_grows_with_every_arm(three_arms: tuple[Path, str]) -> None:
+    directory, printed = three_arms
+    assert printed.count(f"report so far: {directory / 'report.html'}") == len(ARMS) - 1
+
+
 def test_a_killed_quickstart_stops_its_arm_and_goes_on_with_it(three_arms: tuple[Path, str], metrics: Metrics) -> None:
     """No step is trained twice, and never two trainings in one directory."""
     directory, printed = three_arms

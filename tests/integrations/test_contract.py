@@ -69,6 +69,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "transfer_queue": {
         "KVBatchMeta": {"keys", "tags", "partition_id"},
+        "async_kv_batch_put": "(keys, partition_id, fields=, tags=, data_parser=)",
         "close": "()",
         "init": "(conf=)",
         "kv_batch_get": "(keys, partition_id, select_fields=)",
@@ -107,13 +108,31 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopBase": "class",
         "AgentLoopBase.__init__": "(self, trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config, hf_model_type=, **kwargs)",
         "AgentLoopBase.continuous_token_builder": "attribute",
+        "AgentLoopBase.ct_build_initial_tokens": "(self, messages, tools=, images=, videos=, audios=, mm_inputs_out=)",
         "AgentLoopBase.ct_merge_assistant_token": "(self, runtime_token_ids, assistant_token_ids, response_mask, response_logprobs=, assistant_logprobs=)",
         "AgentLoopBase.ct_merge_context_msg": "(self, previous_messages, updated_messages, runtime_token_ids, response_mask, response_logprobs=, tools=)",
         "AgentLoopBase.run": "(self, sampling_params, **kwargs)",
         "AgentLoopBase.server_manager": "attribute",
-        "AgentLoopWorker._run_agent_loop": "(self, sampling_params, trajectory, *, agent_name, trace=, **kwargs)",
-        "AgentLoopOutput": {"response_mask", "extra_fields"},
+        "AgentLoopOutput": {"prompt_ids", "response_ids", "response_mask", "reward_score", "num_turns", "extra_fields"},
         "AgentLoopOutput.as_dict": "(self)",
+        "AgentLoopOutput.model_config": "dict",
+        "AgentLoopWorker.__init__": "(self, config, llm_client, teacher_client=, reward_loop_worker_handles=)",
+        "AgentLoopWorker._compute_multi_modal_inputs": "(self, output, input_ids)",
+        "AgentLoopWorker._compute_position_ids": "(self, input_ids, attention_mask, multi_modal_inputs, mm_processor_kwargs=)",
+        "AgentLoopWorker._compute_score": "(self, outputs, kwargs)",
+        "AgentLoopWorker._compute_teacher_logprobs": "(self, output, prompt_ids, response_ids, validate, sample_kwargs=)",
+        "AgentLoopWorker._run_agent_loop": "(self, sampling_params, trajectory, *, agent_name, trace=, **kwargs)",
+        "AgentLoopWorker.config": "attribute",
+        "AgentLoopWorker.dataset_cls": "attribute",
+        "AgentLoopWorker.hf_model_type": "attribute",
+        "AgentLoopWorker.llm_client": "attribute",
+        "AgentLoopWorker.processor": "attribute",
+        "AgentLoopWorker.reward_loop_worker_handles": "attribute",
+        "AgentLoopWorker.tokenizer": "attribute",
+        "AgentLoopWorker.tools": "attribute",
+        "DictConfigWrap": "(config)",
+        "ToolListWrap": "(tools)",
+        "_agent_loop_registry": "dict",
     },
     "verl.experimental.agent_loop.single_turn_agent_loop": {
         "SingleTurnAgentLoop": "class",
@@ -123,6 +142,13 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "verl.experimental.reward_loop": {
         "RewardLoopManager": "(config, rm_resource_pool=)",
+    },
+    "verl.experimental.reward_loop.reward_loop": {
+        "RewardLoopManager._init_reward_loop_workers": "(self)",
+        "RewardLoopManager.reward_loop_workers_class": "attribute",
+        "RewardLoopWorker": "class",
+        "RewardLoopWorker.__init__": "(self, config, reward_router_address=)",
+        "RewardLoopWorker.compute_score": "(self, data)",
     },
     "verl.experimental.separation.engine_workers": {
         "DetachActorWorker.copy_handler": "property",
@@ -170,6 +196,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.trainer.main_ppo": {
         "run_ppo": "(config, task_runner_class)",
     },
+    "verl.protocol": {
+        "DataProto": {"batch", "non_tensor_batch"},
+    },
     "verl.trainer.ppo.core_algos": {
         "ADV_ESTIMATOR_REGISTRY": "dict",
         "POLICY_LOSS_REGISTRY": "dict",
@@ -192,12 +221,15 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopManagerTQ": "class",
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
         "AgentLoopManagerTQ.generate_sequences": "(self, prompts)",
+        "AgentLoopWorkerTQ": "anything",
+        "AgentLoopWorkerTQ.__ray_actor_class__": "class",
     },
     "verl.trainer.ppo.v1.agent_loop_tq": {
+        "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
         "AgentLoopManagerTQ.__init__": "(self, *args, **kwargs)",
         "AgentLoopManagerTQ.agent_loop_workers_class": "attribute",
-        "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
-        "AgentLoopWorkerTQ": "anything",  # a Ray actor class
+        "AgentLoopWorkerTQ.__init__": "(self, *args, **kwargs)",
+        "AgentLoopWorkerTQ._run_prompt": "(self, prompt, sampling_params, trajectory, trace=)",
     },
     "verl.trainer.ppo.v1.replay_buffer": {
         "DAPO_FILTERED_REWARD_COUNTS_KEY": "str",
@@ -232,6 +264,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer._resolve_filter_groups_metric": "(self)",
         "PPOTrainer._rollout_server_managers": "(self)",
         "PPOTrainer._save_checkpoint": "(self)",
+        "PPOTrainer._setup": "(self)",
         "PPOTrainer._update_actor": "(self, batch, metrics)",
         "PPOTrainer._val_metrics_update": "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=)",
         "PPOTrainer._validate": "(self)",
@@ -258,6 +291,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer.total_training_steps": "attribute",
         "PPOTrainer.train_dataloader": "attribute",
         "PPOTrainer.trainer_mode": "attribute",
+        "RewardLoopManager": "class",
         "get_trainer_cls": "(name)",
     },
     "verl.utils.config": {
@@ -281,6 +315,12 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.utils.logging_utils": {
         "configure_verl_logging": "()",
     },
+    "verl.utils.profiler": {
+        "simple_timer": "(name, timing_raw)",
+    },
+    "verl.utils.rollout_trace": {
+        "rollout_trace_attr": "(sample_index=, step=, rollout_n=, name=, validate=, trace=)",
+    },
     "verl.utils.reward_score": {
         "default_compute_score": {"data_source", "solution_str", "ground_truth", "extra_info"},
     },
@@ -288,6 +328,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "assign_non_tensor_data": "(tensor_dict, key, val)",
         "assign_non_tensor_stack": "(tensor_dict, key, val)",
         "get_tensordict": "(tensor_dict, non_tensor_dict=)",
+        "list_of_dict_to_tensordict": "(list_of_dicts)",
     },
     "verl.utils.tokenizer.continuous_token": {
         "MergeResult": {"token_ids"},

@@ -13,7 +13,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.integrations import streams
 from gtpo_verl.integrations import trainer as ours
-from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, SeedingWorker, assign_streams
+from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams, with_stream
 from gtpo_verl.seeds import derived, seed_process
 
 
@@ -50,30 +50,21 @@ def test_a_step_that_is_repeated_finds_its_names_again(monkeypatch: pytest.Monke
     assert names(trainer(), 2) == ["000003-000002", "000003-000003"]
 
 
-def test_each_response_of_a_group_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    async def run(self: Any, sampling_params: dict[str, Any], trajectory: Any, **kwargs: Any) -> None:
-        ran.append((sampling_params, kwargs))
-
-    monkeypatch.setattr(streams._Worker, "_run_agent_loop", run)
+def test_each_response_of_a_group_has_a_seed_of_its_own() -> None:
     shared = {"temperature": 1.0}
 
-    async def group(seed: int) -> None:
-        worker = SeedingWorker.__new__(SeedingWorker)
+    def seeds(seed: int) -> list[int]:
+        found = []
         for session in range(4):
-            await worker._run_agent_loop(
-                shared, trajectory={}, session_id=session, agent_name="loop", sampling_seed=torch.tensor(seed)
-            )
+            columns = {"session_id": session, "uid": "a", streams.COLUMN: torch.tensor(seed)}
+            found.append(with_stream(shared, columns)["seed"])
+            assert columns == {"session_id": session, "uid": "a"}, "the seed would be a column of the batch"
+        return found
 
-    for seed in (5, 5, 6):
-        asyncio.run(group(seed))
-    seeds = [sampling_params["seed"] for sampling_params, _ in ran]
-    assert seeds[:4] == seeds[4:8]
-    assert len(set(seeds)) == 8
+    assert seeds(5) == seeds(5)
+    assert len({*seeds(5), *seeds(6)}) == 8
     assert shared == {"temperature": 1.0}
-    assert [kwargs["session_id"] for _, kwargs in ran] == [0, 1, 2, 3] * 3
-    assert not any("sampling_seed" in kwargs for _, kwargs in ran), "it would be a column of the batch"
+    assert with_stream(shared, {"session_id": 0}) == shared, "verl's own manager gives no seed"
 
 
 @pytest.fixture

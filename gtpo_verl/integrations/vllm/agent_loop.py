@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -22,19 +23,25 @@ from verl.workers.rollout.replica import TokenOutput
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm.names import ENTROPIES, INSTEAD, VERSIONS
 
+_NUMBERS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")  # one for each token
+
 
 class RolloutEntropyOutput(AgentLoopOutput):
-    """An agent loop's output with the entropies and weight versions of its response, (response_len,) each."""
+    """An agent loop's output with the entropies and weight versions of its response: (response_len,) float32, int32."""
 
-    rollout_entropies: list[float] = Field(exclude=True)
-    rollout_versions: list[int] = Field(exclude=True)
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    rollout_entropies: torch.Tensor = Field(exclude=True)
+    rollout_versions: torch.Tensor = Field(exclude=True)
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """Numbers as arrays, of which verl's ``as_dict`` makes tensors several times as fast as of lists."""
+        dumped = super().model_dump(**options)
+        return dumped | {name: np.array(dumped[name]) for name in _NUMBERS if dumped.get(name) is not None}
 
     def as_dict(self) -> dict[str, Any]:
-        """verl's columns, and ours as tensors."""
-        columns = super().as_dict()
-        columns[ENTROPIES] = torch.tensor(self.rollout_entropies, dtype=torch.float32)
-        columns[VERSIONS] = torch.tensor(self.rollout_versions, dtype=torch.int32)
-        return columns
+        """verl's columns and ours."""
+        return super().as_dict() | {ENTROPIES: self.rollout_entropies, VERSIONS: self.rollout_versions}
 
 
 class _TurnRecorder:
@@ -161,13 +168,16 @@ class RolloutEntropyMixin(AgentLoopBase):
             )
         for raw in (ENTROPIES, VERSIONS):  # those of the first turn, not aligned
             output.extra_fields.pop(raw, None)
-        mask = output.response_mask
-        columns = self._settled(mask)
+        columns = self._settled(output.response_mask)
+        outside = np.array(output.response_mask) == 0
+        # by way of numpy: torch.tensor takes four times as long for a list
+        entropies, versions = np.array(columns.entropies, np.float32), np.array(columns.versions, np.int32)
+        entropies[outside], versions[outside] = 0.0, -1
         fields = {name: getattr(output, name) for name in output.model_fields_set}
-        return RolloutEntropyOutput(
+        return RolloutEntropyOutput.model_construct(  # the loop's own output was validated
             **fields | {"extra_fields": output.extra_fields},  # also where a loop filled the default and set no field
-            rollout_entropies=[entropy if on else 0.0 for entropy, on in zip(columns.entropies, mask, strict=True)],
-            rollout_versions=[int(version) if on else -1 for version, on in zip(columns.versions, mask, strict=True)],
+            rollout_entropies=torch.from_numpy(entropies),
+            rollout_versions=torch.from_numpy(versions),
         )
 
 

@@ -1,0 +1,325 @@
+"""verl's agent loop worker, doing once for a group what verl does for each of its responses.
+
+* The prompt is rendered and tokenised once.
+* The responses of a group are scored in one call, and written to TransferQueue in one call.
+* A loop is constructed from its class, without hydra where its entry has no settings.
+* The garbage collector does not walk through what was loaded before the first response.
+
+Rows, columns and failures are verl's. A loop of a user's own runs as in verl's worker.
+"""
+
+import asyncio
+import copy
+import logging
+import math
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, cast
+
+import hydra
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.profiler import simple_timer
+from verl.utils.rollout_trace import rollout_trace_attr
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+
+from gtpo_verl.integrations.reward_loop import Scorable, never_collect_what_is_loaded
+from gtpo_verl.integrations.streams import with_stream
+from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 1.0  # seconds that a response waits to be scored with others
+SCORED_TOGETHER = 8  # responses in a call; more go to several reward workers, which verify at the same time
+# Loops whose prompt follows from messages and tools alone.
+KNOWN_LOOPS = (SingleTurnAgentLoop, ToolAgentLoop, EntropySingleTurnAgentLoop, EntropyToolAgentLoop)
+GROUP = "gtpo_verl_group"
+_AgentLoopWorker: Any = cast(Any, AgentLoopWorkerTQ).__ray_actor_class__  # verl's name is that of the Ray actor
+Row = tuple[str, dict[str, Any], dict[str, Any]]  # key, columns, tag
+
+
+class Gathering:
+    """Handles what the members of a group bring in as few calls as possible.
+
+    Called when every member has brought something or left, and at the latest ``patience`` seconds after the first has.
+
+    Args:
+        handle: takes what was brought, and returns a result or an exception for each.
+        patience: seconds; None waits for all.
+    """
+
+    def __init__(self, handle: Callable[[list[Any]], Awaitable[list[Any]]], patience: float | None = None) -> None:
+        self._handle = handle
+        self._patience = patience
+        self._expected = 0
+        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def expect(self) -> None:
+        """One more member will take a seat."""
+        self._expected += 1
+
+    @contextmanager
+    def seat(self) -> Iterator[Callable[[Any], Awaitable[Any]]]:
+        """A member's place: a function that brings something and waits for its result. Leaving without is no error."""
+        brought = False
+
+        async def bring(thing: Any) -> Any:
+            nonlocal brought
+            brought = True
+            result = asyncio.get_running_loop().create_future()
+            self._waiting.append((thing, result))
+            self._one_less()
+            return await result
+
+        try:
+            yield bring
+        finally:
+            if not brought:
+                self._one_less()
+
+    def _one_less(self) -> None:
+        self._expected -= 1
+        if not self._waiting:
+            return
+        if self._expected == 0:
+            self._call()
+        elif self._timer is None and self._patience is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._patience, self._call)
+
+    def _call(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting, self._waiting = self._waiting, []
+        call = asyncio.get_running_loop().create_task(self._answer(waiting))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, waiting: list[tuple[Any, asyncio.Future[Any]]]) -> None:
+        try:
+            results = await self._handle([thing for thing, _ in waiting])
+        except Exception as error:
+            results = [error] * len(waiting)
+        for (_, future), result in zip(waiting, results, strict=True):
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+
+class Group:
+    """What the responses of one prompt share; in a validation all prompts share the gatherings of scores and rows."""
+
+    def __init__(self, scores: Gathering, rows: Gathering) -> None:
+        self.scores = scores
+        self.rows = rows
+        self._first_prompt: tuple[Any, asyncio.Future[list[int]]] | None = None
+
+    def expect(self) -> None:
+        self.scores.expect()
+        self.rows.expect()
+
+    def share_prompt(self, loop: AgentLoopBase) -> None:
+        """Let a loop take the tokens of its prompt from the loop of the group that asked for the same first."""
+        build = loop.ct_build_initial_tokens
+
+        async def shared(messages: list[dict], tools: Any = None, **media: Any) -> list[int]:
+            if self._first_prompt is None:
+                asked = copy.deepcopy((messages, tools))  # a loop appends to its messages
+                self._first_prompt = asked, asyncio.ensure_future(build(messages, tools=tools, **media))
+            asked, tokens = self._first_prompt
+            if asked != (messages, tools):
+                return await build(messages, tools=tools, **media)
+            return list(await tokens)
+
+        cast(Any, loop).ct_build_initial_tokens = shared
+
+
+class GroupAgentLoopWorker(_AgentLoopWorker):
+    """verl's agent loop worker; see the module."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        never_collect_what_is_loaded()
+        handles = self.reward_loop_worker_handles
+        # many prompts of few responses, which are all waited for
+        self._of_validation = Gathering(self._request_scores, PATIENCE), Gathering(_put_validation, PATIENCE)
+        self._scores_groups = self.processor is None and handles and hasattr(handles[0], "compute_scores")
+
+    async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
+        of_training = Gathering(self._request_scores, PATIENCE), Gathering(_put_training)
+        group = Group(*(self._of_validation if trajectory["validate"] else of_training))
+        await super()._run_prompt(prompt | {GROUP: group}, sampling_params, trajectory, trace)
+
+    def _run_agent_loop(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, trace: bool = True, **columns: Any
+    ) -> Awaitable[None]:
+        # No coroutine: verl calls it for all responses of a group before the first of them starts.
+        group: Group = columns.pop(GROUP)
+        group.expect()
+        return self._respond(group, sampling_params, trajectory, trace, columns)
+
+    async def _respond(
+        self, group: Group, sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool, columns: Any
+    ) -> None:
+        """Generate, score and write one response of a group."""
+        name = columns.pop("agent_name")
+        with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace), group.rows.seat() as write:
+            with group.scores.seat() as score:
+                loop = self._agent_loop(name, group)
+                output = await loop.run(with_stream(sampling_params, columns), **columns)
+                outputs = output if isinstance(output, list) else [output]
+                if not outputs:
+                    logger.warning("Empty output for prompt %s_%s", columns["uid"], columns["session_id"])
+                    return
+                await self._score(outputs, columns, score)
+            await self._compute_teacher_logprobs(
+                outputs[-1],
+                prompt_ids=outputs[-1].prompt_ids,
+                response_ids=outputs[-1].response_ids,
+                validate=trajectory["validate"],
+                sample_kwargs=columns,
+            )
+            await write(self._rows(outputs, columns))
+
+    def _agent_loop(self, name: str, group: Group) -> AgentLoopBase:
+        assert name in _agent_loop_registry, f"no agent loop {name} among {sorted(_agent_loop_registry)}"
+        config = _agent_loop_registry[name]
+        construct: Any = hydra.utils.instantiate
+        if set(config) <= {"name", "_target_"}:
+            construct = _construct
+        loop: AgentLoopBase = construct(
+            config,
+            trainer_config=DictConfigWrap(config=self.config),
+            server_manager=self.llm_client,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            hf_model_type=self.hf_model_type,
+            dataset_cls=self.dataset_cls,
+            data_config=DictConfigWrap(self.config.data),
+            tools=ToolListWrap(self.tools),
+        )
+        if type(loop) in KNOWN_LOOPS and self.processor is None:  # else the prompt may have images
+            group.share_prompt(loop)
+        return loop
+
+    async def _score(self, outputs: list[AgentLoopOutput], columns: dict[str, Any], score: Any) -> None:
+        """Score a response; its outputs but the last get the score of the last."""
+        final = outputs[-1]
+        if not self._scores_groups or len(outputs) > 1 or final.reward_score is not None:
+            await self._compute_score(outputs, kwargs=columns)
+        else:
+            timing: dict[str, float] = {}
+            with simple_timer("compute_score", timing):
+                result = await score(
+                    Scorable(
+                        np.array(final.prompt_ids, np.int64),
+                        np.array(final.response_ids, np.int64),
+                        final.num_turns,
+                        final.extra_fields,
+                        columns,
+                    )
+                )
+            final.reward_score = result["reward_score"]
+            final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+            final.metrics.compute_score = timing["compute_score"]
+        if final.reward_score is not None:
+            for output in outputs[:-1]:
+                output.reward_score = final.reward_score
+                output.extra_fields["reward_extra_info"] = final.extra_fields["reward_extra_info"]
+
+    async def _request_scores(self, responses: list[Scorable]) -> list[Any]:
+        """Deal responses to as few reward workers as get ``SCORED_TOGETHER`` each; a score or an exception for each."""
+        handles = self.reward_loop_worker_handles
+        workers = random.sample(handles, min(len(handles), math.ceil(len(responses) / SCORED_TOGETHER)))
+        step = len(workers)
+        hands = [responses[first::step] for first in range(step)]
+        calls = (worker.compute_scores.remote(hand) for worker, hand in zip(workers, hands, strict=True))
+        scores: list[Any] = [None] * len(responses)
+        for first, found in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+            scores[first::step] = found if isinstance(found, list) else [found] * len(hands[first])
+        return scores
+
+    def _rows(self, outputs: list[AgentLoopOutput], columns: dict[str, Any]) -> list[Row]:
+        """The rows of a response in TransferQueue, as verl writes them."""
+        rows = []
+        for number, output in enumerate(outputs):
+            fields = output.as_dict() | columns
+            tokens = torch.cat([fields["prompts"], fields["responses"]])
+            media = self._compute_multi_modal_inputs(output, tokens)
+            fields.pop("multi_modal_data", None)
+            fields["loss_mask"] = fields["response_mask"]
+            fields["input_ids"] = tokens
+            fields["position_ids"] = self._compute_position_ids(
+                tokens[None], torch.ones_like(tokens)[None], media
+            ).squeeze(0)
+            fields["multi_modal_inputs"] = media
+            prompt_length, response_length = len(fields["prompts"]), len(fields["responses"])
+            tag = {
+                "status": "success",
+                "prompt_len": prompt_length,
+                "response_len": response_length,
+                "seq_len": prompt_length + response_length,
+                "global_steps": columns["global_steps"],
+                "min_global_steps": fields["extra_fields"].get("min_global_steps"),
+                "max_global_steps": fields["extra_fields"].get("max_global_steps"),
+            }
+            rows.append((f"{columns['uid']}_{columns['session_id']}_{number}", fields, tag))
+        return rows
+
+
+class GroupAgentLoopManager(AgentLoopManagerTQ):
+    """verl's agent loop manager with workers that handle groups."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(GroupAgentLoopWorker)
+
+
+def _construct(config: Any, **arguments: Any) -> AgentLoopBase:
+    """What hydra makes of an entry that has no settings of its own."""
+    own = {name: value for name, value in config.items() if name != "_target_"}
+    return hydra.utils.get_object(config["_target_"])(**own, **arguments)
+
+
+async def _put_training(lots: list[list[Row]]) -> list[None]:
+    return await _put(lots, "train")
+
+
+async def _put_validation(lots: list[list[Row]]) -> list[None]:
+    return await _put(lots, "val")
+
+
+async def _put(lots: list[list[Row]], partition_id: str) -> list[None]:
+    """Write the rows of several responses, together where they have the same columns."""
+    rows = [row for lot in lots for row in lot]
+    for _, alike in groupby(sorted(rows, key=_columns), key=_columns):
+        keys, fields, tags = zip(*alike, strict=True)
+        await tq.async_kv_batch_put(
+            keys=list(keys), fields=list_of_dict_to_tensordict(list(fields)), tags=list(tags), partition_id=partition_id
+        )
+    return [None] * len(lots)
+
+
+def _columns(row: Row) -> Any:
+    """The columns of a row: rows that differ in it do not fit into one batch."""
+    return sorted(
+        (name, str(value.dtype), value.dim()) if isinstance(value, torch.Tensor) else (name, "", 0)
+        for name, value in row[1].items()
+    )
