@@ -103,8 +103,10 @@ def start(task: Task) -> Iterator[Start]:
         *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
     )
 
-    def begin(run_dir: Path, *overrides: str, bare: bool = False) -> Training:
-        started.append(Training(run_dir, *(() if bare else common), *overrides))
+    def begin(
+        run_dir: Path, *overrides: str, bare: bool = False, environment: dict[str, str] | None = None
+    ) -> Training:
+        started.append(Training(run_dir, *(() if bare else common), *overrides, environment=environment))
         return started[-1]
 
     yield begin
