@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gtpo_verl.config import GROUPS, option_keys
+from gtpo_verl.config import option_keys
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.provenance import FILE_KEYS
-from gtpo_verl.runs.reader import Run, Training
+from gtpo_verl.runs.reader import Run, Sweep, Training
 
 ALGORITHM = "algorithm"  # the axis of runs outside of a sweep
 SEED = "seed"
@@ -27,7 +27,10 @@ _BOOKKEEPING = re.compile(
     r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
 )
 _SEED_KEY = re.compile(r"(?i)seed$")
+_FOLLOWING = ("critic.loss_agg_mode",)  # verl interpolates the actor's, which is a method's
+_RECORDED = ("checksums", "code", "hardware", "versions")  # sections of the record; all else are settings
 _MOST_NAMED = 5  # differences in one error message
+ANY_SETTING = "*"
 
 
 @dataclass(frozen=True)
@@ -242,14 +245,22 @@ def _facts(training: Training) -> dict[str, str]:
     return facts
 
 
-def _explained(trainings: Sequence[Training], sweeps: Sequence[Any]) -> tuple[str, ...]:
-    """Keys, and prefixes that end with a dot, in which arms may differ."""
+def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[str, ...]:
+    """Keys, and prefixes that end with a dot, in which arms may differ; `ANY_SETTING` where a sweep has other axes.
+
+    What other settings follow from an axis, such as a length limit, only the composition knew: there every setting may
+    differ between arms, and none within one.
+    """
     explained = [key for training in trainings if training.method for key in training.method.keys]
+    explained += _FOLLOWING
     if any(not training.axes for training in trainings):
         return tuple(dict.fromkeys(explained))
     for sweep in sweeps:
         for axis, options in sweep.axes.items():
-            explained += [key for option in options for key in option_keys(axis, option)] if axis in GROUPS else [axis]
+            if axis == "algo":
+                explained += [key for option in options for key in option_keys(axis, option)]
+            elif axis != SEED:
+                explained += [ANY_SETTING, f"checksums.{axis}"]
     return tuple(dict.fromkeys(explained))
 
 
@@ -269,7 +280,7 @@ def _refuse_differences(
             continue
         if _SEED_KEY.search(key):
             groups: list[Any] = [training.seed for training in having]  # may follow the seed
-        elif _listed(key, explained):
+        elif _listed(key, explained) or (ANY_SETTING in explained and key.split(".", 1)[0] not in _RECORDED):
             groups = [keys[training].identity() for training in having]  # may follow the arm
         else:
             groups = [None] * len(having)

@@ -2,6 +2,7 @@
 real ones.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,6 +138,29 @@ def test_estimators_without_a_group_mean_keep_lone_responses(tmp_path: Path) -> 
     Trainer(tmp_path, adv_estimator="reinforce_plus_plus")._compute_advantage(batch, {})
     advantages, _ = fetch(batch, "advantages")
     assert advantages[2, 0] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.usefixtures("verls_grpo")
+def test_steps_that_validate_keep_two_responses_with_their_advantages(tmp_path: Path) -> None:
+    batch = put({"a_0_0": 2, "b_0_0": 3, "b_1_0": 1}, {"a_0_0", "b_1_0"})
+    ids = [
+        {"prompts": torch.tensor([number]), "responses": torch.full((length,), 10 + number)}
+        for number, length in enumerate((2, 3, 1))
+    ]
+    tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(ids))
+    trainer: Any = Trainer(tmp_path)
+    trainer.config.trainer.test_freq = 4
+    trainer.total_training_steps = 6
+    trainer.tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+    for trainer.global_steps in range(1, 7):
+        trainer._compute_advantage(batch, {})
+    lines = [json.loads(line) for line in (tmp_path / "credit_samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 6]
+    right, wrong = lines[0]["samples"]
+    assert (right["prompt"], right["tokens"], right["correct"]) == ("2", ["12"], True)
+    assert (wrong["prompt"], wrong["tokens"], wrong["correct"]) == ("1", ["11"] * 3, False)
+    assert right["advantages"][0] == pytest.approx(-wrong["advantages"][0])
+    assert wrong["entropies"] == [0.5] * 3
 
 
 def test_several_outputs_of_one_rollout_are_one_response() -> None:

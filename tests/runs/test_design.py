@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.design import Design, design
+from gtpo_verl.runs.directory import MetricsRecorder
 from gtpo_verl.runs.reader import read_runs
+from gtpo_verl.runs.session import training_session
 
 SMALL = {"bare": True, "prompts": 4, "every": 30}
 
@@ -154,6 +158,48 @@ def test_a_sweeps_axis_may_be_any_setting_or_a_group_of_them(runs):
     found = designed(path)
     assert [arm.name for arm in found.arms] == ["DAPO, gamma=1.0", "GTPO, gamma=0.9"]
     assert found.pairs == ()  # no arm has the baseline's algorithm and this gamma
+
+
+def test_what_follows_from_a_sweeps_axis_may_differ_between_arms_and_not_within_one(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=[0, 1], **SMALL)
+    facts = json.loads((path / "sweep.json").read_text())
+    facts["axes"] = {"data.max_response_length": ["32", "64"], "seed": ["0", "1"]}
+    facts["baseline"] = None
+    facts["runs"] = {
+        run: {"overrides": [f"data.max_response_length={64 if 'gtpo' in run else 32}", run[-6:]]}
+        for run in facts["runs"]
+    }
+    (path / "sweep.json").write_text(json.dumps(facts))
+    for run in path.glob("algo=gtpo*"):
+        edit(run, "data.max_response_length", 64)
+        edit(run, "data.limit", 64)  # as an interpolation of the axis
+    assert [len(arm.trainings) for arm in designed(path).arms] == [2, 2]
+    edit(path / "algo=gtpo,seed=1", "data.limit", 63)
+    with pytest.raises(UserError, match=r"data\.limit \("):
+        designed(path)
+
+
+@pytest.mark.slow
+def test_real_trainings_of_every_method_are_comparable(tmp_path: Path):
+    """Composed and recorded as `train` does it, each in a directory of its own."""
+    (tmp_path / "model").mkdir()
+    for name in ("train.parquet", "val.parquet", "model/config.json"):
+        (tmp_path / name).write_text(name)
+    for algo in ("dapo", "grpo", "gtpo", "grpo_s"):
+        run_dir = tmp_path / f"run-{algo}"
+        overrides = [
+            *(f"algo={algo}", "setting=quickstart", "hardware=cpu", f"trainer.run_dir={run_dir}"),
+            *(f"data.train_files={tmp_path}/train.parquet", f"data.val_files={tmp_path}/val.parquet"),
+            f"actor_rollout_ref.model.path={tmp_path}/model",
+        ]
+        config = compose_config(overrides)
+        prepare(config, overrides)
+        resolved = OmegaConf.to_yaml(config, resolve=True)
+        with training_session(run_dir, config=resolved, command="gtpo-verl train", overrides=overrides):
+            MetricsRecorder(run_dir).write(1, {"credit/responses": 1})
+    found = designed(*tmp_path.glob("run-*"))
+    assert [arm.name for arm in found.arms] == ["DAPO", "GTPO", "GRPO-S", "GRPO"]
+    assert {baseline.name for _, baseline in found.pairs} == {"DAPO"}
 
 
 def test_what_was_not_recorded_is_said(runs):
