@@ -17,9 +17,6 @@ from gtpo_verl.experiments import handover
 from gtpo_verl.experiments.cluster import prove_plugin
 from gtpo_verl.runs.lock import ask_to_stop
 
-# A job joins the cluster that runs it; hardware=cpu sets both, for a Ray of its own.
-JOINING = ("++ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null")
-
 
 def run() -> int:
     """Do what was handed over; returns the exit code."""
@@ -29,7 +26,7 @@ def run() -> int:
         return 0 if ask_to_stop(Path(task.run_dir)) else 1
     prove_plugin(task.plugin)
     options = ["--check"] if task.action == "check" else []
-    return main(["train", *options, *JOINING, *task.overrides])
+    return main(["train", *options, *task.overrides])
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def test_a_training_records_everything_and_each_of_its_attempts(tmp_path: Path):
     assert record["versions"]["gtpo_verl"]
     assert record["hardware"]
     first, second = record["attempts"]
-    assert (first["status"], first["exit_reason"]) == ("failed", "UserError: vLLM died")
+    assert (first["status"], first["exit_reason"]) == ("failed", "vLLM died")
     assert (second["status"], second["exit_reason"]) == ("complete", "all steps were trained")
     assert record["created"] == first["started"] <= first["ended"] <= second["started"] <= second["ended"]
     assert (run_dir / "code.diff").exists() == (record["code"]["diff"] is not None)
