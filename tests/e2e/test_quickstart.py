@@ -103,7 +103,8 @@ def test_entropies_of_the_first_step_are_those_of_the_model_in_float64(
     low = torch.cat(truth) < 0.01  # half of the tokens: there a wrong answer's weight, 1/H, is largest
     assert low.float().mean() > 0.2
     rollout, actor = (torch.cat(found) for found in errors.values())
-    assert rollout.max() < 2e-5
+    assert rollout.mean() < 1e-6
+    assert rollout.max() < 5e-5  # a token whose logits float32 itself moves that far: 2.3e-5 in a plain forward pass
     relative = {name: (error / torch.cat(truth))[low] for name, error in (("rollout", rollout), ("actor", actor))}
     record_property("largest_error_nat", f"rollout {rollout.max():.1e}, actor {actor.max():.1e}")
     record_property(

@@ -96,6 +96,8 @@ def leaves(node: object, prefix: str = "") -> Iterable[str]:
 def set_by_configs() -> set[str]:
     keys: set[str] = set()
     for path in CONFIGS.rglob("*.yaml"):
+        if path.parent.name == "sweep":
+            continue  # of several runs, not of one
         document = yaml.safe_load(path.read_text()) or {}
         document.pop("defaults", None)
         keys |= set(leaves(document))
