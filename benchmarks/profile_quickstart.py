@@ -25,7 +25,7 @@ import psutil
 
 RESULTS = Path(__file__).parent / "results"
 VERL = "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl.trainer.ppo.v1.AgentLoopManagerTQ"
-ARMS = {"verl": [VERL], "ours": []}
+ARMS: dict[str, list[str]] = {"ours": [], "verl": [VERL]}
 # how the processes call themselves, in the order of the table
 PROCESSES = {
     "AgentLoopWorkerTQ": "agent loop",

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,8 +142,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[asyncio.Runner]:
-    """TransferQueue's client keeps connections of an event loop."""
-    with asyncio.Runner() as runner:
+    """One event loop, of which TransferQueue's client keeps connections; one thread, so that responses keep their order
+    while their prompts are tokenised.
+    """
+    with asyncio.Runner() as runner, ThreadPoolExecutor(1) as executor:
+        runner.get_loop().set_default_executor(executor)
         yield runner
 
 
