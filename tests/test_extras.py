@@ -33,8 +33,8 @@ def test_flash_attention_and_torch_come_from_verl() -> None:
 
 
 def test_megatron_has_verls_versions() -> None:
-    """verl's own extra is not named, for its `apex` is another project on PyPI; what is taken from it has a version that
-    it allows.
+    """verl's own extra is not named, for its `apex` is another project on PyPI; what is taken from it has a version
+    that verl allows.
     """
     theirs = verls("megatron")
     assert "apex" in theirs
