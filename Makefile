@@ -8,6 +8,9 @@ READY := $(VENV)/.ready
 # Where byte code is not kept, every process compiles what it imports: 15 % of the time of the fast tests.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Tests whose process joins a Ray cluster with another authentication: Ray keeps it for the life of a process.
+OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/experiments/test_jobs.py
+
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench wheel clean
 
@@ -26,7 +29,8 @@ test-fast: $(READY) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not e2e and not exhaustive" --numprocesses 2 --dist loadscope
 
 test-exhaustive: test-faults ## every test, including whole option grids, more trainings and seeded faults
-	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadscope --no-loadscope-reorder $(addprefix --ignore=,$(OWN_PROCESS))
+	for file in $(OWN_PROCESS); do $(BIN)/python -m pytest -m "" $$file || exit 1; done
 
 test-faults: $(READY) ## seed known faults one by one in a copy and check that the tests catch them
 	$(BIN)/python tests/seeded_faults.py

@@ -45,10 +45,18 @@ def _log_by_name() -> None:
     if not ray.is_initialized():
         return
     ours = logging.getLogger("gtpo_verl")
-    handler = logging.StreamHandler()
+    handler = _ToStandardError()
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     ours.handlers = [handler]
     ours.propagate = False
+
+
+class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what standard error is when a line is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def check_registered() -> list[str]:

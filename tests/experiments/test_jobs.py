@@ -18,7 +18,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.jobs import Jobs
 from gtpo_verl.experiments.package import WorkingDirectory
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]  # and in a process of its own, see the Makefile
 
 HOSTILE = 'it\'s "$HOME" `id` $(id) \\ %s\nsecond line; ü漢 && a|b'
 SECRET = f"secret-{HOSTILE}"

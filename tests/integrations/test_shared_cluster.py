@@ -18,7 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import admission, queue_namespace, turnstile
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # and in a process of its own, see the Makefile
 
 GPUS = 2  # logical, on each of the two nodes
 QUEUE = OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
@@ -51,15 +51,16 @@ time.sleep(600)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """This process is a job of it, the first."""
-    os.environ["RAY_AUTH_MODE"] = "disabled"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": GPUS})
-    cluster.add_node(num_cpus=8, num_gpus=GPUS)
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
-    ray.init(address=cluster.address, log_to_driver=False)
-    queue_namespace.register()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": GPUS})
+        cluster.add_node(num_cpus=8, num_gpus=GPUS)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
+        ray.init(address=cluster.address, log_to_driver=False)
+        queue_namespace.register()
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def python(program: str, cluster: Cluster) -> subprocess.Popen[str]:
