@@ -51,7 +51,7 @@ def _log_by_name() -> None:
     ours.propagate = False
 
 
-class _ToStandardError(logging.StreamHandler):  # type: ignore[type-arg]
+class _ToStandardError(logging.StreamHandler):
     """Writes to what standard error is when a line is logged."""
 
     def emit(self, record: logging.LogRecord) -> None:
