@@ -115,11 +115,11 @@ def test_a_ray_of_the_runs_own_gets_a_token_of_its_own(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], joined: bool, ours: bool
 ) -> None:
     for name in launch.RAY_TOKENS:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # a variable that was not there is restored only if it was set here
+        monkeypatch.delenv(name)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(os.environ, "RAY_ADDRESS", "head:6379" if joined else "local")
     launch.export_environment(run_with(address=None if joined else "local", runtime_env={}))
     token = os.environ.get("RAY_AUTH_TOKEN")
-    monkeypatch.setitem(os.environ, "RAY_AUTH_TOKEN", "")  # restored with the test, whatever was set
     assert (token is not None and token != "theirs") is ours
