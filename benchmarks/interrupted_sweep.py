@@ -21,8 +21,7 @@ from gtpo_verl.experiments.launchers import job_id
 from gtpo_verl.experiments.scheduler import is_finished, read_attempts
 from gtpo_verl.experiments.status import statuses
 from gtpo_verl.experiments.sweep import load
-from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, read_record
-from gtpo_verl.runs.reader import flatten
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, flatten, read_record
 
 SHORT = (
     *("setting=quickstart", "hardware=cpu", "trainer.total_training_steps=2", "trainer.save_freq=1"),

@@ -133,7 +133,7 @@ def _copy_metadata(target: Path) -> Path:
     try:
         installed = importlib.metadata.distribution("gtpo-verl")
     except importlib.metadata.PackageNotFoundError as error:
-        raise UserError("gtpo-verl is not installed in this Python: pip install gtpo-verl.") from error
+        raise UserError("gtpo-verl is not installed in this Python: run `pip install .` in its repository.") from error
     if installed.version != gtpo_verl.__version__:
         raise UserError(
             f"gtpo_verl {gtpo_verl.__version__} is imported and {installed.version} is installed: install it again."

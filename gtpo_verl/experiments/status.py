@@ -11,6 +11,7 @@ from gtpo_verl.experiments.scheduler import Attempts, is_finished, read_attempts
 from gtpo_verl.experiments.sweep import load
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.lock import LOCK_FILE, live_owner
+from gtpo_verl.runs.pace import in_words
 from gtpo_verl.runs.progress import Progress, progress_of
 
 STYLES = {"finished": "green", "running": "cyan", "failed": "bold red"}
@@ -79,14 +80,5 @@ def _cells(run: RunStatus) -> tuple[str, str, str]:
     step = f"{progress.step}/{progress.steps}" if progress.steps is not None else ""
     accuracy = progress.accuracy or {}
     shown = [f"{value:.3f}" if len(accuracy) == 1 else f"{source} {value:.3f}" for source, value in accuracy.items()]
-    left = duration(progress.seconds_left) if progress.seconds_left and run.state == "running" else ""
+    left = in_words(progress.seconds_left) if progress.seconds_left and run.state == "running" else ""
     return step, ", ".join(shown), left
-
-
-def duration(seconds: float) -> str:
-    """A duration in the two largest units, of hours, minutes and seconds."""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, seconds = divmod(rest, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

@@ -24,11 +24,9 @@ from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
 from gtpo_verl.files import read_json, write_json
 from gtpo_verl.planning.findings import idle_findings
-from gtpo_verl.runs.directory import CONFIG_FILE
-from gtpo_verl.runs.reader import flatten
+from gtpo_verl.runs.directory import CONFIG_FILE, SWEEP_FILE, flatten
 from gtpo_verl.tasks import EmbeddedTask, task_of
 
-SWEEP_FILE = "sweep.json"
 SCHEMA = 1
 GROUP = "sweep"
 # Keys that say where a run is kept and how Ray is started, not what is trained.

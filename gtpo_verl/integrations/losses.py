@@ -54,35 +54,6 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
             raise UserError(f"{KEY}.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
 
 
-@register_policy_loss("gtpo")
-def gtpo_policy_loss(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: DictConfig | ActorConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """The per-token clipped surrogate with `clip_ratio_low`, `clip_ratio_high` and, unless null, the dual clip
-    `clip_ratio_c`.
-
-    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...`
-    metrics.
-    """
-    assert config is not None
-    losses, metrics = token_loss(
-        log_prob,
-        old_log_prob,
-        advantages,
-        response_mask,
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
-    )
-    return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
-
-
 @register_policy_loss("grpo_s")
 def grpo_s_policy_loss(
     old_log_prob: torch.Tensor,
@@ -128,9 +99,14 @@ def grpo_s_policy_loss(
     return _aggregate(tokens, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
 
 
-def _register_token_loss(name: str, loss: Callable[..., tuple[torch.Tensor, Metrics]], *settings: str) -> None:
-    """Register a per-token loss of `algorithms.losses` that takes the clip range of the actor and these settings of
-    `policy_loss`.
+def _register_token_loss(
+    name: str, loss: Callable[..., tuple[torch.Tensor, Metrics]], *settings: str
+) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
+    """Register a per-token loss of `algorithms.losses` with the actor's `clip_ratio_low`, `clip_ratio_high` and, unless
+    null, `clip_ratio_c`, and these settings of `policy_loss`; returns what verl calls.
+
+    All tensors (micro-batch, T). It returns the share of this micro-batch in the loss of the global batch, and
+    `actor/...` metrics.
     """
 
     def policy_loss(
@@ -156,8 +132,10 @@ def _register_token_loss(name: str, loss: Callable[..., tuple[torch.Tensor, Metr
         return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
 
     register_policy_loss(name)(policy_loss)
+    return policy_loss
 
 
+gtpo_policy_loss = _register_token_loss("gtpo", token_loss)
 _register_token_loss("ce_gppo", ce_gppo_loss, "beta1", "beta2")
 _register_token_loss("aspo", aspo_loss)
 _register_token_loss("dcpo_clip", dcpo_clip_loss)
