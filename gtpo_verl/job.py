@@ -25,7 +25,7 @@ def run() -> int:
     if task.action == "stop":
         return 0 if ask_to_stop(Path(task.run_dir)) else 1
     prove_plugin(task.plugin)
-    options = ["--check"] if task.action == "check" else []
+    options = ["--check"] if task.action == "check" else ["--wait"] if task.wait else []
     return main(["train", *options, *task.overrides])
 
 

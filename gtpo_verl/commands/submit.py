@@ -58,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long --stop waits for step and checkpoint; 0: stop at once (default: %(default)g)",
     )
     parser.add_argument("--check", action="store_true", help="check the run on the cluster and stop")
+    parser.add_argument("--wait", action="store_true", help="let the training wait for devices that other jobs hold")
     parser.add_argument("--id", metavar="JOB", help="name of the job (default: the run directory's, and the time)")
     parser.add_argument(
         "--working-dir", type=Path, default=Path(), metavar="DIR", help="files to carry (default: this directory's)"
@@ -110,7 +111,12 @@ def submit(args: argparse.Namespace) -> int:
     name = args.id or f"{_as_id(run_dir_of(overrides))}-{dt.datetime.now():%Y%m%d-%H%M%S}"
     print(f"Carrying gtpo_verl and {len(files)} file{'s' * (len(files) != 1)} of {working_dir.path}", flush=True)
     submitted = jobs.submit(
-        overrides, submission_id=name, environment=environment, working_dir=working_dir, check_only=args.check
+        overrides,
+        submission_id=name,
+        environment=environment,
+        working_dir=working_dir,
+        check_only=args.check,
+        wait=args.wait,
     )
     if not submitted:
         raise UserError(f"a job {name} exists on {jobs.address}: choose another --id.")

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from gtpo_verl.errors import UserError
@@ -27,14 +27,16 @@ class HandOver:
     run_dir: that of the run, absolute.
     overrides: Hydra overrides of the run.
     environment: variables of the job and of all its workers; secrets are among them.
-    plugin: :func:`fingerprint` of the package that was carried.
+    wait: whether a training waits for devices that other jobs hold.
+    plugin: :func:`fingerprint` of the package that was carried; known when it is packed.
     """
 
     action: str
     run_dir: str
     overrides: tuple[str, ...] = ()
-    environment: dict[str, str]
-    plugin: str
+    environment: dict[str, str] = field(default_factory=dict)
+    wait: bool = False
+    plugin: str = ""
 
     def write(self, directory: Path) -> None:
         """Write it into ``directory``, readable by its owner only; Ray keeps the mode on every node."""

@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -98,6 +98,7 @@ class Jobs:
         environment: Mapping[str, str] = MappingProxyType({}),
         working_dir: WorkingDirectory | None = None,
         check_only: bool = False,
+        wait: bool = False,
     ) -> bool:
         """Submit a training, with this package and the files of a working directory.
 
@@ -107,6 +108,7 @@ class Jobs:
             environment: variables for the job and all its workers, in no log and in no list of jobs.
             working_dir: the files to carry; None: those of the current directory.
             check_only: end the job after its checks.
+            wait: let the training wait for devices that other jobs hold, instead of failing.
 
         Returns:
             Whether it was submitted: False if the cluster has or had a job of this id, whatever it was.
@@ -123,7 +125,10 @@ class Jobs:
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
             if files:
                 copy_files(directory.path, files, Path(place) / "files")
-            return self._start(Path(place), submission_id, action, run_dir, tuple(overrides), dict(environment))
+            task = HandOver(
+                action=action, run_dir=run_dir, overrides=tuple(overrides), environment=dict(environment), wait=wait
+            )
+            return self._start(Path(place), submission_id, task)
 
     def info(self, submission_id: str) -> JobInfo | None:
         """What Ray knows of a job of ours; None if it knows none of this id."""
@@ -211,7 +216,7 @@ class Jobs:
         """Write the file STOP where the training was started; False if none writes to the run directory there."""
         helper = f"{job.id}-stop-{uuid.uuid4().hex[:8]}"
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
-            self._start(Path(place), helper, "stop", job.run_dir)
+            self._start(Path(place), helper, HandOver(action="stop", run_dir=job.run_dir))
         asked = self._wait(helper, time.monotonic() + ASK_TIMEOUT) == "SUCCEEDED"
         with contextlib.suppress(RuntimeError):  # it has not ended: nothing depends on its entry in the list
             self._call(lambda: self._client.delete_job(helper))
@@ -225,25 +230,10 @@ class Jobs:
                 return status
             time.sleep(POLL)
 
-    def _start(
-        self,
-        place: Path,
-        submission_id: str,
-        action: str,
-        run_dir: str,
-        overrides: tuple[str, ...] = (),
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> bool:
+    def _start(self, place: Path, submission_id: str, task: HandOver) -> bool:
         """Submit what lies in ``place``, an empty directory but for the user's ``files``, and the plugin."""
         plugin, metadata = copy_plugin(place)
-        handover = HandOver(
-            action=action,
-            run_dir=run_dir,
-            overrides=overrides,
-            environment=dict(environment),
-            plugin=fingerprint(plugin),
-        )
-        handover.write(place / DIRECTORY)
+        replace(task, plugin=fingerprint(plugin)).write(place / DIRECTORY)
         runtime_env: dict[str, Any] = {
             "py_modules": [str(plugin), str(metadata), str(place / DIRECTORY)],
             "worker_process_setup_hook": HOOK,
@@ -252,7 +242,7 @@ class Jobs:
         }
         if (place / "files").is_dir():
             runtime_env["working_dir"] = str(place / "files")
-        marks = {MARK: __version__, "action": action, "run_dir": run_dir}
+        marks = {MARK: __version__, "action": task.action, "run_dir": task.run_dir}
         try:
             self._call(
                 lambda: self._client.submit_job(

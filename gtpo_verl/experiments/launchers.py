@@ -110,7 +110,7 @@ class RayLauncher:
         self._jobs = jobs
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
-        return self._jobs.submit(overrides, submission_id=job_id(run_dir, attempt))
+        return self._jobs.submit(overrides, submission_id=job_id(run_dir, attempt), wait=True)
 
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         return self._jobs.status(job_id(run_dir, attempt)) in ("PENDING", "RUNNING")

@@ -19,7 +19,7 @@ from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import ResourcePoolManager
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.turnstile import enter, leave
+from gtpo_verl.integrations.turnstile import POLL, enter, leave
 
 Bundle = dict[str, float]  # amounts by resource
 
@@ -86,18 +86,26 @@ def device_resource() -> str:
 # -------------------------------------------------------------------- admission
 
 
-def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]) -> None:
+def admit(
+    bundles: Sequence[Bundle],
+    *,
+    wait: bool,
+    say: Callable[[str], object],
+    stopped: Callable[[], bool] = lambda: False,
+) -> None:
     """Return when the cluster has room for these bundles, holding the turnstile until :func:`turnstile.leave`.
 
     Args:
         bundles: see :func:`training_bundles`.
         wait: whether to wait for other jobs to end.
         say: takes a line when there is something to wait for.
+        stopped: whether the job was asked to stop, which ends the waiting.
 
     Raises:
         UserError: there is no room, and ``wait`` is off.
+        KeyboardInterrupt: ``stopped`` while it waited.
     """
-    turnstile = enter(wait, say)
+    turnstile = enter(wait, say, stopped)
     with _queued(bundles) as probe:
         if probe.wait(PATIENCE):
             return
@@ -109,8 +117,10 @@ def admit(bundles: Sequence[Bundle], *, wait: bool, say: Callable[[str], object]
             )
         ray.get(turnstile.wait.remote())
         say(f"Waiting for devices: {_shortage(bundles)}.")
-        while not probe.wait(PATIENCE):
-            pass
+        while not probe.wait(POLL):
+            if stopped():
+                ray.kill(turnstile)
+                raise KeyboardInterrupt
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:

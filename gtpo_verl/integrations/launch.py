@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.checks import check_with_verl
+from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import say
 
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
@@ -171,6 +172,7 @@ def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:
 
     bundles = admission.training_bundles(config) if training else admission.serving_bundles(config)
     if joined_cluster(config):
-        admission.admit(bundles, wait=wait, say=say)
+        stop = Path(config.trainer.run_dir) / STOP_FILE
+        admission.admit(bundles, wait=wait, say=say, stopped=lambda: training and stop.exists())
     else:
         admission.check_room(bundles)

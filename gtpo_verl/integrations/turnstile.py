@@ -36,15 +36,17 @@ class Turnstile:
         return self.job
 
 
-def enter(wait: bool, say: Callable[[str], object]) -> Any:
+def enter(wait: bool, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> Any:
     """Take the turnstile, after the job that holds it; returns the actor.
 
     Args:
         wait: whether to queue behind a job that waits for devices.
         say: takes a line when there is something to wait for.
+        stopped: whether this job was asked to stop, which ends the waiting.
 
     Raises:
         UserError: the holder waits for devices, and ``wait`` is off.
+        KeyboardInterrupt: ``stopped`` while it waited.
     """
     announced = False
     while True:
@@ -61,6 +63,8 @@ def enter(wait: bool, say: Callable[[str], object]) -> Any:
         if not announced:
             say("Waiting for another run, which is just starting or waits for devices.")
         announced = True
+        if stopped():
+            raise KeyboardInterrupt
         time.sleep(POLL)
 
 

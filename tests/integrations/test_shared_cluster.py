@@ -206,6 +206,14 @@ def test_a_job_that_waits_is_admitted_when_another_ends(lines: list[str]) -> Non
     assert line.startswith("Waiting for devices: it needs 4 GPUs (2 of 4 in the cluster are free)")
 
 
+@pytest.mark.usefixtures("cluster", "quick")
+def test_a_job_that_waits_ends_when_it_is_asked_to_stop(lines: list[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        admission.admit([NODE, NODE, NODE], wait=True, say=lines.append, stopped=lambda: bool(lines))
+    assert lines[0].startswith("Waiting for devices")
+    wait_until(turnstile_is_free)
+
+
 @pytest.mark.usefixtures("quick")
 def test_one_job_starts_at_a_time_and_one_that_was_killed_holds_nobody_up(cluster: Cluster, lines: list[str]) -> None:
     holder = python(HELD, cluster)
