@@ -144,9 +144,15 @@ def _run_directory(output: Path, request: dict[str, Any], *, fresh: bool) -> tup
                 return directory, True
             if facts:
                 break
-    directory = output / f"quickstart-{dt.datetime.now():%Y%m%d-%H%M%S}"
-    directory.mkdir(parents=True)
-    return directory, False
+    output.mkdir(parents=True, exist_ok=True)
+    while True:
+        directory = output / f"quickstart-{dt.datetime.now():%Y%m%d-%H%M%S}"
+        try:
+            directory.mkdir()
+        except FileExistsError:  # one that was started in the same second
+            time.sleep(1)
+        else:
+            return directory, False
 
 
 class QuickstartRecord:

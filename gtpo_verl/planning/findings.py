@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.memory import GIB, Memory, entropy_bytes, micro_batch_tokens
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
@@ -177,7 +178,7 @@ def mode_findings(config: DictConfig) -> list[Finding]:
                 f"responses of a step before it trains; {mode} {differs}.",
             )
         )
-    if entropy.source == "rollout" and entropy.check_every > 0:
+    if entropy_source(config).skips_actor_pass and entropy.check_every > 0:
         found.append(
             Finding(
                 "note",

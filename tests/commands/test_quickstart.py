@@ -48,6 +48,10 @@ def test_an_unfinished_run_of_the_same_request_resumes(tmp_path: Path, status: s
         assert quickstart._run_directory(tmp_path, {"steps": 1}, fresh=True)[0] != directory
 
 
+def test_two_that_are_started_in_one_second_have_a_directory_each(tmp_path: Path):
+    assert len({quickstart._run_directory(tmp_path, {}, fresh=True)[0] for _ in range(2)}) == 2
+
+
 def test_arms_must_be_presets():
     with pytest.raises(UserError, match="--arms nonsense: no such algorithm"):
         quickstart._arms("gtpo,nonsense")
