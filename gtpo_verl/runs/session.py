@@ -23,6 +23,7 @@ from gtpo_verl.runs.directory import (
     write_record,
 )
 from gtpo_verl.runs.lock import training_lock
+from gtpo_verl.runs.progress import progress_of
 from gtpo_verl.runs.provenance import checksums, code_state, hardware, run_versions
 
 SIGNALS = {
@@ -37,8 +38,9 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
     """Hold the run directory for the training in the block, and keep ``run.json`` up to date.
 
     The status is ``running``, then ``complete``, ``interrupted`` (a signal, or the file ``STOP``) or ``failed``, with
-    the reason. The first signal asks the trainer to stop after its step, by ``STOP``, and is recorded at once, because
-    whoever sent it may kill the process before the step ends; a second Ctrl-C raises KeyboardInterrupt.
+    the reason; one that is asked to stop in its last step is ``complete``. The first signal asks the trainer to stop
+    after its step, by ``STOP``, and is recorded at once, because whoever sent it may kill the process before the step
+    ends; a second Ctrl-C raises KeyboardInterrupt.
 
     The record is that of the last attempt, with the start and the end of all of them in ``attempts``.
 
@@ -66,7 +68,8 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         except Exception as error:
             record.close("failed", first_line(error))
             raise
-        if stop.exists():
+        progress = progress_of(run_dir)
+        if stop.exists() and (progress.steps is None or progress.step < progress.steps):
             record.close("interrupted", stopper.reason)
         else:
             record.close("complete", "all steps were trained")

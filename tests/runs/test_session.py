@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import read_record
+from gtpo_verl.runs.directory import MetricsRecorder, read_record
 from gtpo_verl.runs.session import training_session
 
 
@@ -79,6 +79,14 @@ def test_the_file_stop_is_the_reason_where_there_was_no_signal(tmp_path: Path) -
     with session(tmp_path):
         (tmp_path / "STOP").touch()
     assert (status(tmp_path), reason(tmp_path)) == ("interrupted", "the file STOP")
+
+
+@pytest.mark.parametrize(("step", "expected"), [(2, "interrupted"), (3, "complete")])
+def test_one_that_is_stopped_in_its_last_step_is_complete(tmp_path: Path, step: int, expected: str) -> None:
+    with training_session(tmp_path, config="trainer: {total_training_steps: 3}\n", command="gtpo-verl train"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        MetricsRecorder(tmp_path).write(step, {"timing_s/step": 1.0})
+    assert status(tmp_path) == expected
 
 
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
