@@ -3,9 +3,9 @@
     python benchmarks/interrupted_sweep.py --dir /tmp/killed --kills 2 -- algo=dapo,gtpo,grpo_s seed='range(8)' --local
     python benchmarks/interrupted_sweep.py --dir /shared/killed --kills 2 --stop-job -- ... --address http://HEAD:8265
 
-The scheduler is killed by SIGKILL at random moments, and its command is repeated; with --stop-job a random running job
-is stopped by Ray, too. The runs are shortened trainings of the embedded task (`SHORT`). Prints JSON; the exit code is 1
-where a run is missing, was trained again after it had finished, or differs in more than the axes.
+The scheduler is killed by SIGKILL at random moments, and its command is repeated; with --stop-job a running job is
+stopped by Ray, too, in its first step. The runs are shortened trainings of the embedded task (`SHORT`). Prints JSON;
+the exit code is 1 where a run is missing, was trained again after it had finished, or differs in more than the axes.
 """
 
 import argparse
@@ -85,8 +85,8 @@ def _followed(command: list[str], directory: Path, finished: dict[str, int], *, 
 
 
 def _stop_a_job(command: list[str], directory: Path) -> bool:
-    """Let Ray stop the job of a run that has trained a step; False where there is none yet."""
-    running = [run for run in statuses(directory) if run.state == "running" and run.progress.step]
+    """Let Ray stop the job of a run in its first step, so that steps are left; False where there is none yet."""
+    running = [run for run in statuses(directory) if run.state == "running" and not run.progress.step]
     if not running:
         return False
     address = command[command.index("--address") + 1]
