@@ -20,7 +20,7 @@ from typing import Any
 from gtpo_verl.experiments.launchers import job_id
 from gtpo_verl.experiments.scheduler import is_finished, read_attempts
 from gtpo_verl.experiments.status import statuses
-from gtpo_verl.experiments.sweep import load
+from gtpo_verl.experiments.sweep import SWEEP_FILE, load
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, flatten, read_record
 
 SHORT = (
@@ -86,6 +86,8 @@ def _followed(command: list[str], directory: Path, finished: dict[str, int], *, 
 
 def _stop_a_job(command: list[str], directory: Path) -> bool:
     """Let Ray stop the job of a run in its first step, so that steps are left; False where there is none yet."""
+    if not (directory / SWEEP_FILE).exists():
+        return False
     running = [run for run in statuses(directory) if run.state == "running" and not run.progress.step]
     if not running:
         return False

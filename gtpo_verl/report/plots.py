@@ -144,7 +144,7 @@ def accuracy_figure(lines: Sequence[Line], theme: Theme, title: str, subtitle: s
         left, bottom, top = 0.055, 0.56 / height, 1 - 0.86 / height
         axes = figure.add_axes((left, bottom, 0.6, top - bottom))
         _dress(axes, theme, percent=True)
-        for line in lines:
+        for line in _apart(lines):
             _draw(axes, line, theme, width=2.4, marker=True, band=0.16 if len(lines) <= 3 else 0.5 / len(lines))
         firsts = [line.values[0] for line in lines if len(line.values) > 1]
         if firsts:
@@ -191,7 +191,7 @@ def panels_figure(panels: Sequence[Panel], theme: Theme, share_y: bool = False, 
         for axes, panel in zip(grid, panels, strict=False):
             _dress(axes, theme, percent=panel.percent)
             axes.set_title(panel.title, loc="left", fontsize=10.5, color=theme.ink, pad=8)
-            for line in panel.lines:
+            for line in _apart(panel.lines):
                 _draw(axes, line, theme, width=1.9, marker=panel.markers or _few(line), smooth=not panel.log)
             # differences of exactly 0 cannot be drawn on a logarithmic axis
             if panel.log and any((line.values > 0).any() for line in panel.lines):
@@ -334,6 +334,9 @@ def _dress(axes: Axes, theme: Theme, percent: bool = False) -> None:
 def _steps_axis(axes: Axes, label: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    low, high = axes.dataLim.intervalx
+    if high - low < 1:  # a single step
+        axes.set_xlim((low + high) / 2 - 1, (low + high) / 2 + 1)
     axes.set_xlabel(label, color=axes.xaxis.get_ticklabels()[0].get_color(), fontsize=9)
 
 
@@ -344,7 +347,10 @@ def _draw(
     pattern = (2.0, 1.5) if line.dashed else line.style.dashes
     dashes: dict[str, Any] = {"dashes": pattern} if pattern else {}
     if line.low is not None and line.high is not None:
-        axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=band, linewidth=0, zorder=2)
+        if len(line.steps) > 1:
+            axes.fill_between(line.steps, line.low, line.high, color=colour, alpha=band, linewidth=0, zorder=2)
+        else:
+            axes.vlines(line.steps, line.low, line.high, color=colour, linewidth=1.4, zorder=2)
     window = smoothing_window(len(line.values)) if smooth and not marker and not line.smoothed else 1
     if window > 1:
         axes.plot(line.steps, line.values, color=colour, linewidth=0.8, alpha=0.35, zorder=2)
@@ -370,6 +376,15 @@ def _heading(figure: Figure, theme: Theme, title: str, subtitle: str) -> None:
     height = figure.get_figheight()
     figure.text(0.004, 1 - 0.22 / height, title, fontsize=15, weight="bold", color=theme.ink, va="center")
     figure.text(0.004, 1 - 0.51 / height, subtitle, fontsize=9.5, color=theme.muted, va="center")
+
+
+def _apart(lines: Sequence[Line]) -> Sequence[Line]:
+    """The curves, a little apart where each is one point at the same step, so that none hides another."""
+    places = {float(step) for line in lines for step in line.steps}
+    if len(places) != 1:
+        return lines
+    first = -(len(lines) - 1) / 2
+    return [replace(line, steps=line.steps + 0.06 * (first + index)) for index, line in enumerate(lines)]
 
 
 def _few(line: Line) -> bool:

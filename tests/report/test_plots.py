@@ -64,6 +64,22 @@ def test_shares_that_stay_at_zero_are_drawn_at_the_bottom():
     assert low == 0 < high
 
 
+def test_arms_with_one_validation_are_apart_with_their_intervals_at_one_step():
+    low, high = np.array([0.4]), np.array([0.5])
+    lines = [
+        plots.Line(name, style, np.array([2.0]), np.array([0.45]), low, high)
+        for name, style in plots.arm_styles({"DAPO": None, "GTPO": "gtpo"}).items()
+    ]
+    figure = plots.accuracy_figure(lines, plots.LIGHT, "title", "subtitle")
+    (axes,) = figure.axes
+    figure.canvas.draw()
+    ticks = [label.get_text() for label in axes.get_xticklabels()]
+    assert len(ticks) == len(set(ticks))
+    bars = [collection.get_segments()[0] for collection in axes.collections]
+    assert [bar[:, 1].tolist() for bar in bars] == [[0.4, 0.5]] * 2
+    assert bars[0][0, 0] < 2 < bars[1][0, 0]
+
+
 def test_a_logarithmic_axis_has_a_tick_at_both_ends():
     line = plots.Line("gtpo", algorithm("gtpo").style, np.arange(3), np.array([2e-6, 0.0, 1.3e-5]))
     figure = plots.panels_figure([plots.Panel("difference", (line,), log=True)], plots.LIGHT)
