@@ -36,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`status DIR`, `stop DIR`",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their cost and stop")
-    parser.add_argument("--dir", type=Path, help="the sweep's directory (default: outputs/NAME-SETTING)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        help="the sweep's directory (default: outputs/NAME-SETTING, NAME the file's or that of the axes)",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--local", action="store_true", help="processes of this machine, no cluster")
     where.add_argument("--address", metavar="URL", help="dashboard of the Ray cluster (default: Ray's own choice)")
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.parallel is not None and args.parallel < 1:
         raise UserError(f"--parallel {args.parallel}: it must be at least 1.")
     overrides = with_config_dir(args.overrides, args.config_dir)
-    if args.dry_run:
-        return experiment.plan(overrides, args.dir, gpu=args.gpu, measured=args.measured)
     where = experiment.Where(local=args.local, parallel=args.parallel, address=args.address)
+    if args.dry_run:
+        return experiment.plan(overrides, args.dir, where, gpu=args.gpu, measured=args.measured)
     return experiment.train(overrides, args.dir, where)

@@ -20,8 +20,8 @@ class Cost:
     hours: float | None
 
     def __str__(self) -> str:
-        one = "rank on CPUs" if self.on_cpu else "GPU"
-        devices = f"{self.devices} {one}" if self.devices == 1 else f"{self.devices} {one.replace('rank', 'ranks')}s"
+        plural = "s" * (self.devices > 1)
+        devices = f"{self.devices} rank{plural} on CPUs" if self.on_cpu else f"{self.devices} GPU{plural}"
         time = "" if self.hours is None else f", {self.hours:,.1f} h"
         return f"{devices}, {self.steps} steps{time}"
 

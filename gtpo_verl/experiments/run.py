@@ -2,12 +2,12 @@
 
 import errno
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -24,6 +24,7 @@ from gtpo_verl.experiments.sweep import (
     compose_runs,
     define,
     embedded_task,
+    few_seeds,
     idle_axes,
     load,
     task_directory,
@@ -54,17 +55,18 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
         UserError: what is wrong with the sweep, its directory or the place where it runs.
     """
     console = _console()
-    sweep, task = embedded_task(define(overrides, directory))
+    sweep, task = embedded_task(define(overrides, directory, local=where.local))
     check_directory(sweep)
     console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.members)} runs in {sweep.directory}")
+    console.print("every run:", " ".join(sweep.common), markup=False)
     configs = compose_runs(sweep)
-    if task is not None:
-        task.prepare(task_directory(sweep))
-    preflight.check(next(iter(configs.values())))
-    for line in idle_axes(sweep, configs):
-        console.print(f"warning: {line}", markup=False)
-    launcher = _launcher(list(configs.values()), where)
+    _warn(sweep, configs, console)
+    launcher = _launcher(list(configs.values()), where)  # the cluster answers, before anything takes time
     with _full_disk(sweep.directory), sweep_lock(sweep.directory):
+        if task is not None:
+            task.prepare(task_directory(sweep))
+        for config in _inputs(configs):
+            preflight.check(config)
         write(sweep)
         _say_finished(sweep, console)
         with _shown(sweep.directory, console) as show:
@@ -78,11 +80,13 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     return 1 if unfinished else 0
 
 
-def plan(overrides: Sequence[str], directory: Path | None, *, gpu: str, measured: Path | None) -> int:
-    """Print the runs of a sweep, their overrides and their cost; nothing is written."""
+def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu: str, measured: Path | None) -> int:
+    """Print the runs of a sweep, their overrides and their cost; nothing is written, and no model or data is read."""
     console = _console()
-    sweep, _ = embedded_task(define(overrides, directory))
+    sweep, _ = embedded_task(define(overrides, directory, local=where.local))
     check_directory(sweep)
+    console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.members)} runs in {sweep.directory}")
+    console.print("every run:", " ".join(sweep.common), markup=False)
     configs = compose_runs(sweep)
     costs = {name: cost_of(config, gpu=gpu, measured=measured) for name, config in configs.items()}
     found = Table(box=None, pad_edge=False)
@@ -91,11 +95,8 @@ def plan(overrides: Sequence[str], directory: Path | None, *, gpu: str, measured
     for member in sweep.members:
         state = "finished" if is_finished(sweep.run_dir(member.name)) else ""
         found.add_row(member.name, " ".join(member.overrides), str(costs[member.name]), state)
-    console.print(f"[bold]Sweep {sweep.name}[/] in {sweep.directory}")
-    console.print("every run:", " ".join(sweep.common), markup=False)
     console.print(found)
-    for line in idle_axes(sweep, configs):
-        console.print(f"warning: {line}", markup=False)
+    _warn(sweep, configs, console)
     console.print(total(list(costs.values())))
     return 0
 
@@ -130,6 +131,21 @@ def stop(directory: Path) -> int:
             Scheduler(sweep, launcher, announce=lambda line: console.print(line, markup=False), stops=1).run()
     console.print(table(statuses(directory)))
     return 0
+
+
+def _warn(sweep: Sweep, configs: Mapping[str, DictConfig], console: Console) -> None:
+    """Say what of the sweep shows nothing: axes that change nothing, too few seeds."""
+    for line in (*idle_axes(sweep, configs), *few_seeds(sweep)):
+        console.print(f"warning: {line}", markup=False)
+
+
+def _inputs(configs: Mapping[str, DictConfig]) -> list[DictConfig]:
+    """The first run with each model, data and reward."""
+    first: dict[str, DictConfig] = {}
+    for config in configs.values():
+        data, model = config.data, config.actor_rollout_ref.model.path
+        first.setdefault(f"{model} {data.train_files} {data.val_files} {OmegaConf.to_yaml(config.reward)}", config)
+    return list(first.values())
 
 
 def _launcher(configs: Sequence[DictConfig], where: Where) -> Launcher:

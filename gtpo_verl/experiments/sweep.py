@@ -21,6 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from gtpo_verl import preflight
 from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
 from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.evaluation.paired import least_sign_flip_p
 from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
 from gtpo_verl.files import read_json, write_json
 from gtpo_verl.planning.findings import idle_findings
@@ -75,13 +76,14 @@ class Sweep:
 # -------------------------------------------------------------------- definition
 
 
-def define(overrides: Sequence[str], directory: Path | None = None) -> Sweep:
+def define(overrides: Sequence[str], directory: Path | None = None, *, local: bool = False) -> Sweep:
     """The sweep that overrides and the file that they choose describe; a key on the command line replaces the file's.
 
     Args:
         overrides: as for `gtpo-verl train`, with several values where an axis is meant, `sweep=FILE` and
             `sweep.KEY=VALUE`.
         directory: by default `outputs/NAME`, where the name follows from the file or the axes, and the setting.
+        local: whether the runs are processes of this machine, whose hardware they have unless they name another.
 
     Raises:
         UserError: an override, an axis or the file is wrong.
@@ -101,7 +103,8 @@ def define(overrides: Sequence[str], directory: Path | None = None) -> Sweep:
         )
     if chosen(common, "trainer.run_dir") is not None:
         raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --dir names.")
-    common, _ = with_hardware(common)
+    if local:
+        common, _ = with_hardware(common)
     name = _name(chosen([line_of(item) for item in own], GROUP), axes, chosen(common, "setting"))
     return Sweep(
         name=directory.resolve().name if directory else name,
@@ -353,3 +356,13 @@ def idle_axes(sweep: Sweep, configs: dict[str, DictConfig]) -> list[str]:
         own = [item for item in member.overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
         found += [f"{member.name}: {finding.message}" for finding in idle_findings(configs[member.name], own)]
     return found
+
+
+def few_seeds(sweep: Sweep) -> list[str]:
+    """A line where the arms have too few seeds for a test to find a difference."""
+    seeds = next((len(axis.values) for axis in sweep.axes if axis.key == "seed"), 1)
+    least = least_sign_flip_p(seeds)
+    if len(sweep.members) == seeds or least <= 0.05:  # one arm, or enough
+        return []
+    arms = f"{seeds} seed{'s' * (seeds > 1)} for each arm"
+    return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}; see docs/statistics.md."]

@@ -14,6 +14,7 @@ from gtpo_verl.experiments.sweep import (
     compose_runs,
     define,
     embedded_task,
+    few_seeds,
     idle_axes,
     load,
     read,
@@ -152,6 +153,18 @@ def test_the_embedded_task_is_used_where_its_setting_names_no_other(tmp_path: Pa
     assert embedded_task(own) == (own, None)
     other = define(["seed=1,2", "setting=small_gpu"], tmp_path)
     assert embedded_task(other) == (other, None)
+
+
+def test_the_hardware_of_this_machine_is_for_runs_of_this_machine() -> None:
+    assert "hardware=cpu" in define(["seed=1,2"], local=True).common
+    assert "hardware=cpu" not in define(["seed=1,2"]).common
+
+
+@pytest.mark.parametrize(("seeds", "said"), [("1", "1 seed for"), ("range(5)", "5 seeds for"), ("range(6)", None)])
+def test_too_few_seeds_for_a_test_are_said(seeds: str, said: str | None) -> None:
+    lines = few_seeds(define(["algo=dapo,gtpo", f"seed={seeds}"]))
+    assert [line.startswith(said) for line in lines] == ([True] if said else [])
+    assert few_seeds(define(["seed=1,2"])) == []  # one arm: nothing is compared
 
 
 def test_the_cost_of_a_run_is_that_of_the_plan() -> None:
