@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
-GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
+GROUPS = ("algo", "setting", "task", "verifier", "backend", "layout", "hardware")
 TRAIN = "train"  # the primary file in configs/
 # Sections that verl hands on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
 _FREE = {
@@ -374,6 +374,8 @@ def _explain(error: Exception, search_path: Sequence[str]) -> UserError:
             f"{', '.join(sorted(error.options))}."
         )
     key = _unknown_key(error)
+    if key == "task":
+        return UserError("task=: this setting has no embedded task to choose; setting=quickstart has.")
     if key is not None:
         known = list(_keys(compose(TRAIN, overrides=list(search_path))))
         return UserError(

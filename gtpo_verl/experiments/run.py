@@ -30,6 +30,7 @@ from gtpo_verl.experiments.sweep import (
     write,
 )
 from gtpo_verl.runs.directory import STOP_FILE
+from gtpo_verl.tasks.prepare import prepare_task
 
 REFRESH = 2.0  # seconds between two tables
 
@@ -59,7 +60,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.members)} runs in {sweep.directory}")
     configs = compose_runs(sweep)
     if task is not None:
-        task.prepare(task_directory(sweep))
+        prepare_task(task, task_directory(sweep, task))
     preflight.check(next(iter(configs.values())))
     for line in idle_axes(sweep, configs):
         console.print(f"warning: {line}", markup=False)
