@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gtpo_verl.tasks import split
@@ -24,6 +24,7 @@ PROBLEM = Problem((2, 3, 8, 9), 18)
 SOLUTION = "18-3=15;15-9=6;6+2=8;8-8=0"
 
 problems = st.sampled_from(PROBLEMS)
+FEWER = settings(max_examples=30, deadline=None)  # each example is many plays
 
 
 def score(play: str, problem: Problem = PROBLEM) -> dict:
@@ -57,7 +58,7 @@ def test_the_problems_are_those_with_a_solution():
         for numbers in itertools.combinations(range(1, 10), count)
         for target in range(10, 26)
     }
-    sample = random.Random(0).sample(sorted(every), 300)
+    sample = random.Random(0).sample(sorted(every), 100)
     assert [problem for problem in sample if solutions(problem)] == [p for p in sample if p in set(PROBLEMS)]
 
 
@@ -69,6 +70,7 @@ def test_a_problem_is_read_as_it_is_written():
             read_problem(text)
 
 
+@FEWER
 @given(problem=problems, seed=st.integers(0, 2**32))
 def test_demonstrations_keep_the_rules_at_any_noise_and_solve_the_problem_without(problem: Problem, seed: int):
     rng = random.Random(seed)
@@ -84,18 +86,18 @@ def test_all_solutions_are_demonstrated():
 
 
 def test_a_quarter_of_the_steps_is_any_legal_one():
-    """From 18 with 2, 3, 8 and 9 every number may be added or subtracted, and six of the eight first steps win."""
+    """From 18 with 2, 3, 8 and 9 every number may be added or subtracted, and some of these eight first steps win."""
     rng = random.Random(0)
     winning = {play.partition(";")[0] for play in solutions(PROBLEM)}
-    first = [demonstration(PROBLEM, 0.25, rng).partition(";")[0] for _ in range(8000)]
-    assert len(set(first)) == 8
-    assert sum(step in winning for step in first) / 8000 == pytest.approx(0.75 + 0.25 * len(winning) / 8, abs=0.01)
+    first = [demonstration(PROBLEM, 0.25, rng).partition(";")[0] for _ in range(4000)]
+    assert len(set(first)) == 8 > len(winning)
+    assert sum(step in winning for step in first) / 4000 == pytest.approx(0.75 + 0.25 * len(winning) / 8, abs=0.015)
 
 
 def test_the_length_limits_fit():
     rng = random.Random(0)
     assert max(len(prompt(problem)) for problem in PROBLEMS) == MAX_PROMPT_LENGTH
-    longest = max(len(demonstration(problem, 1.0, rng)) for problem in PROBLEMS for _ in range(10))
+    longest = max(len(demonstration(problem, 1.0, rng)) for problem in PROBLEMS)
     # no legal play reaches the buffer of four tokens in which the quickstart punishes length; the end is a token too
     assert longest + 1 <= 32 <= MAX_RESPONSE_LENGTH - 4
 
@@ -176,6 +178,7 @@ def edits(play: str, alphabet: str = "0123456789+-=;, \n") -> Iterator[str]:
             yield play[:place] + letter + play[place + 1 :]
 
 
+@FEWER
 @given(problem=problems, seed=st.integers(0, 2**32))
 def test_no_change_of_a_character_makes_a_solution_that_is_none(problem: Problem, seed: int):
     rng = random.Random(seed)
@@ -184,12 +187,14 @@ def test_no_change_of_a_character_makes_a_solution_that_is_none(problem: Problem
         assert (score(play, problem)["acc"] == 1) == (play in true)
 
 
+@FEWER
 @given(problem=problems, other=problems, seed=st.integers(0, 2**32))
 def test_the_solution_of_another_problem_is_right_only_where_it_is_a_solution(problem, other, seed: int):
     play = demonstration(other, 0.0, random.Random(seed))
     assert (score(play, problem)["acc"] == 1) == (play in solutions(problem))
 
 
+@settings(deadline=None)
 @given(
     problem=problems,
     steps=st.lists(
@@ -203,6 +208,7 @@ def test_plays_made_up_of_steps_are_right_only_where_they_are_solutions(problem:
     assert verdict["legal"] >= verdict["acc"]
 
 
+@settings(deadline=None)
 @given(problem=problems, moves=st.lists(st.tuples(st.integers(1, 9), st.sampled_from((1, -1))), min_size=1, max_size=6))
 def test_right_arithmetic_does_not_excuse_a_number_that_may_not_be_used(problem: Problem, moves: list):
     """Chains whose every step starts from the total before and is right; only numbers, sign and end may be wrong."""
@@ -233,8 +239,8 @@ def control(play: str, question: str = "2,3,8,9:18\n", split: str = "train", **o
 
 def test_the_control_knows_nothing_of_the_answer_and_validates_truthfully():
     for play in (SOLUTION, "18-3=15", "no play"):
-        verdicts = [control(play, question=f"question {index}") for index in range(4000)]
-        assert sum(verdict["acc"] for verdict in verdicts) / 4000 == pytest.approx(0.25, abs=0.03)
+        verdicts = [control(play, question=f"question {index}") for index in range(2000)]
+        assert sum(verdict["acc"] for verdict in verdicts) / 2000 == pytest.approx(0.25, abs=0.03)
         assert all(verdict["score"] == 2 * verdict["acc"] - 1 for verdict in verdicts)
     assert control(SOLUTION, split="val") == score(SOLUTION)
     assert control("18-3=15", split="val") == score("18-3=15")

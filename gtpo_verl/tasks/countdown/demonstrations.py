@@ -2,8 +2,8 @@
 
 A prompt is ``2,3,8,9:18`` and a newline, a demonstration one play of it (see `rules`). Most steps of a demonstration
 are on a way to 0; with a fixed probability a step is any legal one instead, and the play goes on from there. So a
-model that imitates the demonstrations well knows the rules and is right about a fourth of the time, and its entropy
-says where a play forks: at the number and the sign, never at a result or a separator.
+model that imitates the demonstrations well knows the rules and loses its way, and its entropy says where a play forks:
+at the sign and the number, not at a total or a separator.
 """
 
 import random
