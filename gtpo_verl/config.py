@@ -93,7 +93,10 @@ def option_keys(group: str, option: str) -> set[str]:
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     keys: set[str] = set()
     for name in content.pop("defaults", []):
-        if isinstance(name, str) and name != "_self_":
+        if isinstance(name, dict):  # an option of another group, as in `/task: sums`
+            for other, chosen_there in name.items():
+                keys |= option_keys(other.strip("/"), chosen_there)
+        elif name != "_self_":
             beside = (Path(option).parent / name).as_posix() if not name.startswith("/") else name
             keys |= option_keys(group, beside.removeprefix(f"/{group}/"))
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gtpo_verl.config import choices, compose_config
+from gtpo_verl.config import choices, compose_config, option_keys
 from gtpo_verl.errors import UserError
 from gtpo_verl.tasks import Task, WarmStart, prepare
 from gtpo_verl.tasks import model as tiny
@@ -412,6 +412,11 @@ def test_a_tasks_setting_is_that_of_its_package(name: str):
     assert {"compute_score", "random_verdict"} <= vars(
         importlib.import_module(found.reward.removeprefix("pkg://"))
     ).keys()
+
+
+def test_a_setting_sets_what_its_task_sets():
+    own, of_task = option_keys("setting", "quickstart"), option_keys("task", "sums")
+    assert "reward.custom_reward_function.path" in of_task < own
 
 
 def test_a_setting_without_a_task_has_none_to_choose():
