@@ -75,9 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    task = task_of(config.reward.custom_reward_function.path)
-    if task is not None and config.data.val_files is None:
-        config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
+    _take_embedded_prompts(config)
     preflight.check_evaluation(config)
     if config.reward.reward_model.enable:
         raise UserError("reward.reward_model.enable=true: `gtpo-verl eval` needs a verifier, not a reward model.")
@@ -126,6 +124,13 @@ def run(args: argparse.Namespace) -> int:
     _plot(summaries, output)
     print(f"Problems: {file.file}\nSummary:  {output / SUMMARY_FILE}")
     return 0
+
+
+def _take_embedded_prompts(config: DictConfig) -> None:
+    """Validate on an embedded task's own prompts where its verifier is used and no others are named; in place."""
+    task = task_of(config.reward.custom_reward_function.path)
+    if task is not None and config.data.val_files is None:
+        config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
 
 
 def _evaluate(
