@@ -41,9 +41,10 @@ from gtpo_verl.integrations.evaluate import standalone
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+from gtpo_verl.tasks import task as embedded_task
+from gtpo_verl.tasks.model import build_model, build_tokenizer, save
+from gtpo_verl.tasks.prepare import rows
 from gtpo_verl.tasks.sums import demonstrations
-from gtpo_verl.tasks.sums.model import build_model, build_tokenizer, save
-from gtpo_verl.tasks.sums.task import rows
 
 RESULTS = Path(__file__).parent / "results"
 FILE = RESULTS / "agent-loop-cpu.json"
@@ -158,7 +159,7 @@ def column(values: list[Any]) -> np.ndarray:
 def prompts(count: int, number: int) -> Any:
     """A batch of prompts for verl's agent loops; their uids begin with the number of the round."""
     problems = demonstrations.PROBLEMS[number * count : (number + 1) * count]
-    data = rows(problems, "train")
+    data = rows(embedded_task("sums"), problems, "train")
     columns = {name: column([row[name] for row in data]) for name in ("data_source", "reward_model", "extra_info")}
     columns |= {
         "raw_prompt": column([row["prompt"] for row in data]),

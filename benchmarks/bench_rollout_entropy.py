@@ -36,7 +36,7 @@ LOGPROBS = {"logprobs": 0, "entropies": 0, "top20": 20, "full": -1}
 
 def save_model(path: Path) -> None:
     """Qwen2.5-0.5B's shape with random weights, in bfloat16 on disk."""
-    from gtpo_verl.tasks.sums.model import build_model
+    from gtpo_verl.tasks.model import build_model
 
     model = build_model(
         151_936,

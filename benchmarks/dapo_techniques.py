@@ -28,7 +28,9 @@ from rich.progress import track
 from gtpo_verl.config import choices
 from gtpo_verl.runs.directory import read_metrics_from, read_record
 from gtpo_verl.runs.provenance import hardware, run_versions
-from gtpo_verl.tasks.sums.task import Task, prepare_task
+from gtpo_verl.tasks import Task
+from gtpo_verl.tasks import task as embedded_task
+from gtpo_verl.tasks.prepare import prepare_task
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
@@ -169,7 +171,7 @@ def main() -> int:
     options = parser.parse_args()
     runs = options.runs.resolve()
     runs.mkdir(parents=True, exist_ok=True)
-    task = prepare_task(runs / "task")
+    task = prepare_task(embedded_task("sums"), runs / "task")
     file = RESULTS / "dapo-techniques.json"
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     try:

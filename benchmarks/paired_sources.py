@@ -29,7 +29,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gtpo_verl.evaluation.paired import student_interval
 from gtpo_verl.runs.directory import read_metrics_from, read_record
 from gtpo_verl.runs.provenance import hardware, run_versions
-from gtpo_verl.tasks.sums.task import Task, prepare_task
+from gtpo_verl.tasks import Task
+from gtpo_verl.tasks import task as embedded_task
+from gtpo_verl.tasks.prepare import prepare_task
 
 RESULTS = Path(__file__).parent / "results"
 SOURCES = ("rollout", "actor")
@@ -204,7 +206,7 @@ def main() -> int:
     os.environ.setdefault(
         "OMP_WAIT_POLICY", "PASSIVE"
     )  # read when torch is first imported; spinning threads starve the rest
-    task = prepare_task(options.runs / "task")
+    task = prepare_task(embedded_task("sums"), options.runs / "task")
     pairs = []
     columns = (
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),

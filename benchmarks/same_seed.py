@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from gtpo_verl.runs.reader import read_metrics
-from gtpo_verl.tasks.sums.task import prepare_task
+from gtpo_verl.tasks.prepare import prepare_task
+from gtpo_verl.tasks.sums.task import TASK
 
 COLUMNS = ("response_mask", "responses", "old_log_probs", "entropy", "rewards", "correct", "advantages")
 DELAYED = Path(__file__).parents[1] / "tests" / "e2e" / "delayed_reward.py"
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    task = prepare_task(args.dir / "task")
+    task = prepare_task(TASK, args.dir / "task")
     common = (
         *("algo=gtpo", "setting=quickstart", "hardware=cpu", "algorithm.entropy.source=actor", f"seed={args.seed}"),
         *(f"actor_rollout_ref.model.path={task.model_path}", f"data.train_files={task.train_file}"),

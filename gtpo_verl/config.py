@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
-GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
+GROUPS = ("algo", "setting", "task", "verifier", "backend", "layout", "hardware")
 TRAIN = "train"  # the primary file in configs/
 # Sections that verl hands on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
 _FREE = {
@@ -93,7 +93,10 @@ def option_keys(group: str, option: str) -> set[str]:
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     keys: set[str] = set()
     for name in content.pop("defaults", []):
-        if isinstance(name, str) and name != "_self_":
+        if isinstance(name, dict):  # an option of another group, as in `/task: sums`
+            for other, chosen_there in name.items():
+                keys |= option_keys(other.strip("/"), chosen_there)
+        elif name != "_self_":
             beside = (Path(option).parent / name).as_posix() if not name.startswith("/") else name
             keys |= option_keys(group, beside.removeprefix(f"/{group}/"))
 
@@ -374,6 +377,8 @@ def _explain(error: Exception, search_path: Sequence[str]) -> UserError:
             f"{', '.join(sorted(error.options))}."
         )
     key = _unknown_key(error)
+    if key == "task":
+        return UserError("task=: this setting has no embedded task to choose; setting=quickstart has.")
     if key is not None:
         known = list(_keys(compose(TRAIN, overrides=list(search_path))))
         return UserError(

@@ -14,7 +14,7 @@ from gtpo_verl.algorithms.losses import aspo_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.integrations.losses import _named
-from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
+from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, _Tally
 from gtpo_verl.verifiers import FAILURES
 
@@ -60,6 +60,13 @@ def test_metrics_of_dynamic_sampling() -> None:
 def test_metrics_of_the_verifiers() -> None:
     names = verifier_failures([{"verifier_failure": reason} for reason in ("", *FAILURES)])
     assert undocumented(names) == set()
+
+
+def test_metrics_of_a_task_with_rules() -> None:
+    assert legal_share([{"acc": 1.0}]) == {}
+    share = legal_share([{"legal": 1.0}, {"legal": 0.0}, {"legal": 1.0}, {"legal": 1.0}])
+    assert share == {"training/legal_share": 0.75}
+    assert undocumented(share) == set()
 
 
 def test_metrics_of_a_validation() -> None:

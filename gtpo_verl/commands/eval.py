@@ -27,6 +27,8 @@ from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import out, printing_to
+from gtpo_verl.tasks import task_of
+from gtpo_verl.tasks.prepare import prepare_task
 
 if TYPE_CHECKING:
     from gtpo_verl.integrations.evaluate import Problems
@@ -43,6 +45,7 @@ examples:
   gtpo-verl eval outputs/gtpo-20260101-120000 --before      the model that the training started from
   gtpo-verl eval outputs/gtpo-20260101-120000 data.val_files=data/aime-2025.parquet \\
       actor_rollout_ref.rollout.val_kwargs.n=32
+  gtpo-verl eval outputs/task-countdown/model setting=quickstart task=countdown     an embedded task
   gtpo-verl eval Qwen/Qwen2.5-1.5B setting=default data.val_files=data/math-500.parquet trainer.n_gpus_per_node=8
 
 Every problem is written to problems.jsonl when it is finished. Ctrl-C keeps the finished ones, and repeating the
@@ -72,6 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
+    _take_embedded_prompts(config)
     preflight.check_evaluation(config)
     if config.reward.reward_model.enable:
         raise UserError("reward.reward_model.enable=true: `gtpo-verl eval` needs a verifier, not a reward model.")
@@ -120,6 +124,13 @@ def run(args: argparse.Namespace) -> int:
     _plot(summaries, output)
     print(f"Problems: {file.file}\nSummary:  {output / SUMMARY_FILE}")
     return 0
+
+
+def _take_embedded_prompts(config: DictConfig) -> None:
+    """Validate on an embedded task's own prompts where its verifier is used and no others are named; in place."""
+    task = task_of(config.reward.custom_reward_function.path)
+    if task is not None and config.data.val_files is None:
+        config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
 
 
 def _evaluate(

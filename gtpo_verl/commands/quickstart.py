@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gtpo_verl.config import choices
+from gtpo_verl.config import choices, chosen
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import METRICS_FILE, read_record, write_record
 from gtpo_verl.runs.pace import Pace, in_words
@@ -24,6 +24,7 @@ from gtpo_verl.runs.process import TrainingProcess
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import describe
 from gtpo_verl.tasks import EmbeddedTask, Task, task
+from gtpo_verl.tasks.prepare import prepare_task
 
 ARMS = ("dapo", "gtpo", "grpo_s")
 TASK = "sums"
@@ -70,14 +71,14 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console(highlight=False, soft_wrap=True)
     arms = _arms(args.arms)
+    embedded = _task(args.overrides)
     request = {"arms": arms, "steps": args.steps, "overrides": args.overrides, "random_verdicts": args.random_verdicts}
     directory, resumed = _run_directory(args.output, request, fresh=args.fresh)
     console.print(f"[bold]gtpo_verl quickstart[/]: {', '.join(arms)} on real verl, Ray and vLLM, on this machine's CPU")
     console.print(f"{'Resuming' if resumed else 'Run'}: {directory}")
 
-    embedded = task(TASK)
     console.print(f"[bold]1.[/] The task: {embedded.description}")
-    prepared = embedded.prepare(args.output / "task")
+    prepared = prepare_task(embedded, embedded.directory(args.output))
     console.print(f"   baseline accuracy {prepared.baseline:.3f}")
 
     record = QuickstartRecord(directory, request, embedded, prepared)
@@ -114,6 +115,10 @@ def _arms(text: str) -> list[str]:
     if not arms:
         raise UserError("--arms names no algorithm: for instance --arms dapo,gtpo.")
     return arms
+
+
+def _task(overrides: Sequence[str]) -> EmbeddedTask:
+    return task(chosen(overrides, "task") or TASK)
 
 
 def _overrides(arm: str, run_dir: Path, embedded: EmbeddedTask, prepared: Task, args: argparse.Namespace) -> list[str]:

@@ -31,6 +31,7 @@ from gtpo_verl.experiments.sweep import (
     write,
 )
 from gtpo_verl.runs.directory import STOP_FILE
+from gtpo_verl.tasks.prepare import prepare_task
 
 REFRESH = 2.0  # seconds between two tables
 
@@ -64,7 +65,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     launcher = _launcher(list(configs.values()), where)  # the cluster answers, before anything takes time
     with _full_disk(sweep.directory), sweep_lock(sweep.directory):
         if task is not None:
-            task.prepare(task_directory(sweep))
+            prepare_task(task, task_directory(sweep, task))
         for config in _inputs(configs):
             preflight.check(config)
         write(sweep)

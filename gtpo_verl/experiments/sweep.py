@@ -27,6 +27,7 @@ from gtpo_verl.files import read_json, write_json
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.directory import CONFIG_FILE, SWEEP_FILE, flatten
 from gtpo_verl.tasks import EmbeddedTask, task_of
+from gtpo_verl.tasks.prepare import locate
 
 SCHEMA = 1
 GROUP = "sweep"
@@ -186,12 +187,16 @@ def _name(file: str | None, axes: Sequence[Axis], setting: str | None) -> str:
 
 def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     """Give the runs the model and the data of the embedded task where they have its verifier and name neither."""
+    if any(axis.key == "task" for axis in sweep.axes):
+        raise UserError(
+            "task= is no axis of a sweep: the accuracies of two tasks do not compare. Sweep each by itself."
+        )
     config = compose_config([*sweep.common, *sweep.members[0].overrides])
     task = task_of(config.reward.custom_reward_function.path)
     data = config.data
     if task is None or any(item is not None for item in (config.actor_rollout_ref.model.path, *_files(data))):
         return sweep, None
-    paths = task.locate(task_directory(sweep))
+    paths = locate(task_directory(sweep, task))
     files = {
         "actor_rollout_ref.model.path": paths.model_path,
         "data.train_files": paths.train_file,
@@ -205,9 +210,9 @@ def _files(data: DictConfig) -> tuple[Any, Any]:
     return data.train_files, data.val_files
 
 
-def task_directory(sweep: Sweep) -> Path:
-    """Where the embedded task of the sweeps beside this one is prepared."""
-    return sweep.directory.parent / "task"
+def task_directory(sweep: Sweep, task: EmbeddedTask) -> Path:
+    """Where an embedded task of the sweeps beside this one is prepared."""
+    return task.directory(sweep.directory.parent)
 
 
 # -------------------------------------------------------------------- directory

@@ -82,6 +82,16 @@ class ActorPass:
         return {"rollout_entropy/time_saved_s": self._seconds_per_token * tokens}
 
 
+def legal_share(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """``training/legal_share``: the share of responses that keep the rules of their task, right or wrong.
+
+    Args:
+        infos: what the reward function returned for each response; nothing where it does not say ``legal``.
+    """
+    said = [float(info["legal"]) for info in infos if "legal" in info]
+    return {"training/legal_share": sum(said) / len(said)} if said else {}
+
+
 def verifier_failures(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Shares of responses for which the verifier failed to give a verdict, by reason.
 

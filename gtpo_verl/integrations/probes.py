@@ -25,7 +25,7 @@ def save_probe_model(directory: Path) -> None:
     """Save a small random Qwen2 whose entropies vary and are well below the maximum."""
     import torch
 
-    from gtpo_verl.tasks.sums.model import build_model
+    from gtpo_verl.tasks.model import build_model
 
     model = build_model(vocabulary_size=256, seed=0)
     with torch.no_grad():

@@ -31,7 +31,7 @@ from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sample
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.metrics import ActorPass, agreement, verifier_failures
+from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
@@ -242,7 +242,8 @@ class CreditAssignmentMixin(PPOTrainer):
         advantages, mask = fetch(batch, "advantages")
         metrics.update(_credit_metrics(batch, context, advantages, mask))
         real = mask.any(-1).tolist()
-        metrics.update(verifier_failures([info for info, valid in zip(infos, real, strict=True) if valid]))
+        judged = [info for info, valid in zip(infos, real, strict=True) if valid]
+        metrics.update(verifier_failures(judged) | legal_share(judged))
         metrics["training/accuracy"] = context.correct[mask.any(-1)].float().mean().item()
         self._dump_credit(batch, context, advantages, mask)
         self._keep_credit_samples(batch, context, advantages, mask)

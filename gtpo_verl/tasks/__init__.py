@@ -1,7 +1,12 @@
-"""Embedded tasks, one package each: small verifiable problems, a tiny model and its warm start, made on the spot."""
+"""Embedded tasks, one package each: small verifiable problems, a tiny model and its warm start, made on the spot.
+
+A package of this one describes a task by an `EmbeddedTask`; the model, the split of the problems, the preparation and
+the control verdict are the same for all.
+"""
 
 import importlib
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +14,7 @@ from typing import Any
 from gtpo_verl.errors import UserError, did_you_mean
 
 # the module of each task; its TASK is an EmbeddedTask
-_MODULES = {"sums": "gtpo_verl.tasks.sums.task"}
+_MODULES = {"sums": "gtpo_verl.tasks.sums.task", "countdown": "gtpo_verl.tasks.countdown.task"}
 
 
 @dataclass(frozen=True)
@@ -28,22 +33,65 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmbeddedTask:
-    """One embedded task.
+class WarmStart:
+    """How the model learns to imitate demonstrations: AdamW with a linear warm-up and a cosine decay to 0.
 
-    description: one line, for the console.
-    data_source: that of its rows.
-    reward: ``reward.custom_reward_function.path``, a module with ``compute_score`` and the control ``random_verdict``.
-    prepare: makes the task in a directory, or returns the one that is there.
-    locate: where `prepare` puts it in a directory, with an empty manifest.
+    error_rate: probability that a step of a demonstration is drawn without regard to the answer.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float = 2e-3
+    warmup_steps: int = 20
+    weight_decay: float = 0.01
+    error_rate: float = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedTask:
+    """One embedded task. A problem is any hashable value that its functions understand.
+
+    description, kind: one line, and what the problems are, for the console.
+    kinship: what the problems of a `cluster` have in common; no cluster is in two parts of the task.
+    problems: all of them, at most `train_prompts` for training and `val_prompts` for validation.
+    warm_start_on_training: whether the warm start shows the training problems too, or only what is left.
+    prompt, ground_truth, cluster: of a problem, as text.
+    demonstration: one of a problem, with `WarmStart.error_rate` and a random generator.
+    compute_score: the verifier, as verl calls it.
+    max_response_length: tokens.
+    baseline_range: accuracies of the warm-started model between which training has something to learn from.
     """
 
     name: str
     description: str
-    data_source: str
-    reward: str
-    prepare: Callable[[Path], Task]
-    locate: Callable[[Path], Task]
+    kind: str
+    kinship: str
+    problems: Sequence[Any]
+    train_prompts: int
+    val_prompts: int
+    warm_start_on_training: bool = False
+    prompt: Callable[[Any], str]
+    ground_truth: Callable[[Any], str]
+    cluster: Callable[[Any], str]
+    demonstration: Callable[[Any, float, random.Random], str]
+    compute_score: Callable[[str, str, str], Mapping[str, Any]]
+    max_response_length: int
+    warm_start: WarmStart
+    baseline_range: tuple[float, float]
+
+    @property
+    def data_source(self) -> str:
+        """That of its rows."""
+        return f"gtpo_verl/{self.name}"
+
+    @property
+    def reward(self) -> str:
+        """`reward.custom_reward_function.path`: a module with `compute_score` and the control `random_verdict`."""
+        return f"pkg://gtpo_verl.tasks.{self.name}.reward"
+
+    def directory(self, parent: Path) -> Path:
+        """Where the runs in a directory keep the prepared task."""
+        return parent / f"task-{self.name}"
 
 
 def task(name: str) -> EmbeddedTask:

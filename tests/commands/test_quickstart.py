@@ -22,16 +22,19 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.parametrize("name", ["sums", "countdown"])
 @pytest.mark.parametrize(("arguments", "verdicts"), [((), "compute_score"), (("--random-verdicts",), "random_verdict")])
-def test_overrides_compose_to_a_training_on_the_task(tmp_path: Path, arguments: tuple, verdicts: str):
+def test_overrides_compose_to_a_training_on_the_task(tmp_path: Path, arguments: tuple, verdicts: str, name: str):
     prepared = Task(tmp_path / "model", tmp_path / "train.parquet", tmp_path / "val.parquet", {})
-    args = parsed("--steps", "3", *arguments, "trainer.save_freq=2")
-    config = compose_config(quickstart._overrides("gtpo", tmp_path / "run", task("sums"), prepared, args))
+    args = parsed("--steps", "3", *arguments, "trainer.save_freq=2", *(["task=countdown"] if name != "sums" else []))
+    embedded = quickstart._task(args.overrides)
+    assert embedded == task(name)
+    config = compose_config(quickstart._overrides("gtpo", tmp_path / "run", embedded, prepared, args))
     assert config.algorithm.adv_estimator == "gtpo"
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (3, 2)
     assert config.data.val_files == str(tmp_path / "val.parquet")
     function = config.reward.custom_reward_function
-    assert (function.path, function.name) == ("pkg://gtpo_verl.tasks.sums.reward", verdicts)
+    assert (function.path, function.name) == (f"pkg://gtpo_verl.tasks.{name}.reward", verdicts)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,8 @@ def test_arms_must_be_presets():
         quickstart._arms("gtpo,nonsense")
     with pytest.raises(UserError, match="names no algorithm"):
         quickstart._arms(" , ")
+    with pytest.raises(UserError, match="no embedded task 'countdwn'; did you mean countdown"):
+        quickstart._task(["task=countdwn"])
 
 
 @pytest.mark.slow

@@ -18,14 +18,16 @@ from three_files import NAME, add_method
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.reader import read_metrics
 from gtpo_verl.runs.terminal import LOG_FILE
-from gtpo_verl.tasks.sums.task import Task, prepare_task
+from gtpo_verl.tasks import Task
+from gtpo_verl.tasks import task as embedded_task
+from gtpo_verl.tasks.prepare import prepare_task
 
 Start = Callable[..., "Training"]
 
 
 @pytest.fixture(scope="session")
 def task(default_task_dir: Path) -> Task:
-    return prepare_task(default_task_dir, progress=False)
+    return prepare_task(embedded_task("sums"), default_task_dir, progress=False)
 
 
 class Training:
@@ -161,7 +163,7 @@ def quickstart(task: Task, extended: Path, tmp_path_factory: pytest.TempPathFact
     ``sitecustomize`` that every process of the run loads.
     """
     output = tmp_path_factory.mktemp("outputs")
-    (output / "task").symlink_to(task.model_path.parent)
+    (output / "task-sums").symlink_to(task.model_path.parent)
     notes = tmp_path_factory.mktemp("notes")
     recorder = Path(__file__).with_name("recorder")
     command = [

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gtpo_verl.integrations.carry_over import SAMPLING_FILE
-from gtpo_verl.tasks.sums.task import Task
+from gtpo_verl.tasks import Task
 
 pytestmark = pytest.mark.e2e
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtpo_verl.tasks.sums.task import Task
+from gtpo_verl.tasks import Task
 
 pytestmark = pytest.mark.e2e
 

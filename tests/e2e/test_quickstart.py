@@ -19,7 +19,7 @@ import torch
 from metrics_doc import undocumented
 
 from gtpo_verl.runs.provenance import FILE_KEYS
-from gtpo_verl.tasks.sums.task import Task
+from gtpo_verl.tasks import Task
 
 pytestmark = pytest.mark.e2e
 

@@ -11,7 +11,7 @@ from ray_head import Head, ray_head
 from gtpo_verl.cli import main
 from gtpo_verl.experiments.jobs import Jobs
 from gtpo_verl.runs.directory import read_record
-from gtpo_verl.tasks.sums.task import Task
+from gtpo_verl.tasks import Task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 

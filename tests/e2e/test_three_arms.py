@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from gtpo_verl.runs.directory import METRICS_FILE
-from gtpo_verl.tasks.sums.task import Task
+from gtpo_verl.tasks import Task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
@@ -30,7 +30,7 @@ def three_arms(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     It is killed in its first arm, as by the kernel, and the same command goes on.
     """
     output = tmp_path_factory.mktemp("outputs")
-    (output / "task").symlink_to(task.model_path.parent)
+    (output / "task-sums").symlink_to(task.model_path.parent)
     command = [
         *(sys.executable, "-m", "gtpo_verl.cli", "quickstart", "--output", str(output), "--steps", "2"),
         "data.val_max_samples=32",

@@ -148,11 +148,17 @@ def test_a_run_with_another_configuration_is_refused_by_name_and_more_seeds_are_
 def test_the_embedded_task_is_used_where_its_setting_names_no_other(tmp_path: Path) -> None:
     sweep, task = embedded_task(define(["seed=1,2", *CPU], tmp_path / "sweep"))
     assert task is not None
-    assert f'data.train_files="{tmp_path / "task" / "train.parquet"}"' in sweep.common
+    assert f'data.train_files="{tmp_path / "task-sums" / "train.parquet"}"' in sweep.common
+    sweep, task = embedded_task(define(["seed=1,2", *CPU, "task=countdown"], tmp_path / "sweep"))
+    assert task is not None
+    assert task.name == "countdown"
+    assert f'data.train_files="{tmp_path / "task-countdown" / "train.parquet"}"' in sweep.common
     own = define(["seed=1,2", *CPU, "actor_rollout_ref.model.path=x"], tmp_path)
     assert embedded_task(own) == (own, None)
     other = define(["seed=1,2", "setting=small_gpu"], tmp_path)
     assert embedded_task(other) == (other, None)
+    with pytest.raises(UserError, match="task= is no axis of a sweep"):
+        embedded_task(define(["task=sums,countdown", *CPU], tmp_path))
 
 
 def test_the_hardware_of_this_machine_is_for_runs_of_this_machine() -> None:

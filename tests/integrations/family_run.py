@@ -26,7 +26,7 @@ from replay_batch import columns, free_port, gathered, jagged
 
 from gtpo_verl.algorithms import algorithms, soft_overlong_penalty
 from gtpo_verl.integrations.launch import export_environment
-from gtpo_verl.tasks.sums import model as tiny
+from gtpo_verl.tasks import model as tiny
 
 PRESETS = Path(__file__).parents[2] / "configs" / "algo"
 SEED = 5

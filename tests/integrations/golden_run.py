@@ -27,7 +27,7 @@ from replay_batch import free_port, run_rank
 
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations.launch import export_environment
-from gtpo_verl.tasks.sums import model as tiny
+from gtpo_verl.tasks import model as tiny
 
 ALGORITHMS = ("dapo", "gtpo", "grpo_s")
 UPDATES = 3

@@ -31,7 +31,7 @@ from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
 from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS
 from gtpo_verl.seeds import derived
-from gtpo_verl.tasks.sums.model import build_model, build_tokenizer, save
+from gtpo_verl.tasks.model import build_model, build_tokenizer, save
 
 VERL = AgentLoopWorkerTQ.__ray_actor_class__
 N = 4

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory for verl to look into: the published models are not here."""
-    from gtpo_verl.tasks.sums import model as tiny
+    from gtpo_verl.tasks import model as tiny
 
     directory = tmp_path_factory.mktemp("model")
     tokenizer = tiny.build_tokenizer()

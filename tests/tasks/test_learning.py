@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from gtpo_verl.algorithms import Batch, algorithm
 from gtpo_verl.config import compose_config
-from gtpo_verl.tasks.sums import model as tiny
+from gtpo_verl.tasks import model as tiny
+from gtpo_verl.tasks.prepare import prepare_task
 from gtpo_verl.tasks.sums.demonstrations import MAX_RESPONSE_LENGTH
 from gtpo_verl.tasks.sums.reward import compute_score
-from gtpo_verl.tasks.sums.task import prepare_task
+from gtpo_verl.tasks.sums.task import TASK
 
 STEPS = 12
 SAMPLES = 512  # of the validation problems, before and after
@@ -54,7 +55,7 @@ def batches(asked: list[Problem], groups: int, responses: int) -> Iterator[list[
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "gtpo", "grpo_s"])
 def test_a_few_steps_raise_the_accuracy(name: str, default_task_dir: Path) -> None:
-    task = prepare_task(default_task_dir, progress=False)
+    task = prepare_task(TASK, default_task_dir, progress=False)
     setting = compose_config(["setting=quickstart", "hardware=cpu"])
     model = AutoModelForCausalLM.from_pretrained(task.model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(task.model_path)

@@ -1,5 +1,6 @@
 """The prepared task on disk: verl's schema, a model that fits its tokenizer, written atomically."""
 
+import importlib
 import json
 import os
 import signal
@@ -18,26 +19,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gtpo_verl.config import compose_config
+from gtpo_verl.config import choices, compose_config, option_keys
 from gtpo_verl.errors import UserError
+from gtpo_verl.tasks import Task, WarmStart, prepare
+from gtpo_verl.tasks import model as tiny
 from gtpo_verl.tasks import task as embedded_task
-from gtpo_verl.tasks.sums import demonstrations, task
-from gtpo_verl.tasks.sums import model as tiny
-from gtpo_verl.tasks.sums.model import WarmStart
-from gtpo_verl.tasks.sums.task import Task, measure_accuracy, prepare_task
+from gtpo_verl.tasks.prepare import measure_accuracy
+from gtpo_verl.tasks.split import partition
+from gtpo_verl.tasks.sums import demonstrations
+from gtpo_verl.tasks.sums.task import TASK
 
 QUICK = {"train_prompts": 200, "val_prompts": 10, "warm_start": WarmStart(steps=2, batch_size=4), "progress": False}
+
+
+def prepare_task(directory: Path, **options) -> Task:
+    return prepare.prepare_task(TASK, directory, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
     """Work this small gains nothing from a second thread, and waits for it long where the cores are busy."""
-    before = torch.get_num_threads(), task.WARM_START_THREADS
+    before = torch.get_num_threads(), prepare.WARM_START_THREADS
     torch.set_num_threads(1)
-    task.WARM_START_THREADS = 1
+    prepare.WARM_START_THREADS = 1
     yield
     torch.set_num_threads(before[0])
-    task.WARM_START_THREADS = before[1]
+    prepare.WARM_START_THREADS = before[1]
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +253,7 @@ def test_other_parameters_replace_the_task(change: dict, tmp_path: Path):
 
 def test_another_version_of_the_code_replaces_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     first = prepare_task(tmp_path / "task", **QUICK)
-    monkeypatch.setattr(task, "__version__", "0.0.0")
+    monkeypatch.setattr(prepare, "__version__", "0.0.0")
     assert prepare_task(tmp_path / "task", **QUICK).manifest["key"] != first.manifest["key"]
 
 
@@ -282,8 +289,9 @@ def test_an_interrupted_replacement_leaves_the_former_task(tmp_path: Path, monke
 
 def in_a_process(directory: Path) -> subprocess.Popen[str]:
     code = (
-        "import json, sys; from pathlib import Path; from gtpo_verl.tasks import task;"
-        "print(json.dumps(task('sums').prepare(Path(sys.argv[1])).manifest))"
+        "import json, sys; from pathlib import Path; from gtpo_verl.tasks import task; "
+        "from gtpo_verl.tasks.prepare import prepare_task; "
+        "print(json.dumps(prepare_task(task('sums'), Path(sys.argv[1])).manifest))"
     )
     return subprocess.Popen([sys.executable, "-c", code, directory], stdout=subprocess.PIPE, text=True)
 
@@ -350,14 +358,15 @@ def test_the_default_task_starts_between_forty_and_fifty_five_percent(default_ta
     # The model on disk, sampled anew with another seed, is the one that was measured.
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
-    validation = demonstrations.partition(0, 3584, 1024).validation
-    again = measure_accuracy(model, tokenizer, validation, seed=1)
+    validation = partition(TASK, 0, 3584, 1024).validation
+    again = measure_accuracy(TASK, model, tokenizer, validation, seed=1)
     spread = (again["standard_error"] ** 2 + baseline["standard_error"] ** 2) ** 0.5
     assert abs(again["accuracy"] - baseline["accuracy"]) < 4 * spread
 
     code = (
-        "import sys; from pathlib import Path; from gtpo_verl.tasks.sums.task import prepare_task;"
-        "prepare_task(Path(sys.argv[1])); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+        "import sys; from pathlib import Path; from gtpo_verl.tasks.sums.task import TASK; "
+        "from gtpo_verl.tasks.prepare import prepare_task; "
+        "prepare_task(TASK, Path(sys.argv[1])); assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     reused = subprocess.run([sys.executable, "-c", code, directory], capture_output=True, text=True)
     assert reused.returncode == 0, reused.stderr
@@ -390,3 +399,26 @@ def test_a_task_is_known_by_its_name():
 def test_the_quickstarts_setting_scores_with_the_tasks_verifier():
     config = compose_config(["algo=dapo", "setting=quickstart", "hardware=cpu"])
     assert config.reward.custom_reward_function.path == embedded_task("sums").reward
+
+
+@pytest.mark.parametrize("name", choices("task"))
+def test_a_tasks_setting_is_that_of_its_package(name: str):
+    """Verifier and limit of a run are the task's, and its longest prompt fits."""
+    config = compose_config(["algo=dapo", "setting=quickstart", "hardware=cpu", f"task={name}"])
+    found = embedded_task(name)
+    assert config.reward.custom_reward_function.path == found.reward
+    assert config.data.max_response_length == found.max_response_length
+    assert config.data.max_prompt_length == max(len(found.prompt(problem)) for problem in found.problems)
+    assert {"compute_score", "random_verdict"} <= vars(
+        importlib.import_module(found.reward.removeprefix("pkg://"))
+    ).keys()
+
+
+def test_a_setting_sets_what_its_task_sets():
+    own, of_task = option_keys("setting", "quickstart"), option_keys("task", "sums")
+    assert "reward.custom_reward_function.path" in of_task < own
+
+
+def test_a_setting_without_a_task_has_none_to_choose():
+    with pytest.raises(UserError, match="task=: this setting has no embedded task"):
+        compose_config(["algo=dapo", "setting=small_gpu", "task=countdown"])

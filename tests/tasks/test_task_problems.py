@@ -2,25 +2,35 @@
 
 import random
 import re
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gtpo_verl.tasks import split
 from gtpo_verl.tasks.sums.demonstrations import (
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
     PROBLEMS,
+    Problem,
     answer,
     cluster,
     demonstration,
-    demonstration_stream,
-    partition,
     prompt,
 )
+from gtpo_verl.tasks.sums.task import TASK
 
 problems = st.sampled_from(PROBLEMS)
+
+
+def partition(seed: int, train: int, val: int) -> split.Partition:
+    return split.partition(TASK, seed, train, val)
+
+
+def demonstration_stream(of: Sequence[Problem], error_rate: float, seed: int) -> Iterator[tuple[Problem, str]]:
+    return split.demonstration_stream(TASK, of, error_rate, seed)
 
 
 def steps(text: str) -> list[tuple[int, int, int]]:

@@ -1,13 +1,14 @@
 """The task's verifier, in the form that verl calls: a response is right or wrong by its final answer alone.
 
 verl loads it by ``reward.custom_reward_function.path=pkg://gtpo_verl.tasks.sums.reward`` and ``name=compute_score`` (or
-``name=random_verdict`` for the control arm). The module imports nothing beyond the standard library.
+``name=random_verdict`` for the control arm).
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any, TypedDict
+
+from gtpo_verl.tasks.control import draw
 
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -51,20 +52,11 @@ def random_verdict(
     probability: float = 0.45,
     **_: Any,
 ) -> Verdict:
-    """Draw the verdict on a training response from a seeded hash of prompt and response: right with ``probability``.
-
-    The control: its arm runs through the same code with a reward that says nothing about the answer. Rows of any split
-    but ``train`` are scored as by ``compute_score``, so that validation measures what was learnt. ``extra_info`` must
-    hold ``split`` and ``question``, as the task's files do; KeyError otherwise.
-    """
-    extra_info = extra_info or {}
-    if extra_info["split"] != "train":
+    """The control (see `gtpo_verl.tasks.control`): right with ``probability`` on training rows, whatever the answer."""
+    right = draw(extra_info or {}, solution_str, seed=seed, probability=probability)
+    if right is None:
         return compute_score(data_source, solution_str, ground_truth)
-    digest = hashlib.sha256(
-        repr((seed, extra_info["question"], solution_str)).encode("utf-8", "surrogatepass")
-    ).digest()
-    uniform = int.from_bytes(digest[:8], "big") / 2**64
-    return _verdict(uniform < probability, read_answer(solution_str))
+    return _verdict(right, read_answer(solution_str))
 
 
 def _verdict(right: bool, pred: str) -> Verdict:

@@ -39,7 +39,7 @@ def _save_policy(path: Path, seed: int, noise: float = 0.0) -> Path:
 
     The tokenizer has fewer ids than the model, so verl masks the tail with -inf in vLLM.
     """
-    from gtpo_verl.tasks.sums.model import build_model, build_tokenizer, save
+    from gtpo_verl.tasks.model import build_model, build_tokenizer, save
 
     model = build_model(
         VOCABULARY,

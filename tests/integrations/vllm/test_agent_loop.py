@@ -30,7 +30,7 @@ from gtpo_verl.integrations.vllm.agent_loop import (
     EntropyToolAgentLoop,
     RolloutEntropyMixin,
 )
-from gtpo_verl.tasks.sums.model import build_tokenizer
+from gtpo_verl.tasks.model import build_tokenizer
 
 
 class ScriptedServers:

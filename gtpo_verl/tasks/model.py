@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -12,31 +11,14 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from gtpo_verl.tasks import WarmStart
+
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 IGNORED = -100  # label of a position without a loss
 
 # Contents are joined without any markup: the model was never shown roles.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-@dataclass(frozen=True)
-class WarmStart:
-    """How the model learns to imitate the demonstrations.
-
-    With these values the loss reaches the floor set by the demonstrations' noise, so the baseline is the same on every
-    machine; a higher peak rate ends further from that floor (measured: accuracies of 0.29 to 0.47 at 5e-3 and 3e-3).
-    With 400 steps the model gives the same baseline, and training at the quickstart's learning rate then forgets more
-    than it learns: 24 steps of DAPO went from 0.47 to 0.35 on problems whose operands the warm start had not seen, and
-    from 0.50 to 0.81 after 800.
-    """
-
-    steps: int = 800
-    batch_size: int = 64
-    learning_rate: float = 2e-3
-    warmup_steps: int = 20
-    weight_decay: float = 0.01
-    error_rate: float = 0.25
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -149,8 +131,20 @@ def sample(
     seed: int,
 ) -> list[str]:
     """Sample one response per prompt at temperature 1 from the full distribution; returns the texts in order."""
+    tokens = sample_tokens(model, tokenizer, prompts, max_new_tokens, seed)
+    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
+
+
+def sample_tokens(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    seed: int,
+) -> list[list[int]]:
+    """As `sample`; returns the tokens of each response, padded after the end of sequence."""
     generator = torch.Generator().manual_seed(seed)
-    responses = [""] * len(prompts)
+    responses: list[list[int]] = [[] for _ in prompts]
     encoded = [tokenizer(text).input_ids for text in prompts]
     # Prompts of equal length go together, so that no position is padding.
     by_length = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
@@ -159,8 +153,8 @@ def sample(
         tokens = _sample_equal_lengths(
             model, torch.tensor([encoded[index] for index in indices]), max_new_tokens, generator
         )
-        for index, text in zip(indices, tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True):
-            responses[index] = text
+        for index, row in zip(indices, tokens.tolist(), strict=True):
+            responses[index] = row
     return responses
 
 

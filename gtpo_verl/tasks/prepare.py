@@ -1,0 +1,284 @@
+"""Prepare an embedded task: a warm-started model and two parquet files in verl's schema, cached and written atomically.
+
+The directory appears complete or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over
+everything that decides its content, and the accuracy of the warm-started model, measured by sampling; a second call
+with the same key reads the manifest and returns.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gtpo_verl import __version__
+from gtpo_verl.errors import UserError
+from gtpo_verl.files import read_json, write_json
+from gtpo_verl.runs.lock import preparing
+from gtpo_verl.runs.statistics import cluster_standard_error
+from gtpo_verl.tasks import EmbeddedTask, Task, WarmStart
+from gtpo_verl.tasks.split import Partition, demonstration_stream, partition
+
+if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepared task needs neither
+    from rich.console import Console
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+MODEL, TRAIN, VALIDATION, MANIFEST = "model", "train.parquet", "val.parquet", "manifest.json"
+
+BASELINE_SAMPLES_PER_PROMPT = 4
+WARM_START_THREADS = 2  # more do not help a model of this size
+
+# The code that decides the content of a task, next to its own package and its parameters.
+SOURCES = ("model.py", "prepare.py", "split.py")
+
+
+def prepare_task(
+    task: EmbeddedTask,
+    directory: Path,
+    *,
+    seed: int = 0,
+    train_prompts: int | None = None,
+    val_prompts: int | None = None,
+    warm_start: WarmStart | None = None,
+    progress: bool = True,
+) -> Task:
+    """Return the task prepared in ``directory``, making it first (minutes on two cores) unless it is there already.
+
+    ``train_prompts``, ``val_prompts`` and ``warm_start`` replace the task's own. The parts have at most the sizes asked
+    for: a cluster is never divided (see `split.partition`). ``progress`` prints what is being done, with a progress
+    bar. A task prepared with other parameters or another version is replaced. Raises UserError for sizes that the
+    problems do not allow, and for a directory that holds something else.
+    """
+    from rich.console import Console
+
+    console = Console(quiet=not progress, highlight=False, soft_wrap=True)
+    directory = directory.absolute()
+    train_prompts = task.train_prompts if train_prompts is None else train_prompts
+    val_prompts = task.val_prompts if val_prompts is None else val_prompts
+    recipe = warm_start or task.warm_start
+    try:
+        parts = partition(task, seed, train_prompts, val_prompts)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    parameters: dict[str, Any] = {
+        "task": task.name,
+        "seed": seed,
+        "train_prompts": train_prompts,
+        "val_prompts": val_prompts,
+        "warm_start": asdict(recipe),
+    }
+    key = _key(task, parameters)
+
+    if (found := _load(directory, key)) is not None:
+        console.print(f"Task: reusing {directory} (baseline accuracy {found.baseline:.3f})")
+        return found
+    if directory.exists() and not (directory / MANIFEST).is_file() and any(directory.iterdir()):
+        raise UserError(f"{directory} exists and is not a prepared task; choose another directory or remove it")
+
+    with preparing(directory, announce=lambda line: console.print(f"Task: {line}")):
+        _remove_leftovers(directory)
+        if (found := _load(directory, key)) is not None:  # another process has just made it
+            return found
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.unfinished-", dir=directory.parent))
+        try:
+            _build(task, unfinished, parts, seed, recipe, {"key": key, "parameters": parameters}, console)
+            os.chmod(unfinished, 0o755)  # mkdtemp makes it private
+            _replace(unfinished, directory)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    made = _load(directory, key)
+    assert made is not None
+    console.print(f"Task: ready in {directory}")
+    return made
+
+
+def locate(directory: Path) -> Task:
+    """Where `prepare_task` puts a task in a directory, with an empty manifest."""
+    return _task_in(directory.absolute(), manifest={})
+
+
+def rows(task: EmbeddedTask, problems: Sequence[Any], split: str) -> list[dict[str, Any]]:
+    """Return the problems as rows of verl's schema.
+
+    ``extra_info`` holds split and question for the verifier, and the cluster over which intervals are bootstrapped.
+    """
+    return [
+        {
+            "data_source": task.data_source,
+            "prompt": [{"role": "user", "content": task.prompt(problem)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": task.ground_truth(problem)},
+            "extra_info": {
+                "index": index,
+                "split": split,
+                "question": task.prompt(problem),
+                "cluster": task.cluster(problem),
+            },
+        }
+        for index, problem in enumerate(problems)
+    ]
+
+
+def measure_accuracy(
+    task: EmbeddedTask,
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    problems: Sequence[Any],
+    *,
+    samples_per_prompt: int = BASELINE_SAMPLES_PER_PROMPT,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Sample at temperature 1 and score with the task's verifier.
+
+    Returns ``accuracy``, its ``standard_error`` by cluster, and ``samples``, their number.
+    """
+    from gtpo_verl.tasks.model import sample
+
+    repeated = [problem for problem in problems for _ in range(samples_per_prompt)]
+    responses = sample(model, tokenizer, [task.prompt(p) for p in repeated], task.max_response_length, seed)
+    correct = [
+        task.compute_score(task.data_source, response, task.ground_truth(problem))["acc"]
+        for problem, response in zip(repeated, responses, strict=True)
+    ]
+    means = np.reshape(correct, (len(problems), samples_per_prompt)).mean(axis=1)
+    clusters = [task.cluster(problem) for problem in problems]
+    return {
+        "accuracy": float(means.mean()),
+        "standard_error": cluster_standard_error(means, clusters),
+        "samples": len(correct),
+    }
+
+
+def _build(
+    task: EmbeddedTask,
+    directory: Path,
+    parts: Partition,
+    seed: int,
+    recipe: WarmStart,
+    manifest: dict[str, Any],
+    console: "Console",
+) -> None:
+    """Write everything into ``directory``, the manifest last."""
+    console.print(
+        f"Task: {len(task.problems)} {task.kind}: {len(parts.train)} for training, {len(parts.validation)} "
+        f"for validation, {len(parts.warm_start)} for the warm start; validation shares no {task.kinship} with them"
+    )
+    started = time.monotonic()
+    with console.status("Loading PyTorch and transformers"):
+        import torch
+        from pyarrow import Table, parquet
+
+        from gtpo_verl.tasks import model as tiny
+
+    for name, problems, split in ((TRAIN, parts.train, "train"), (VALIDATION, parts.validation, "val")):
+        parquet.write_table(Table.from_pylist(rows(task, problems, split)), directory / name)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(WARM_START_THREADS, os.cpu_count() or 1))
+    try:
+        tokenizer = tiny.build_tokenizer()
+        model = tiny.build_model(len(tokenizer), seed)
+        stream = demonstration_stream(task, parts.warm_start, recipe.error_rate, seed)
+        pairs = ((task.prompt(problem), text) for problem, text in stream)
+        console.print(
+            f"Task: warm start of a Qwen2 ({model.num_parameters() / 1e6:.2f} M parameters) on demonstrations, "
+            f"{recipe.steps} steps of {recipe.batch_size}, {torch.get_num_threads()} threads"
+        )
+        _warm_start_with_progress(tiny, model, tokenizer, pairs, recipe, console)
+        with console.status("Measuring the baseline"):
+            baseline = measure_accuracy(task, model, tokenizer, parts.validation, seed=seed)
+    finally:
+        torch.set_num_threads(threads)
+    tiny.save(model, tokenizer, directory / MODEL)
+
+    console.print(
+        f"Task: baseline accuracy {baseline['accuracy']:.3f} ± {1.96 * baseline['standard_error']:.3f} "
+        f"on {baseline['samples']} samples of the validation prompts"
+    )
+    low, high = task.baseline_range
+    if not low <= baseline["accuracy"] <= high:
+        console.print(f"[yellow]Task: a baseline outside {low} to {high} leaves little to learn from; try another seed")
+    manifest |= {
+        "baseline": baseline,
+        "recipe": asdict(recipe),
+        "sizes": {name: len(problems) for name, problems in vars(parts).items()},
+        "clusters": {name: len(set(map(task.cluster, problems))) for name, problems in vars(parts).items()},
+        "versions": {"gtpo-verl": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    write_json(directory / MANIFEST, manifest)
+
+
+def _warm_start_with_progress(
+    tiny: Any,
+    model: "Qwen2ForCausalLM",
+    tokenizer: "PreTrainedTokenizerFast",
+    pairs: Iterator[tuple[str, str]],
+    recipe: WarmStart,
+    console: "Console",
+) -> None:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("warm start"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        row = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
+        tiny.warm_start(model, tokenizer, pairs, recipe, lambda loss: bar.update(row, advance=1, loss=loss))
+
+
+def _key(task: EmbeddedTask, parameters: dict[str, Any]) -> str:
+    """Return a digest of everything that decides a task's content: parameters, package version, source code."""
+    digest = hashlib.sha256(json.dumps([__version__, parameters], sort_keys=True).encode())
+    tasks = Path(__file__).parent
+    for file in (*(tasks / name for name in SOURCES), *sorted((tasks / task.name).glob("*.py"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _load(directory: Path, key: str) -> Task | None:
+    """Return the task in ``directory``, or None where there is none or it has another key."""
+    manifest = read_json(directory / MANIFEST)
+    if manifest is None or manifest.get("key") != key:
+        return None
+    return _task_in(directory, manifest)
+
+
+def _task_in(directory: Path, manifest: dict[str, Any]) -> Task:
+    return Task(directory / MODEL, directory / TRAIN, directory / VALIDATION, manifest)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Remove what a preparation that was killed has left beside the directory."""
+    for pattern in ("unfinished", "replaced"):
+        for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
+            shutil.rmtree(leftover)
+
+
+def _replace(new: Path, directory: Path) -> None:
+    """Rename ``new`` to ``directory``; when killed in between, no directory is left rather than an incomplete one."""
+    old = directory.parent / f".{directory.name}.replaced-{os.getpid()}"
+    if directory.exists():
+        directory.rename(old)
+    new.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
