@@ -17,8 +17,7 @@ class Plan:
     """The size of an audit.
 
     prompts: P, with contrast. samples: G, of each. responses: N audited. steps: M. continuations: K of each point.
-    second_stage: responses whose points get `second_continuations` in all. branches: J at each point for the state
-    oracle, with K / 2 continuations each, 0 for none.
+    second_stage: responses whose points get `second_continuations` in all.
     """
 
     prompts: int = 64
@@ -28,7 +27,6 @@ class Plan:
     continuations: int = 16
     second_stage: int = 0
     second_continuations: int = 64
-    branches: int = 0
 
     def __post_init__(self) -> None:
         for name, least in {"prompts": 1, "samples": 2, "responses": 1, "steps": 2, "second_stage": 0}.items():
@@ -39,12 +37,10 @@ class Plan:
                 f"--continuations {self.continuations}: it must be an even number, at least {FEWEST_CONTINUATIONS}, "
                 "for two halves."
             )
-        if self.branches == 1 or self.branches < 0:
-            raise UserError(f"--state-oracle {self.branches}: a variance needs at least 2 branches; 0 is for none.")
 
     @property
     def continued(self) -> int:
-        """Continuations in all, without the branches."""
+        """Continuations in all."""
         first = self.responses * (self.steps - 1) * self.continuations
         second = self.second_stage * (self.steps - 1) * max(0, self.second_continuations - self.continuations)
         return first + second + self.prompts * AT_PROMPT * self.continuations
@@ -53,10 +49,7 @@ class Plan:
         """Tokens to sample, for responses of this mean length: evenly spaced cuts leave half of it on average."""
         at_prompts = self.prompts * (self.samples + AT_PROMPT * self.continuations) * length
         inside = (self.continued - self.prompts * AT_PROMPT * self.continuations) * length / 2
-        branches = (
-            self.responses * self.steps * self.branches * (length / self.steps + self.continuations / 2 * length / 2)
-        )
-        return at_prompts + inside + branches
+        return at_prompts + inside
 
     def prefilled(self, length: float, prompt: float, *, cached: bool) -> float:
         """Tokens to read, with vLLM's prefix cache or without."""
