@@ -208,6 +208,16 @@ def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: 
         store.flush()
 
 
+def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
+    """Whether anything is left to sample."""
+    done = {rollout.row for rollout in store.rollouts}
+    strata = strata_of(store.rollouts, plan.prompts)
+    if len(strata.mixed) < plan.prompts and len(done) < min(rows, TRIED * plan.prompts):
+        return True
+    chosen = choose_responses(store.rollouts, plan, seed)
+    return any(each[0].key not in store.counts for each in wanted_counts(chosen, plan, seed))
+
+
 def measured(store: Store, chosen: Chosen, *, stages: Sequence[int] = (1, 2)) -> Values:
     """The values of the chosen responses.
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import differences
 from gtpo_verl.files import read_json, write_atomically, write_json
@@ -90,9 +91,11 @@ class Store:
                     f"{directory} holds an audit with other settings ({'; '.join(changed)}): name another --output, or "
                     "discard it with --fresh."
                 )
-        self.facts = dict(facts)
-        self.rollouts = [] if before is None else _read(directory / ROLLOUTS_FILE, Rollout)
-        self.counts = {} if before is None else {each.key: each for each in _read(directory / VALUES_FILE, Count)}
+        self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}
+        self.rollouts = [] if before is None else read_records(directory / ROLLOUTS_FILE, Rollout)
+        self.counts = (
+            {} if before is None else {each.key: each for each in read_records(directory / VALUES_FILE, Count)}
+        )
         self._written = time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
         if fresh:
@@ -158,10 +161,17 @@ def _write(file: Path, records: list[Any], kind: type) -> None:
     write_atomically(file, lambda path: pq.write_table(table, path))
 
 
-def _read(file: Path, kind: type[Record]) -> list[Record]:
+def read_records(file: Path, kind: type[Record]) -> list[Record]:
+    """The records of a file; none where there is no file."""
     return [kind(**row) for row in pq.read_table(file).to_pylist()] if file.is_file() else []
 
 
-def as_facts(plan: Any) -> dict[str, Any]:
+def as_facts(plan: Plan) -> dict[str, Any]:
     """A plan's numbers as settings of an audit, by option."""
     return {f"--{name.replace('_', '-')}": value for name, value in asdict(plan).items()}
+
+
+def plan_of(store: Store) -> Plan:
+    """The plan that an audit was sampled by."""
+    settings = store.facts["settings"]
+    return Plan(**{item.name: settings[f"--{item.name.replace('_', '-')}"] for item in fields(Plan)})

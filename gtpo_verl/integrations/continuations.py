@@ -101,7 +101,12 @@ class Prompts:
         return {name: value for name, value in values if not isinstance(value, torch.Tensor)}
 
     def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text."""
         return str(self.problems.tokenizer.decode(list(tokens)))
+
+    def texts(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as text."""
+        return [self.text([token]) for token in tokens]
 
 
 class Sampler:
