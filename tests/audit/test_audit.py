@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +284,7 @@ def test_what_is_refused_in_one_line(
 def test_analysing_again_needs_no_model(finished: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--reanalyse", str(finished.directory), "--methods", "fork20"]) == 0
     printed = capsys.readouterr().out
-    assert "DAPO + fork" in printed or "fork" in printed.lower()
+    assert "DAPO" in printed
     assert (finished.directory / "audit.html").is_file()
-    record: Callable[[], Any] = lambda: json.loads((finished.directory / "audit.json").read_text())  # noqa: E731
-    assert {"dapo", "fork20", "position", "random", "oracle"} == set(record()["methods"])
+    record = json.loads((finished.directory / "audit.json").read_text())
+    assert set(record["methods"]) == {"dapo", "fork20", "position", "random", "oracle"}

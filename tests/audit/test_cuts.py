@@ -12,7 +12,7 @@ def test_cuts_are_at_the_ends_of_lines_and_sentences() -> None:
     text = "We add 3 and 4.\nThat is 7; then 7+5=12.\nSo the answer is 12"
     tokens = list(text)
     points = cut_points(tokens, 4)
-    assert [text[:point][-1] for point in points[1:-1]] == ["\n", ";", "\n"]
+    assert [text[:point][-1] for point in points[1:-1]] == [".", ";", "\n"]
     assert points[0] == 0
     assert points[-1] == len(text)
 
