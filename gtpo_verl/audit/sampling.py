@@ -56,14 +56,16 @@ class Chosen:
 
 
 def strata_of(rollouts: Sequence[Rollout], prompts: int) -> Strata:
-    """Sort prompts by verdicts; only the first `prompts` with contrast count."""
-    right, asked = Counter[int](), Counter[int]()
+    """Sort prompts by verdicts, in the order of sampling; only the first `prompts` with contrast count."""
+    right, asked, places = Counter[int](), Counter[int](), dict[int, int]()
     for rollout in rollouts:
         asked[rollout.row] += 1
         right[rollout.row] += rollout.correct
-    mixed = [row for row in asked if 0 < right[row] < asked[row]]
-    solved = tuple(row for row in asked if right[row] == asked[row])
-    return Strata(tuple(mixed[:prompts]), solved, tuple(row for row in asked if right[row] == 0))
+        places[rollout.row] = rollout.place
+    rows = sorted(asked, key=lambda row: places[row])
+    mixed = [row for row in rows if 0 < right[row] < asked[row]]
+    solved = tuple(row for row in rows if right[row] == asked[row])
+    return Strata(tuple(mixed[:prompts]), solved, tuple(row for row in rows if right[row] == 0))
 
 
 def sample_rollouts(
@@ -78,20 +80,18 @@ def sample_rollouts(
     Raises:
         UserError: no prompt has contrast.
     """
-    order = np.random.default_rng(seed).permutation(rows)[: TRIED * plan.prompts].tolist()
-    done = {rollout.row for rollout in store.rollouts}
-    waiting = [row for row in order if row not in done]
-    while waiting and len(strata_of(store.rollouts, plan.prompts).mixed) < plan.prompts:
-        asked, waiting = waiting[: plan.prompts], waiting[plan.prompts :]
-        wanted = [Prefix((row, ALL), row, (), plan.samples, entropies=True) for row in asked]
-        # in the order of the data's permutation, whatever order they are finished in
-        finished = {each.row: samples for each, samples in proceed(wanted)}
-        for row in asked:
-            cluster, prompt, _ = describe(row, ())
-            store.add_rollouts(
-                _rollout(row, number, cluster, prompt, each, describe) for number, each in enumerate(finished[row])
-            )
-        advance("responses", len(strata_of(store.rollouts, plan.prompts).mixed), plan.prompts)
+    places = {row: place for place, row in enumerate(_order(rows, plan, seed))}
+    try:
+        for asked in _rounds(store, plan, rows, seed):
+            prefixes = [Prefix((row, ALL), row, (), plan.samples, entropies=True) for row in asked]
+            for prefix, samples in proceed(prefixes):
+                store.add_rollouts(
+                    _rollout(prefix.row, places[prefix.row], number, each, describe)
+                    for number, each in enumerate(samples)
+                )
+                mixed = len(strata_of(store.rollouts, plan.prompts).mixed)
+                advance("prompts with contrast", mixed, plan.prompts)
+    finally:
         store.flush()
     strata = strata_of(store.rollouts, plan.prompts)
     if not strata.mixed:
@@ -103,17 +103,37 @@ def sample_rollouts(
     return strata
 
 
-def _rollout(row: int, number: int, cluster: str, prompt: str, sampled: Continuation, describe: Describe) -> Rollout:
+def _order(rows: int, plan: Plan, seed: int) -> list[int]:
+    """The rows of the data that may be sampled, in random order."""
+    order: list[int] = np.random.default_rng(seed).permutation(rows)[: TRIED * plan.prompts].tolist()
+    return order
+
+
+def _rounds(store: Store, plan: Plan, rows: int, seed: int) -> Iterator[list[int]]:
+    """The rows to sample next, until enough have contrast: the rest of a round of as many as are wanted."""
+    order = _order(rows, plan, seed)
+    for start in range(0, len(order), plan.prompts):
+        done = {rollout.row for rollout in store.rollouts}
+        asked = [row for row in order[start : start + plan.prompts] if row not in done]
+        if asked:
+            yield asked
+        if len(strata_of(store.rollouts, plan.prompts).mixed) == plan.prompts:
+            return
+
+
+def _rollout(row: int, place: int, number: int, sampled: Continuation, describe: Describe) -> Rollout:
     assert sampled.entropies is not None
     assert sampled.log_probs is not None
     tokens = sampled.tokens.tolist()
+    cluster, prompt, texts = describe(row, tokens)
     return Rollout(
         row=row,
+        place=place,
         sample=number,
         cluster=cluster,
         prompt=prompt,
         tokens=tokens,
-        texts=describe(row, tokens)[2],
+        texts=texts,
         entropies=sampled.entropies.tolist(),
         log_probs=sampled.log_probs.tolist(),
         correct=sampled.correct,
@@ -129,7 +149,8 @@ def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chos
         UserError: all of them have fewer tokens than steps.
     """
     mixed = set(strata_of(rollouts, plan.prompts).mixed)
-    batch = tuple(rollout for rollout in rollouts if rollout.row in mixed)
+    ordered = sorted(rollouts, key=lambda rollout: (rollout.place, rollout.sample))
+    batch = tuple(rollout for rollout in ordered if rollout.row in mixed)
     lengths = np.array([len(rollout.tokens) for rollout in batch])
     possible = lengths >= plan.steps
     if not possible.any():
@@ -210,9 +231,7 @@ def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: 
 
 def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
     """Whether anything is left to sample."""
-    done = {rollout.row for rollout in store.rollouts}
-    strata = strata_of(store.rollouts, plan.prompts)
-    if len(strata.mixed) < plan.prompts and len(done) < min(rows, TRIED * plan.prompts):
+    if next(_rounds(store, plan, rows, seed), None):
         return True
     chosen = choose_responses(store.rollouts, plan, seed)
     return any(each[0].key not in store.counts for each in wanted_counts(chosen, plan, seed))

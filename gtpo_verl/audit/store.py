@@ -29,11 +29,13 @@ Record = TypeVar("Record")
 class Rollout:
     """One sampled response.
 
-    row: of the data. sample: its number among those of the prompt. prompt, texts: as text, of each token. entropies in
-    nats. cluster: of the prompt, which intervals resample. truncated: the length limit cut it off.
+    row: of the data. place: of the prompt in the order in which prompts are sampled. sample: its number among those
+    of the prompt. prompt, texts: as text, of each token. entropies in nats. cluster: of the prompt, which intervals
+    resample. truncated: the length limit cut it off.
     """
 
     row: int
+    place: int
     sample: int
     cluster: str
     prompt: str

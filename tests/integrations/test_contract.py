@@ -397,7 +397,19 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "vllm": {
         "LLM": {"model", "skip_tokenizer_init", "dtype", "enforce_eager", "gpu_memory_utilization", "kwargs"},
         "LLM.generate": {"prompts", "sampling_params"},
-        "SamplingParams": {"temperature", "top_p", "top_k", "repetition_penalty", "n", "seed", "max_tokens", "logprobs", "ignore_eos", "detokenize", "output_kind"},
+        "SamplingParams": {
+            "temperature",
+            "top_p",
+            "top_k",
+            "repetition_penalty",
+            "n",
+            "seed",
+            "max_tokens",
+            "logprobs",
+            "ignore_eos",
+            "detokenize",
+            "output_kind",
+        },
         "__version__": "str",
     },
     "vllm._custom_ops": {
