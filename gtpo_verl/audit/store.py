@@ -4,6 +4,7 @@
 model.
 """
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -87,7 +88,7 @@ class Store:
         self.directory = directory
         before = None if fresh else read_json(directory / RECORD_FILE)
         if before is not None:
-            changed = differences(before["settings"], facts["settings"])
+            changed = differences(before["settings"], json.loads(json.dumps(facts["settings"])))
             if changed:
                 raise UserError(
                     f"{directory} holds an audit with other settings ({'; '.join(changed)}): name another --output, or "
