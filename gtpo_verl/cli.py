@@ -26,6 +26,10 @@ COMMANDS = {
         "what a configuration means, before a GPU is used: step arithmetic, memory, time",
     ),
     "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
+    "audit": (
+        "gtpo_verl.commands.audit",
+        "measure which method's credit falls on the steps that decide, against Monte-Carlo truth",
+    ),
     "prepare-data": (
         "gtpo_verl.commands.prepare_data",
         "convert a data set to verl's schema, checked for repetitions and overlap",

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gtpo_verl.algorithms import Batch, length_penalty_for, response_lengths, soft_overlong_penalty
+from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.errors import UserError
 
 
@@ -73,3 +75,18 @@ def current_context(estimator: str) -> CreditContext:
             "start the run with `gtpo-verl train` (or python -m gtpo_verl.train) instead of verl.trainer.main_ppo."
         )
     return context
+
+
+def length_penalty(settings: object, batch: Batch, overlong: Overlong | None) -> torch.Tensor | None:
+    """(B,) the length penalty of a batch; None for none.
+
+    GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
+    does. The soft one is multiplied by the run's `penalty_factor`; the group-relative one has a size of its own.
+    """
+    if isinstance(settings, ShapingConfig) and settings.length_penalty == "grop":
+        return length_penalty_for(settings, response_lengths(batch.response_mask), batch.correct, batch.group)
+    if overlong is None or (isinstance(settings, ShapingConfig) and settings.length_penalty == "none"):
+        return None
+    denominator = settings.length_denominator if isinstance(settings, ShapingConfig) else "cache"
+    lengths = response_lengths(batch.response_mask)
+    return overlong.factor * soft_overlong_penalty(lengths, overlong.max_length, overlong.cache_length, denominator)

@@ -8,16 +8,8 @@ import torch
 from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from gtpo_verl.algorithms import (
-    Algorithm,
-    Batch,
-    algorithms,
-    length_penalty_for,
-    response_lengths,
-    soft_overlong_penalty,
-)
-from gtpo_verl.algorithms.config import ShapingConfig
-from gtpo_verl.integrations.context import CreditContext, current_context
+from gtpo_verl.algorithms import Algorithm, Batch, algorithms
+from gtpo_verl.integrations.context import current_context, length_penalty
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -54,29 +46,15 @@ def estimator(entry: Algorithm) -> Estimator:
             old_log_probs=context.old_log_probs,
             seed=context.seed,
         )
-        out = entry.advantages(replace(batch, length_penalty=length_penalty(settings, batch, context)), settings)
+        out = entry.advantages(
+            replace(batch, length_penalty=length_penalty(settings, batch, context.overlong)), settings
+        )
         context.metrics.update(out.metrics)
         advantages = out.advantages.to(token_level_rewards.dtype)
         return advantages, advantages
 
     estimate.__name__ = f"{entry.name}_advantages"
     return estimate
-
-
-def length_penalty(settings: object, batch: Batch, context: CreditContext) -> torch.Tensor | None:
-    """(B,) the length penalty of a batch; None for none.
-
-    GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
-    does. The soft one is multiplied by the run's `penalty_factor`; the group-relative one has a size of its own.
-    """
-    overlong = context.overlong
-    if isinstance(settings, ShapingConfig) and settings.length_penalty == "grop":
-        return length_penalty_for(settings, response_lengths(batch.response_mask), batch.correct, batch.group)
-    if overlong is None or (isinstance(settings, ShapingConfig) and settings.length_penalty == "none"):
-        return None
-    denominator = settings.length_denominator if isinstance(settings, ShapingConfig) else "cache"
-    lengths = response_lengths(batch.response_mask)
-    return overlong.factor * soft_overlong_penalty(lengths, overlong.max_length, overlong.cache_length, denominator)
 
 
 def register() -> None:

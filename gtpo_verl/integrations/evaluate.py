@@ -63,6 +63,7 @@ class Problems:
     def __init__(self, config: DictConfig) -> None:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.tokenizer = model.tokenizer
+        self.model_type = getattr(model.hf_config, "model_type", None)
         self._seed = config.seed
         data = config.data
         self._rows = create_rl_dataset(
@@ -90,6 +91,11 @@ class Problems:
         assign_streams(batch, self._seed, PARTITION, rows.values())
         return batch
 
+    def row(self, row: int) -> dict[str, Any]:
+        """The columns of a row, as verl's data set gives them."""
+        values: dict[str, Any] = self._rows[row]
+        return values
+
     def record(self, row: int) -> ProblemRecord:
         """The record of a row, without responses."""
         values = self._rows[row]
@@ -100,8 +106,8 @@ class Problems:
 
 
 @contextmanager
-def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
-    """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the agent loops and the number of replicas.
+def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, GroupRewardLoopManager]]:
+    """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the servers' manager and the verifier's.
 
     Raises:
         UserError: the cluster has no room and ``wait`` is off, or TransferQueue died.
@@ -128,16 +134,23 @@ def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
             # verl stops where it finds too little free; this job was admitted, and its wait is bounded
             with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
                 manager = LLMServerManager.create(config=config)
-            agents = GroupAgentLoopManager.create(
-                config=config,
-                llm_client=manager.get_client(client_cls=SeedingClient),
-                teacher_client=None,
-                reward_loop_worker_handles=reward.reward_loop_worker_handles,
-            )
-            yield agents, len(manager.get_replicas())
+            yield manager, reward
     finally:
         tq.close()
         ray.shutdown()
+
+
+@contextmanager
+def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
+    """`serving` with verl's agent loops; yields them and the number of replicas."""
+    with serving(config, wait=wait) as (manager, reward):
+        agents = GroupAgentLoopManager.create(
+            config=config,
+            llm_client=manager.get_client(client_cls=SeedingClient),
+            teacher_client=None,
+            reward_loop_worker_handles=reward.reward_loop_worker_handles,
+        )
+        yield agents, len(manager.get_replicas())
 
 
 def evaluate(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
@@ -181,13 +182,20 @@ def _title(arms: Sequence[ArmResult]) -> str:
     return " · ".join(arm.name for arm in arms)
 
 
-def _page(report: Report) -> str:
+def page_template(text: str) -> jinja2.Template:
+    """A page of this package: `css` and `print_css` are the style that all share, `base64` and `signed` are filters."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
     environment.filters["signed"] = lambda value: f"{value:+.3f}".replace("-", "−")
-    template = environment.from_string((files("gtpo_verl.report") / "report.html.j2").read_text(encoding="utf-8"))
+    for name, file in {"css": "page.css", "print_css": "print.css"}.items():
+        environment.globals[name] = Markup((files("gtpo_verl.report") / file).read_text(encoding="utf-8").rstrip("\n"))
+    return environment.from_string(text)
+
+
+def _page(report: Report) -> str:
+    template = page_template((files("gtpo_verl.report") / "report.html.j2").read_text(encoding="utf-8"))
     sources = results.data_sources(report.arms)
     trainings = results.trainings_of(report.arms)
     return template.render(

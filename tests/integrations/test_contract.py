@@ -333,6 +333,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.utils.tokenizer.continuous_token": {
         "MergeResult": {"token_ids"},
     },
+    "verl.utils.tokenizer.continuous_token_wiring": {
+        "create_continuous_token_builder": {"tokenizer", "hf_model_type", "chat_template_kwargs"},
+    },
     "verl.utils.tracking": {
         "Tracking.finish": "(self, exit_code=)",
     },
@@ -394,7 +397,19 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "vllm": {
         "LLM": {"model", "skip_tokenizer_init", "dtype", "enforce_eager", "gpu_memory_utilization", "kwargs"},
         "LLM.generate": {"prompts", "sampling_params"},
-        "SamplingParams": {"temperature", "max_tokens", "logprobs", "ignore_eos", "detokenize"},
+        "SamplingParams": {
+            "temperature",
+            "top_p",
+            "top_k",
+            "repetition_penalty",
+            "n",
+            "seed",
+            "max_tokens",
+            "logprobs",
+            "ignore_eos",
+            "detokenize",
+            "output_kind",
+        },
         "__version__": "str",
     },
     "vllm._custom_ops": {
@@ -405,7 +420,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "vllm.logprobs": {
         "FlatLogprobs": {"start_indices", "ranks"},
-        "Logprob": {"rank"},
+        "Logprob": {"rank", "logprob"},
     },
     "vllm.model_executor.layers.utils": {
         "check_cpu_sgl_kernel": "(n, k, dtype)",
@@ -413,6 +428,10 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "vllm.outputs": {
         "CompletionOutput": {"token_ids", "logprobs"},
         "RequestOutput": {"outputs"},
+    },
+    "vllm.sampling_params": {
+        "RequestOutputKind": "class",
+        "RequestOutputKind.FINAL_ONLY": "RequestOutputKind",
     },
     "vllm.platforms": {
         "current_platform": "anything",

@@ -1,0 +1,85 @@
+"""The credit that each method assigns to every token of the audited rollouts, as it enters the gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gtpo_verl.algorithms import Algorithm, Batch, algorithm_of, algorithms
+from gtpo_verl.algorithms.grpo import DAPO
+from gtpo_verl.audit.values import Bools
+from gtpo_verl.config import choices, compose_config
+from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.runs.statistics import Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Method:
+    """A preset `algo=NAME`: its entry in the registry, its settings, and the aggregation of its loss."""
+
+    name: str
+    entry: Algorithm
+    settings: Any
+    aggregation: str
+
+    @property
+    def scored(self) -> bool:
+        """Whether its credit at ratios of 1 can differ from DAPO's: the others act on later updates of a step, or in
+        their loss.
+        """
+        return not self.entry.needs_several_updates and (self.entry.compute, self.entry.loss) not in _BY_LOSS
+
+
+# Advantages of DAPO with a loss of verl's own that works on a random 0.02 % of the tokens.
+_BY_LOSS = {(DAPO.compute, "clip_cov")}
+
+
+def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Method]:
+    """The presets of these names, or of every registered method, DAPO first.
+
+    Args:
+        names: of presets; empty for all methods.
+        overrides: KEY=VALUE of which those of `algorithm.*` apply.
+
+    Raises:
+        UserError: there is no preset of a name, or a setting is impossible.
+    """
+    known = choices("algo")
+    for name in names:
+        if name not in known:
+            raise UserError(f"--methods {name}: no such algorithm{did_you_mean(name, known) or '.'}")
+    wanted = list(dict.fromkeys(["dapo", *(names or (name for name in algorithms() if name in known))]))
+    settings = [line for line in overrides if line.lstrip("+").startswith("algorithm.")]
+    return [_method(name, settings) for name in wanted]
+
+
+def _method(name: str, overrides: Sequence[str]) -> Method:
+    config = compose_config([f"algo={name}", *overrides])
+    entry = algorithm_of(config)
+    assert entry is not None, f"algo={name} trains no registered method"
+    settings, _ = entry.configure(config.algorithm.get(entry.name) or {})
+    return Method(name, entry, settings, str(config.actor_rollout_ref.actor.loss_agg_mode))
+
+
+def effective_credit(A: Floats, mask: Bools, aggregation: str) -> Floats:
+    """The coefficient of ∇ log π of each token in the maximised objective at ratios of 1, times the tokens of the
+    batch.
+
+    The loss divides by all tokens (`token-mean`), or by the responses and the length of each (`seq-mean-token-mean`),
+    or by a constant (`seq-mean-token-sum...`), which is dropped: no figure depends on the scale of a credit but one.
+
+    A: (B, T) advantages. mask: (B, T) bool.
+    """
+    if aggregation != "seq-mean-token-mean":
+        return np.where(mask, A, 0.0)
+    lengths = mask.sum(axis=1, keepdims=True)
+    responses = int((lengths > 0).sum())
+    return np.where(mask, A * mask.sum() / (responses * np.maximum(lengths, 1)), 0.0)
+
+
+def credit_of(method: Method, batch: Batch) -> Floats:
+    """The effective credit (B, T) of a method on a batch with everything that it needs."""
+    A = method.entry.advantages(batch, method.settings).advantages.to(torch.float64).numpy()
+    return effective_credit(A, (batch.response_mask != 0).numpy(), method.aggregation)

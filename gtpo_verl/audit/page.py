@@ -1,0 +1,173 @@
+"""The page of an audit: the table, and responses coloured by true and by assigned credit beside the curve of V."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure as Drawing
+from scipy import stats
+
+from gtpo_verl.algorithms.registry import Style
+from gtpo_verl.audit.analysis import BASELINE
+from gtpo_verl.audit.metrics import CERTAIN, first_losses
+from gtpo_verl.audit.plan import Plan
+from gtpo_verl.audit.render import COLUMNS, EXPLORATION, label, sentences, table_rows, verdict
+from gtpo_verl.audit.score import Result
+from gtpo_verl.audit.store import Store
+from gtpo_verl.files import write_text
+from gtpo_verl.report import plots
+from gtpo_verl.report.page import page_template
+from gtpo_verl.runs.statistics import Floats
+
+PAGE_FILE = "audit.html"
+SHOWN = 8  # responses on the page, wrong ones first
+MOST_TOKENS = 1500  # of a response on the page
+STYLE = Style(light="#0062b2", dark="#56b4ff", marker="o")
+LOST_COLOUR = {"light": "#c85400", "dark": "#ff8c42"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on the page: its tokens' texts and numbers, its true advantage, that over the largest of the response, and
+    whether its sign is known.
+    """
+
+    tokens: tuple[tuple[int, str], ...]
+    advantage: float
+    shade: float
+    certain: bool
+    lost: bool
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A response on the page: ``png`` is the curve of V by theme; ``left_out`` tokens are behind those shown."""
+
+    number: int
+    prompt: str
+    correct: bool
+    steps: tuple[Step, ...]
+    left_out: int
+    png: Mapping[str, bytes]
+
+
+def write_page(store: Store, plan: Plan, result: Result, facts: Mapping[str, Any]) -> Path:
+    """Write ``audit.html``, which needs no other file; returns its path."""
+    shown = [_shown(number, place, result) for place, number in enumerate(_chosen(result))]
+    credit = {
+        name: [_shades(result, name, number) for number in _chosen(result)]
+        for name in result.tokens
+        if name != BASELINE
+    }
+    labels = {name: label(name, plan) for name in credit}
+    template = page_template((files("gtpo_verl.audit") / "audit.html.j2").read_text(encoding="utf-8"))
+    text = template.render(
+        model=Path(str(store.facts["model"])).name,
+        facts=store.facts,
+        measured=facts,
+        verdict=verdict(result) or "How well each method's credit agrees with the true advantage of each step.",
+        columns=[heading for heading, *_ in COLUMNS],
+        rows=table_rows(result, plan),
+        sentences=sentences(result, plan, facts)[bool(verdict(result)) :],
+        exploration=EXPLORATION,
+        shown=shown,
+        labels=labels,
+        first=next((name for name in ("gtpo", *labels) if name in labels), None),
+        credit=json.dumps(credit, separators=(",", ":")).replace("<", "\\u003c"),
+        versions=store.facts["versions"],
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+    )
+    path = store.directory / PAGE_FILE
+    write_text(path, text)
+    return path
+
+
+def _chosen(result: Result) -> list[int]:
+    """Responses for the page: the most continued ones, of median length first, three wrong ones for a correct one."""
+    trials = result.values.trials[:, :, 1].sum(axis=0)
+    lengths = np.array([len(rollout.tokens) for rollout in result.chosen.responses])
+    distance = np.abs(lengths - np.median(lengths))
+    lost = first_losses(result.values.mean, result.values.correct).step >= 0
+    order = np.lexsort((distance, ~lost, -trials)).tolist()
+    wrong = [number for number in order if not result.values.correct[number]]
+    correct = [number for number in order if result.values.correct[number]]
+    some = wrong[: max(SHOWN * 3 // 4, SHOWN - len(correct))]
+    return [*some, *correct[: SHOWN - len(some)]]
+
+
+def _shown(number: int, place: int, result: Result) -> Shown:
+    values, rollout = result.values, result.chosen.responses[number]
+    points = result.chosen.points[number]
+    A = values.advantages.mean(axis=0)[number]
+    certain = np.abs(A) > CERTAIN * values.standard_error[number]
+    lost = int(first_losses(values.mean, values.correct).step[number])
+    largest = max(float(np.abs(A).max()), 1e-9)
+    kept = min(len(rollout.tokens), MOST_TOKENS)
+    steps = tuple(
+        Step(
+            tuple((token, _visible(rollout.texts[token])) for token in range(start, min(end, kept))),
+            float(A[step]),
+            float(A[step]) / largest,
+            bool(certain[step]),
+            step == lost,
+        )
+        for step, (start, end) in enumerate(itertools.pairwise(points.tolist()))
+        if start < kept
+    )
+    png = {theme.name: plots.png(curve(result, number, theme)) for theme in (plots.LIGHT, plots.DARK)}
+    return Shown(place, rollout.prompt, rollout.correct, steps, len(rollout.tokens) - kept, png)
+
+
+def _visible(text: str) -> str:
+    """A token as it is shown: what ends a response is otherwise invisible."""
+    return text if text.strip(" \n") or text else "␄"
+
+
+def _shades(result: Result, name: str, number: int) -> list[float]:
+    """The centred credit of each token over the largest of the response, in hundredths."""
+    rollout = result.chosen.responses[number]
+    credit: Floats = result.tokens[name][number, : len(rollout.tokens)]
+    inside = credit - credit.mean()
+    largest = float(np.abs(inside).max())
+    if largest <= 1e-9 * float(np.abs(credit).max(initial=1e-12)):
+        return []
+    return [round(value, 2) for value in (inside / largest)[:MOST_TOKENS].tolist()]
+
+
+def curve(result: Result, number: int, theme: plots.Theme) -> Drawing:
+    """V over the tokens of a response with 95 % intervals (Wilson's), and the step that lost it."""
+    values, points = result.values, result.chosen.points[number].astype(np.float64)
+    V, trials = values.mean[number], values.trials[:, number].sum(axis=0)
+    low, high = wilson(V, trials)
+    line = plots.Line("V", STYLE, points, V, low, high)
+    drawing = plots.panels_figure([plots.Panel("", (line,), percent=True, markers=True, x_label="token")], theme)
+    (axes,) = drawing.axes
+    axes.set_ylim(-0.04, 1.04)
+    lost = int(first_losses(values.mean, values.correct).step[number])
+    if lost >= 0:
+        axes.axvspan(points[lost], points[lost + 1], color=LOST_COLOUR[theme.name], alpha=0.16, linewidth=0)
+        axes.annotate(
+            "lost here",
+            ((points[lost] + points[lost + 1]) / 2, 1.0),
+            ha="center",
+            va="top",
+            fontsize=9,
+            color=LOST_COLOUR[theme.name],
+        )
+    return drawing
+
+
+def wilson(share: Floats, trials: Floats) -> tuple[Floats, Floats]:
+    """95 % intervals of binomial shares, as many as there are; a share that is known (infinite trials) has none."""
+    z = float(stats.norm.ppf(0.975))
+    known = np.isinf(trials)
+    n = np.where(known, 1.0, trials)
+    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
+    return np.where(known, share, middle - half), np.where(known, share, middle + half)

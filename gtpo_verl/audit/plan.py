@@ -1,0 +1,74 @@
+"""What an audit costs in tokens, and what it can see, before anything is sampled."""
+
+import math
+from dataclasses import dataclass
+
+from gtpo_verl.errors import UserError
+
+FEWEST_CONTINUATIONS = 8  # below, halves of two or three continuations leave intervals nobody can use
+DESIGN_EFFECT = 1.5  # responses to one prompt resemble each other
+QUANTILES = 7.85  # (1.96 + 0.84)²: a test at 5 %, two-sided, with a power of 80 %
+AT_PROMPT = 4  # V(0) is shared by the responses to a prompt, so it gets so many times the continuations
+BLOCK = 16  # tokens of vLLM's prefix cache that are computed again for a continuation, on average less
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The size of an audit.
+
+    prompts: P, with contrast. samples: G, of each. responses: N audited. steps: M. continuations: K of each point.
+    second_stage: responses whose points get `second_continuations` in all.
+    """
+
+    prompts: int = 64
+    samples: int = 8
+    responses: int = 128
+    steps: int = 16
+    continuations: int = 16
+    second_stage: int = 0
+    second_continuations: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in {"prompts": 1, "samples": 2, "responses": 1, "steps": 2, "second_stage": 0}.items():
+            if getattr(self, name) < least:
+                raise UserError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least {least}.")
+        if self.continuations < FEWEST_CONTINUATIONS or self.continuations % 2:
+            raise UserError(
+                f"--continuations {self.continuations}: it must be an even number, at least {FEWEST_CONTINUATIONS}, "
+                "for two halves."
+            )
+
+    @property
+    def continued(self) -> int:
+        """Continuations in all."""
+        first = self.responses * (self.steps - 1) * self.continuations
+        second = self.second_stage * (self.steps - 1) * max(0, self.second_continuations - self.continuations)
+        return first + second + self.prompts * AT_PROMPT * self.continuations
+
+    def decoded(self, length: float) -> float:
+        """Tokens to sample, for responses of this mean length: evenly spaced cuts leave half of it on average."""
+        at_prompts = self.prompts * (self.samples + AT_PROMPT * self.continuations) * length
+        inside = (self.continued - self.prompts * AT_PROMPT * self.continuations) * length / 2
+        return at_prompts + inside
+
+    def prefilled(self, length: float, prompt: float, *, cached: bool) -> float:
+        """Tokens to read, with vLLM's prefix cache or without."""
+        points = self.responses * (self.steps - 1)
+        if cached:
+            return self.responses * (prompt + length) + points * BLOCK + self.prompts * prompt
+        return points * 2 * (prompt + length / 2) + self.prompts * prompt
+
+    @property
+    def reliability(self) -> float:
+        """λ = K / (K + M), the share of signal in the estimated advantages where V settles evenly."""
+        return self.continuations / (self.continuations + self.steps)
+
+    @property
+    def detectable(self) -> float:
+        """The smallest alignment seen at 5 % with a power of 80 %."""
+        return math.sqrt(DESIGN_EFFECT * QUANTILES / ((self.steps - 1) * self.reliability * self.responses))
+
+    @property
+    def smallest_step(self) -> float:
+        """The smallest |A| of a single step seen likewise at V = 1/2 with the first stage's continuations alone."""
+        return math.sqrt(QUANTILES) * math.sqrt(2 * 0.25 / self.continuations)

@@ -1,0 +1,62 @@
+"""Credits that need no method, between which the methods lie: random, by position alone, by state, by continuations."""
+
+import numpy as np
+
+from gtpo_verl.audit.metrics import Credit
+from gtpo_verl.audit.values import Bools, Ints, Values
+from gtpo_verl.runs.statistics import Floats
+
+RANDOM_SEEDS = 20
+
+
+def random_credit(uniform: Floats, mask: Bools, points: Ints, correct: Bools, seed: int) -> Credit:
+    """The uniform credit times a weight of each token, drawn from U(0, 2).
+
+    uniform: (N, T), DAPO's. mask, points, correct: as in `Credit.of_tokens`.
+    """
+    weight = np.random.default_rng(seed).uniform(0, 2, size=uniform.shape)
+    return Credit.of_tokens(uniform * weight, mask, points, correct)
+
+
+def position_credit(values: Values, tokens: Ints) -> Credit:
+    """The best rule that knows verdict and position alone: the mean A at the same step of responses to other prompts.
+
+    tokens: (N, M). A step without another prompt's response of its verdict gets 0.
+    """
+    A, prompt = values.advantages.mean(axis=0), np.asarray(values.prompt)
+    credit = np.zeros_like(A)
+    for row in range(len(A)):
+        others = (prompt != prompt[row]) & (values.correct == values.correct[row])
+        if others.any():
+            credit[row] = np.average(A[others], axis=0, weights=values.weight[others])
+    return Credit.of_steps(credit, tokens, values.correct)
+
+
+def state_credit(variance: Floats, V: Floats, tokens: Ints, correct: Bools) -> Credit:
+    """The best rule that knows verdict and state, but not the step that was taken: E[A | state, verdict].
+
+    It is Var / V in correct and -Var / (1 - V) in wrong responses, with V of the state and Var that of V behind the
+    step: the most that a rule which reads the entropy of the prefix alone can do.
+
+    variance, V: (N, M) at the points before the steps; V strictly between 0 and 1, or variance 0.
+    """
+    variance = np.maximum(variance, 0.0)
+    share = np.where(correct[:, None], V, V - 1)
+    return Credit.of_steps(np.where(variance > 0, variance / np.where(share == 0, 1.0, share), 0.0), tokens, correct)
+
+
+def branch_variance(successes: Ints, trials: Ints) -> Floats:
+    """Var of V behind a step, without bias, from J branches of K continuations each: (..., J) to (...).
+
+    The variance between the shares of the branches, less what the continuations within them add. Branches whose V is
+    known have trials 0 and successes 0 or 1.
+    """
+    known = trials == 0
+    share = np.where(known, successes, successes / np.maximum(trials, 1))
+    within = np.where(known | (trials < 2), 0.0, share * (1 - share) / np.maximum(trials - 1, 1))
+    return np.asarray(share.var(axis=-1, ddof=1) - within.mean(axis=-1))
+
+
+def oracle_credit(values: Values, tokens: Ints) -> Credit:
+    """A of the first half; to be scored by the second alone (`Values.energy_of_second`)."""
+    return Credit.of_steps(values.advantages[0], tokens, values.correct)

@@ -1,0 +1,180 @@
+"""The files of an audit: sampled responses, counts of correct continuations, and what they were sampled with.
+
+``rollouts.parquet`` and ``values.parquet`` hold all that was sampled, so that figures are computed again without a
+model.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gtpo_verl.audit.plan import Plan
+from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.records import differences
+from gtpo_verl.files import read_json, write_atomically, write_json
+
+ROLLOUTS_FILE, VALUES_FILE, RECORD_FILE, LOG_FILE = "rollouts.parquet", "values.parquet", "audit.json", "audit.log"
+OF_PROMPT = -1  # the sample of a value that belongs to the prompt, V(0)
+WRITE_EVERY = 3.0  # seconds
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response.
+
+    row: of the data. place: of the prompt in the order in which prompts are sampled. sample: its number among those
+    of the prompt. prompt, texts: as text, of each token. entropies in nats. cluster: of the prompt, which intervals
+    resample. truncated: the length limit cut it off.
+    """
+
+    row: int
+    place: int
+    sample: int
+    cluster: str
+    prompt: str
+    tokens: list[int]
+    texts: list[str]
+    entropies: list[float]
+    log_probs: list[float]
+    correct: bool
+    score: float
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Count:
+    """Correct continuations at one point of one response.
+
+    place: tokens of the response before the point. half: 0 or 1. stage: 1, or 2 for the continuations that some
+    responses get in addition. decoded: tokens that were sampled. truncated: continuations that the limit cut off.
+    """
+
+    row: int
+    sample: int
+    place: int
+    half: int
+    stage: int
+    trials: int
+    successes: int
+    decoded: int
+    truncated: int
+
+    @property
+    def key(self) -> tuple[int, int, int, int, int]:
+        return self.row, self.sample, self.place, self.half, self.stage
+
+
+class Store:
+    """An audit's directory, opened for going on.
+
+    Args:
+        directory: made if need be.
+        facts: written to ``audit.json``; ``settings`` is a flat dict of all that the samples depend on.
+        fresh: discard what is there.
+
+    Raises:
+        UserError: the audit that is there has other settings; it names them.
+    """
+
+    def __init__(self, directory: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.directory = directory
+        before = None if fresh else read_json(directory / RECORD_FILE)
+        if before is not None:
+            changed = differences(before["settings"], json.loads(json.dumps(facts["settings"])))
+            if changed:
+                raise UserError(
+                    f"{directory} holds an audit with other settings ({'; '.join(changed)}): name another --output, or "
+                    "discard it with --fresh."
+                )
+        self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}
+        self.rollouts = [] if before is None else read_records(directory / ROLLOUTS_FILE, Rollout)
+        self.counts = (
+            {} if before is None else {each.key: each for each in read_records(directory / VALUES_FILE, Count)}
+        )
+        self._written = time.monotonic()
+        directory.mkdir(parents=True, exist_ok=True)
+        if fresh:
+            for name in (ROLLOUTS_FILE, VALUES_FILE):
+                (directory / name).unlink(missing_ok=True)
+        write_json(directory / RECORD_FILE, self.facts)
+
+    def add_rollouts(self, rollouts: Iterable[Rollout]) -> None:
+        """Keep all responses to one prompt."""
+        self.rollouts.extend(rollouts)
+        self._write_now_and_then()
+
+    def add(self, count: Count) -> None:
+        """Keep the counts of one point; on disk within seconds, or when `flush` returns."""
+        self.counts[count.key] = count
+        self._write_now_and_then()
+
+    def _write_now_and_then(self) -> None:
+        if time.monotonic() - self._written > WRITE_EVERY:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write everything."""
+        _write(self.directory / ROLLOUTS_FILE, self.rollouts, Rollout)
+        _write(self.directory / VALUES_FILE, list(self.counts.values()), Count)
+        self._written = time.monotonic()
+
+    def record(self, results: Mapping[str, Any]) -> None:
+        """Write the results beside the facts."""
+        write_json(self.directory / RECORD_FILE, self.facts | dict(results))
+
+
+def reopen(directory: Path) -> Store:
+    """An audit that was made before, to compute its figures again.
+
+    Raises:
+        UserError: there is none.
+    """
+    facts = read_json(directory / RECORD_FILE)
+    if facts is None or not (directory / VALUES_FILE).is_file():
+        raise UserError(f"{directory} holds no audit: --reanalyse takes the directory that an audit was written to.")
+    return Store(directory, facts)
+
+
+_TYPES = {
+    int: pa.int64(),
+    float: pa.float64(),
+    str: pa.string(),
+    bool: pa.bool_(),
+    list[int]: pa.list_(pa.int32()),
+    list[float]: pa.list_(pa.float32()),
+    list[str]: pa.list_(pa.string()),
+}
+
+
+def _schema(kind: type) -> pa.Schema:
+    return pa.schema([(item.name, _TYPES[item.type]) for item in fields(kind)])  # type: ignore[index]
+
+
+def _write(file: Path, records: list[Any], kind: type) -> None:
+    columns = {item.name: [getattr(record, item.name) for record in records] for item in fields(kind)}
+    table = pa.table(columns, schema=_schema(kind))
+    write_atomically(file, lambda path: pq.write_table(table, path))
+
+
+def read_records(file: Path, kind: type[Record]) -> list[Record]:
+    """The records of a file; none where there is no file."""
+    return [kind(**row) for row in pq.read_table(file).to_pylist()] if file.is_file() else []
+
+
+def as_facts(plan: Plan) -> dict[str, Any]:
+    """A plan's numbers as settings of an audit, by option."""
+    return {f"--{name.replace('_', '-')}": value for name, value in asdict(plan).items()}
+
+
+def plan_of(store: Store) -> Plan:
+    """The plan that an audit was sampled by."""
+    settings = store.facts["settings"]
+    return Plan(**{item.name: settings[f"--{item.name.replace('_', '-')}"] for item in fields(Plan)})

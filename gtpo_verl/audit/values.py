@@ -1,0 +1,110 @@
+"""Values at the cut points of responses, and the true advantages of their steps, from two independent halves.
+
+Notation of this package: N responses are cut into M steps at M + 1 points, the first before the first token and the
+last behind the last. V(0) belongs to the prompt, V(M) is the verdict. A step's advantage is A = V(behind) -
+V(before), and centred means minus the mean over the steps of the response.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gtpo_verl.runs.statistics import Floats
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Values:
+    """What was measured on N responses of M steps.
+
+    halves: (2, N, M + 1) in [0, 1], V by each half of the continuations; the last column is the verdict.
+    trials: (2, N, M + 1), how many continuations are behind each, at least 2; infinite where V is known.
+    correct: (N,) bool, the verdicts. prompt: (N,) names; intervals resample them.
+    weight: (N,) positive, 1 / the probability with which the response was chosen.
+    """
+
+    halves: Floats
+    trials: Floats
+    correct: Bools
+    prompt: tuple[str, ...]
+    weight: Floats
+
+    @classmethod
+    def of_counts(
+        cls, successes: Ints, trials: Ints, correct: Bools, prompt: tuple[str, ...], weight: Floats
+    ) -> "Values":
+        """From numbers of correct continuations.
+
+        successes, trials: (2, N, M) integers at the points 0 to M - 1, trials at least 2.
+        """
+        verdicts = np.broadcast_to(correct.astype(np.float64)[:, None], (2, len(correct), 1))
+        known = np.full_like(verdicts, np.inf)
+        halves = np.concatenate([successes / trials, verdicts], axis=2)
+        return cls(halves, np.concatenate([trials, known], axis=2), correct, prompt, weight)
+
+    @classmethod
+    def exact(cls, V: Floats, correct: Bools, prompt: tuple[str, ...], weight: Floats | None = None) -> "Values":
+        """From values that are known: (N, M + 1)."""
+        weight = np.ones(len(V)) if weight is None else weight
+        return cls(np.stack([V, V]), np.full((2, *V.shape), np.inf), correct, prompt, weight)
+
+    @property
+    def mean(self) -> Floats:
+        """V by all continuations, (N, M + 1)."""
+        return self.halves.mean(axis=0)
+
+    @property
+    def variance(self) -> Floats:
+        """The unbiased estimate of the variance of `halves` as estimates, (2, N, M + 1)."""
+        return self.halves * (1 - self.halves) / (self.trials - 1)
+
+    @property
+    def advantages(self) -> Floats:
+        """A of each half, (2, N, M)."""
+        return np.diff(self.halves, axis=2)
+
+    @property
+    def standard_error(self) -> Floats:
+        """Of the mean of both halves of A, (N, M), from (successes + 1) / (trials + 2), which is never 0 or 1."""
+        trials = self.trials.sum(axis=0)
+        known = np.isinf(trials)
+        K = np.where(known, 1.0, trials)
+        v = (self.mean * K + 1) / (K + 2)
+        noise = np.where(known, 0.0, v * (1 - v) / K)
+        return np.sqrt(noise[:, 1:] + noise[:, :-1])
+
+    @property
+    def energy(self) -> Floats:
+        """Unbiased estimates of the squares of the true advantages, (N, M): the product of the halves."""
+        first, second = self.advantages
+        return first * second
+
+    @property
+    def energy_of_second(self) -> Floats:
+        """Unbiased estimates of the same squares by the second half alone, (N, M): its square less its variance."""
+        variance = self.variance[1]
+        return self.advantages[1] ** 2 - variance[:, 1:] - variance[:, :-1]
+
+    def of(self, rows: Bools) -> "Values":
+        """Some of the responses."""
+        kept = tuple(name for name, keep in zip(self.prompt, rows, strict=True) if keep)
+        return Values(self.halves[:, rows], self.trials[:, rows], self.correct[rows], kept, self.weight[rows])
+
+
+def centred(values: Floats) -> Floats:
+    """Minus the mean over the steps, the last axis."""
+    return values - values.mean(axis=-1, keepdims=True)
+
+
+def centred_noise(values: Values) -> Floats:
+    """The expected sum over the steps of the squared sampling error of centred A, for each half: (2, N).
+
+    With s² the variances of V at the points: 2 Σ s²(1..M-1) + s²(0) (1 - 1/M). The error of V(0) is in the mean as
+    well.
+    """
+    steps = values.halves.shape[2] - 1
+    variance = values.variance
+    return 2 * variance[:, :, 1:-1].sum(axis=2) + variance[:, :, 0] * (1 - 1 / steps)

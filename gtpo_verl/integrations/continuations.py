@@ -1,0 +1,239 @@
+"""Samples responses and continuations of prefixes in bulk, and verifies them as a training does.
+
+The rollout side of `gtpo-verl eval` without its agent loops: verl's data set, vLLM servers and reward workers.
+Sampling is that of the training (`actor_rollout_ref.rollout`, not `val_kwargs`), and a prefix is continued from its
+token ids.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from omegaconf import DictConfig
+from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+from gtpo_verl.config import set_value
+from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.evaluation.continuations import Continuation, Prefix
+from gtpo_verl.integrations.evaluate import Problems, serving, standalone
+from gtpo_verl.integrations.reward_loop import Scorable
+from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkSample
+from gtpo_verl.integrations.vllm.requirements import KEY, truncates
+from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.seeds import derived
+
+AHEAD = 2  # calls in flight for each server
+SINGLE_TURN = "single_turn_agent"
+
+
+def bulk_servers(config: DictConfig) -> None:
+    """Turn a training's configuration into that of standalone servers that continue in bulk; in place.
+
+    Raises:
+        UserError: the run's sampling has no exact entropies, or its responses have several turns.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if truncates(rollout):
+        raise UserError(
+            f"{KEY}.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and an audit needs the entropy "
+            "that tokens were sampled with: set top_p=1 and top_k=-1."
+        )
+    loop = rollout.agent.default_agent_loop
+    if loop != SINGLE_TURN:
+        raise UserError(
+            f"{KEY}.agent.default_agent_loop={loop}: an audit continues responses of one turn; a tool's answer could "
+            f"not be continued. Set it to {SINGLE_TURN}."
+        )
+    standalone(config)
+    set_value(config, f"{KEY}.calculate_log_probs", True)
+    enable_rollout_entropy(config)
+    RolloutReplicaRegistry.register("vllm", _replica_class)
+
+
+def _replica_class() -> type:
+    from gtpo_verl.integrations.vllm.bulk import BulkVLLMReplica
+
+    return BulkVLLMReplica
+
+
+class Prompts:
+    """The rows of the data as token ids, and what the verifier needs of them."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.problems = Problems(config)
+        self._limit = config.data.max_prompt_length
+        self._known: dict[int, tuple[int, ...]] = {}
+        self._builder: Any = create_continuous_token_builder(
+            self.problems.tokenizer,
+            hf_model_type=self.problems.model_type,
+            chat_template_kwargs=dict(config.data.get("apply_chat_template_kwargs") or {}),
+        )
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def tokens(self, row: int) -> tuple[int, ...]:
+        """The prompt of a row, cut as verl's agent loop cuts it.
+
+        Raises:
+            UserError: the model's tokenizer cannot render it.
+        """
+        if row not in self._known:
+            messages = list(self.problems.row(row)["raw_prompt"])
+            try:
+                self._known[row] = tuple(self._builder.build_initial_tokens(messages))[: self._limit]
+            except Exception as error:
+                raise UserError(
+                    f"the model's tokenizer cannot render the prompt of row {row} ({first_line(error)}): the data does "
+                    "not fit the model; a base model without a chat template needs one in its tokenizer."
+                ) from error
+        return self._known[row]
+
+    def columns(self, row: int) -> dict[str, Any]:
+        """The columns of a row for the verifier."""
+        values = self.problems.row(row).items()
+        return {name: value for name, value in values if not isinstance(value, torch.Tensor)}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text."""
+        return str(self.problems.tokenizer.decode(list(tokens)))
+
+    def texts(self, tokens: Sequence[int]) -> list[str]:
+        """Each token as text."""
+        return [self.text([token]) for token in tokens]
+
+
+class Sampler:
+    """Continues prefixes on the servers of a job."""
+
+    def __init__(self, config: DictConfig, prompts: Prompts, servers: Sequence[Any], verifiers: Sequence[Any]) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self._prompts, self._servers, self._verifiers = prompts, list(servers), list(verifiers)
+        self._length = int(config.data.max_response_length)
+        self._threshold = float(config.algorithm.correct_threshold)
+        self._seed = int(config.seed)
+        self._sampling = {
+            "temperature": float(rollout.temperature),
+            "top_p": float(rollout.top_p),
+            "top_k": int(rollout.top_k),
+            "repetition_penalty": 1.0,
+            "ignore_eos": bool(rollout.get("ignore_eos", False)),
+        }
+        self._at_once = int(rollout.max_num_seqs)  # continuations in a call
+
+    def continued(self, prefixes: Iterable[Prefix]) -> Iterator[tuple[Prefix, list[Continuation]]]:
+        """Continue every prefix; each with its continuations, as soon as they are verified.
+
+        Raises:
+            UserError: the verifier failed, or gives no verdict.
+        """
+        calls = _calls(prefixes, self._at_once)
+        generating: dict[Any, list[Prefix]] = {}
+        judging: dict[Any, tuple[list[Prefix], list[list[BulkSample]]]] = {}
+        idle = deque(self._servers * AHEAD)
+        server_of: dict[Any, Any] = {}
+        verifier = 0
+        while True:
+            while idle and (call := next(calls, None)) is not None:
+                server = idle.popleft()
+                reference = server.continue_all.remote([self._request(prefix) for prefix in call], self._sampling)
+                generating[reference], server_of[reference] = call, server
+            if not generating and not judging:
+                return
+            ready, _ = ray.wait([*generating, *judging], num_returns=1)
+            for reference in ready:
+                if reference in generating:
+                    call, samples = generating.pop(reference), ray.get(reference)
+                    idle.append(server_of.pop(reference))
+                    responses = self._scorables(call, samples)
+                    judged = self._verifiers[verifier % len(self._verifiers)].compute_scores.remote(responses)
+                    verifier += 1
+                    judging[judged] = call, samples
+                else:
+                    call, samples = judging.pop(reference)
+                    yield from self._verdicts(call, samples, ray.get(reference))
+
+    def _request(self, prefix: Prefix) -> BulkRequest:
+        return BulkRequest(
+            self._prompts.tokens(prefix.row) + prefix.tokens,
+            prefix.count,
+            self._length - len(prefix.tokens),
+            derived(self._seed, "audit", prefix.key) >> 1,
+            prefix.entropies,
+        )
+
+    def _scorables(self, call: list[Prefix], samples: list[list[BulkSample]]) -> list[Scorable]:
+        """The different responses of a call, each once."""
+        found: dict[tuple[int, bytes], Scorable] = {}
+        for prefix, continuations in zip(call, samples, strict=True):
+            for sample in continuations:
+                response = _joined(prefix, sample)
+                key = prefix.row, response.tobytes()
+                if key not in found:
+                    prompt = np.array(self._prompts.tokens(prefix.row), dtype=np.int64)
+                    found[key] = Scorable(prompt, response, 2, {}, self._prompts.columns(prefix.row))
+        return list(found.values())
+
+    def _verdicts(
+        self, call: list[Prefix], samples: list[list[BulkSample]], results: list[Any]
+    ) -> Iterator[tuple[Prefix, list[Continuation]]]:
+        verdicts: dict[tuple[int, bytes], tuple[bool, float]] = {}
+        place = iter(results)
+        for prefix, continuations in zip(call, samples, strict=True):
+            found = []
+            for sample in continuations:
+                response = _joined(prefix, sample)
+                key = prefix.row, response.tobytes()
+                if key not in verdicts:
+                    verdicts[key] = self._verdict(prefix.row, next(place))
+                correct, score = verdicts[key]
+                truncated = len(response) >= self._length
+                found.append(Continuation(sample.tokens, correct, score, truncated, sample.entropies, sample.log_probs))
+            yield prefix, found
+
+    def _verdict(self, row: int, result: Any) -> tuple[bool, float]:
+        if isinstance(result, Exception):
+            raise UserError(
+                f"the verifier failed on a response to row {row} of the data ({type(result).__name__}: {result}); what "
+                "was sampled before is kept. See the traceback in audit.log."
+            ) from result
+        info = result["reward_extra_info"]
+        if "acc" not in info:
+            raise UserError(
+                "the reward function returns no verdict: it must return a dict with `acc` (1 for a correct answer); "
+                "reward.custom_reward_function names the function."
+            )
+        return is_correct(float(info["acc"]), self._threshold), float(info.get("score", result["reward_score"]))
+
+
+def _joined(prefix: Prefix, sample: BulkSample) -> np.ndarray:
+    return np.concatenate([np.array(prefix.tokens, dtype=np.int64), sample.tokens.astype(np.int64)])
+
+
+def _calls(prefixes: Iterable[Prefix], at_once: int) -> Iterator[list[Prefix]]:
+    """Prefixes in lists of at most so many continuations, at least one prefix each."""
+    call: list[Prefix] = []
+    for prefix in prefixes:
+        if call and sum(each.count for each in call) + prefix.count > at_once:
+            yield call
+            call = []
+        call.append(prefix)
+    if call:
+        yield call
+
+
+@contextmanager
+def sampler(config: DictConfig, prompts: Prompts, *, wait: bool) -> Iterator[Sampler]:
+    """Run Ray, vLLM and the verifier for a block.
+
+    Raises:
+        UserError: the cluster has no room and ``wait`` is off.
+    """
+    with serving(config, wait=wait) as (manager, reward):
+        yield Sampler(config, prompts, manager.server_handles, reward.reward_loop_worker_handles)

@@ -1,0 +1,291 @@
+"""An audit from sampling to its page, on a policy whose values are known in the place of a model."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tabular_policy import TabularPolicy
+
+from gtpo_verl.audit.analysis import plain
+from gtpo_verl.audit.methods import effective_credit, methods
+from gtpo_verl.audit.page import wilson, write_page
+from gtpo_verl.audit.plan import Plan
+from gtpo_verl.audit.render import COLUMNS, print_plan, print_result
+from gtpo_verl.audit.sampling import choose_responses, measured, missing, sample_rollouts, sample_values, second_stage
+from gtpo_verl.audit.score import Result, measurement, score
+from gtpo_verl.audit.store import Store, as_facts, plan_of, reopen
+from gtpo_verl.cli import main
+from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.continuations import Continuation, Prefix
+
+PLAN = Plan(prompts=24, samples=6, responses=48, steps=8, continuations=16, second_stage=6, second_continuations=32)
+SEED = 3
+
+
+class Table:
+    """Continues prefixes by the table; each request has a stream of its own, as on a server."""
+
+    def __init__(self, prompts: int = 40, stop_after: int | None = None) -> None:
+        self.policy = TabularPolicy(prompts, seed=5)
+        self.asked: list[tuple[int, ...]] = []
+        self.stop_after = stop_after
+
+    def proceed(self, prefixes: Iterable[Prefix]) -> Iterator[tuple[Prefix, Sequence[Continuation]]]:
+        for prefix in prefixes:
+            if self.stop_after is not None and len(self.asked) == self.stop_after:
+                raise KeyboardInterrupt
+            self.asked.append(prefix.key)
+            rng = np.random.default_rng([abs(number) for number in prefix.key])
+            yield prefix, [self._continued(prefix, rng) for _ in range(prefix.count)]
+
+    def _continued(self, prefix: Prefix, rng: np.random.Generator) -> Continuation:
+        policy, row, state = self.policy, prefix.row, int(self.policy.start[prefix.row])
+        for t, token in enumerate(prefix.tokens):
+            state = int(policy.next[row, t, state, token])
+        tokens, entropies, log_probs = [], [], []
+        for t in range(len(prefix.tokens), policy.length):
+            token = int(rng.choice(5, p=policy.probs[row, t, state]))
+            tokens.append(token)
+            entropies.append(policy.entropy[row, t, state])
+            log_probs.append(policy.log_probs[row, t, state, token])
+            state = int(policy.next[row, t, state, token])
+        correct = state >= policy.states // 2
+        wanted = prefix.entropies
+        return Continuation(
+            np.array(tokens, dtype=np.int32),
+            correct,
+            1.0 if correct else -1.0,
+            False,
+            np.array(entropies, dtype=np.float32) if wanted else None,
+            np.array(log_probs, dtype=np.float32) if wanted else None,
+        )
+
+    def describe(self, row: int, tokens: Sequence[int]) -> tuple[str, str, list[str]]:
+        return f"cluster {row}", f"prompt {row}", [f"<{token};" if token == 2 else f"<{token}" for token in tokens]
+
+
+def audit(table: Table, store: Store, plan: Plan = PLAN) -> None:
+    rows = len(table.policy.start)
+    sample_rollouts(store, plan, rows, SEED, table.proceed, table.describe, _nothing)
+    sample_values(store, choose_responses(store.rollouts, plan, SEED), plan, SEED, table.proceed, _nothing)
+
+
+def _nothing(what: str, done: int, total: int) -> None:
+    assert done <= total
+
+
+def facts_of(plan: Plan = PLAN, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "a/table",
+        "command": "gtpo-verl audit table",
+        "versions": {"torch": "2"},
+        "hardware": "none",
+        "overlong": None,
+        "seed": SEED,
+        "seconds": 0.0,
+        "settings": as_facts(plan) | more,
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = Store(tmp_path_factory.mktemp("audit"), facts_of())
+    audit(Table(), store)
+    return store
+
+
+@pytest.fixture(scope="module")
+def result(finished: Store) -> Result:
+    return score(finished, PLAN, SEED, methods(["gtpo", "fork20", "kl_cov", "dr_grpo", "grpo"]), None)
+
+
+# -------------------------------------------------------------------- sampling
+
+
+def test_a_stopped_audit_goes_on_and_samples_nothing_twice(finished: Store, tmp_path: Path) -> None:
+    asked: list[tuple[int, ...]] = []
+    for stop_after in (10, 60, 200, None):
+        table, store = Table(stop_after=stop_after), Store(tmp_path, facts_of())
+        try:
+            audit(table, store)
+        except KeyboardInterrupt:
+            assert stop_after is not None
+        asked += table.asked
+    assert len(set(asked)) == len([key for key in asked if len(key) == 5]) + len({k for k in asked if len(k) == 2})
+    assert store.counts == finished.counts
+    assert not missing(store, PLAN, 40, SEED)
+    assert reopen(tmp_path).counts == finished.counts
+    assert reopen(tmp_path).rollouts == store.rollouts
+    assert choose_responses(store.rollouts, PLAN, SEED).batch == choose_responses(finished.rollouts, PLAN, SEED).batch
+    assert plan_of(reopen(tmp_path)) == PLAN
+
+
+def test_other_settings_are_refused_and_fresh_discards(finished: Store, tmp_path: Path) -> None:
+    store = Store(tmp_path, facts_of(model="A"))
+    store.rollouts = list(finished.rollouts)
+    store.flush()
+    with pytest.raises(UserError, match="model was A, is B"):
+        Store(tmp_path, facts_of(model="B"))
+    assert Store(tmp_path, facts_of(model="B"), fresh=True).rollouts == []
+    with pytest.raises(UserError, match="holds no audit"):
+        reopen(tmp_path / "nothing")
+
+
+def test_the_counts_are_those_of_the_chosen_points(finished: Store, result: Result) -> None:
+    chosen = result.chosen
+    values = measured(finished, chosen)
+    assert set(values.trials[0, :, 0]) == {4 * PLAN.continuations // 2}
+    more = second_stage(chosen, PLAN, SEED)
+    assert [chosen.responses[number].correct for number in more].count(False) == 4
+    expected = [16.0 if number in more else 8.0 for number in range(len(chosen.rows))]
+    assert values.trials[0, :, 3].tolist() == expected
+    first = measured(finished, chosen, stages=(1,))
+    assert set(first.trials[:, :, 1:-1].ravel()) == {8.0}
+    # V of the table at the same prefixes: z values of all points are standard normal
+    policy = Table().policy
+    z = []
+    for number, rollout in enumerate(chosen.responses):
+        state = int(policy.start[rollout.row])
+        for t, token in enumerate(rollout.tokens):
+            if t in chosen.points[number, 1:-1]:
+                V, point = policy.V[rollout.row, t, state], int(np.flatnonzero(chosen.points[number] == t)[0])
+                if 0.05 < V < 0.95:
+                    trials = values.trials[:, number, point].sum()
+                    z.append((values.mean[number, point] - V) / np.sqrt(V * (1 - V) / trials))
+            state = int(policy.next[rollout.row, t, state, token])
+    assert abs(np.mean(z)) < 3.5 / np.sqrt(len(z) / 3)  # points of a prompt share a state now and then
+    assert np.std(z) == pytest.approx(1, abs=0.2)
+
+
+def test_without_contrast_there_is_nothing_to_audit(tmp_path: Path) -> None:
+    table = Table(12)
+    table.policy.start[:] = 0  # lost before the first token
+    with pytest.raises(UserError, match=r"no prompt has contrast: of 12 prompts 0 are always solved and 12 never"):
+        audit(table, Store(tmp_path, facts_of()))
+
+
+def test_responses_too_short_for_their_steps(finished: Store) -> None:
+    with pytest.raises(UserError, match=r"--steps 25: the longest response has 24 tokens.*Choose --steps 12"):
+        choose_responses(finished.rollouts, Plan(steps=25), SEED)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"continuations": 6}, "--continuations 6: it must be an even number, at least 8"),
+        ({"continuations": 9}, "--continuations 9: it must be an even number"),
+        ({"steps": 1}, "--steps 1: it must be at least 2"),
+        ({"samples": 1}, "--samples 1: it must be at least 2"),
+        ({"second_stage": -1}, "--second-stage -1"),
+    ],
+)
+def test_plans_that_cannot_be(options: dict[str, int], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Plan(**options)
+
+
+def test_the_plan_knows_cost_and_power(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan()
+    assert plan.continued == 128 * 15 * 16 + 64 * 64
+    assert plan.decoded(1000) == pytest.approx(64 * (8 + 64) * 1000 + 128 * 15 * 16 * 500)
+    assert plan.reliability == 0.5
+    assert plan.detectable == pytest.approx(0.11, abs=0.005)
+    print_plan(plan, 1000, 100, measured=True, cached=True)
+    printed = capsys.readouterr().out
+    assert "34,816 continuations" in printed
+    assert "Smallest alignment seen at 5 %, power 80 %: 0.11" in printed
+
+
+# -------------------------------------------------------------------- figures
+
+
+def test_credit_as_it_enters_the_gradient() -> None:
+    A = np.array([[1.0, 1.0, 0.0], [-2.0, 0.0, 0.0]])
+    mask = np.array([[True, True, False], [True, False, False]])
+    assert effective_credit(A, mask, "token-mean") == pytest.approx(A)
+    # 3 tokens, 2 responses: A / (2 · length) · 3
+    assert effective_credit(A, mask, "seq-mean-token-mean")[:, 0].tolist() == pytest.approx([0.75, -3.0])
+    names = {method.name: method for method in methods(["gtpo", "gspo", "clip_cov", "grpo"])}
+    assert [name for name, method in names.items() if not method.scored] == ["gspo", "clip_cov"]
+    assert names["gtpo"].settings.entropy_floor == 1e-3  # the preset's
+    assert methods(["gtpo"], ["algorithm.gtpo.alpha2=0.5", "data.seed=1"])[1].settings.alpha2 == 0.5
+    with pytest.raises(UserError, match=r"--methods gtpoo: no such algorithm; did you mean gtpo"):
+        methods(["gtpoo"])
+
+
+def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = measurement(finished, result) | {"solved": 3, "never": 4}
+    assert facts["responses_audited"] == len(result.chosen.rows) <= 48
+    assert facts["continuations"] == sum(count.trials for count in finished.counts.values())
+    print_result(result, PLAN, facts)
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in ("DAPO", "GTPO", "random weights", "position alone", "8 continuations"))
+    assert "With DAPO's credit at ratios of 1: kl_cov." in printed
+    assert "3 prompts always solved and 4 never" in " ".join(printed.split())
+    page = write_page(finished, PLAN, result, facts).read_text()
+    assert len(re.findall(r'<div class="picture">', page)) == 8
+    assert page.count('data-token="') == 8 * 24
+    assert 'class="step down lost"' in page or 'class="step down unsure lost"' in page
+    assert not re.search(r'(src|href|url\()\s*=?\s*["\']?(https?:)?//', page)
+    (credit,) = re.findall(r"const credit = (.*);\n", page)
+    values = json.loads(credit)
+    assert set(values) == {"gtpo", "fork20", "dr_grpo", "grpo"}
+    assert max(map(abs, values["gtpo"][0])) == 1
+    assert values["dr_grpo"][0] == []  # nothing to colour: the same for every token
+    assert {heading for heading, *_ in COLUMNS} <= set(re.findall(r"<th>([^<]+)</th>", page))
+
+
+def test_figures_are_in_the_record(finished: Store, result: Result) -> None:
+    finished.record(plain(result.analysis))
+    record = json.loads((finished.directory / "audit.json").read_text())
+    value, low, high = record["methods"]["fork20"]["figures"]["wrong"]["alignment"]
+    assert low < value < high
+    assert record["methods"]["fork20"]["minus"]["gtpo"]["wrong"]["alignment"][0] is not None
+    assert 0 < record["reliability"]["all"]["half"][0] < 1
+    assert len(record["mean_advantage_by_step"]) == PLAN.steps
+
+
+def test_intervals_of_shares() -> None:
+    low, high = wilson(np.array([0.0, 0.5, 1.0, 0.3]), np.array([16.0, 16.0, 16.0, np.inf]))
+    assert low[0] == pytest.approx(0, abs=1e-12)
+    assert high[0] == pytest.approx(0.1936, abs=1e-3)
+    assert (low[1], high[1]) == pytest.approx((0.2800, 0.7200), abs=1e-3)
+    assert low[3] == high[3] == 0.3
+
+
+# -------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name what to audit"),
+        (["nothing/at/all", "--continuations", "6"], "--continuations 6"),
+        (["--reanalyse", "nothing"], "holds no audit"),
+    ],
+)
+def test_what_is_refused_in_one_line(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_analysing_again_needs_no_model(finished: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "--reanalyse", str(finished.directory), "--methods", "fork20"]) == 0
+    printed = capsys.readouterr().out
+    assert "DAPO" in printed
+    assert (finished.directory / "audit.html").is_file()
+    record = json.loads((finished.directory / "audit.json").read_text())
+    assert set(record["methods"]) == {"dapo", "fork20", "position", "random", "oracle"}

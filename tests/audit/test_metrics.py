@@ -1,0 +1,416 @@
+"""The figures of an audit against loops, exact values and identities, on a policy whose values are known."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tabular_policy import Sampled, TabularPolicy
+
+from gtpo_verl.algorithms import algorithm
+from gtpo_verl.audit.analysis import Analysis, analyse, plain
+from gtpo_verl.audit.metrics import (
+    LOST,
+    Credit,
+    chosen,
+    components,
+    figures,
+    first_losses,
+    reliability,
+    reliability_figures,
+)
+from gtpo_verl.audit.references import (
+    RANDOM_SEEDS,
+    branch_variance,
+    oracle_credit,
+    position_credit,
+    random_credit,
+    state_credit,
+)
+from gtpo_verl.audit.values import Values, centred, centred_noise
+
+M = 8
+DRAWS = 500
+SCORED = ("dapo", "gtpo", "fork20", "eapo", "prob_mask")
+
+
+@pytest.fixture(scope="module")
+def policy() -> TabularPolicy:
+    return TabularPolicy(80, seed=1)
+
+
+@pytest.fixture(scope="module")
+def sampled(policy: TabularPolicy) -> Sampled:
+    return policy.sample(4)
+
+
+@pytest.fixture(scope="module")
+def credit_of(sampled: Sampled) -> Callable[[str], Credit]:
+    def tokens(name: str) -> np.ndarray:
+        return algorithm(name).advantages(sampled.batch()).advantages.double().numpy()
+
+    def build(name: str) -> Credit:
+        if name == "entropy":
+            return sampled.credit(tokens("dapo") * sampled.entropy, M)
+        if name == "inverse":
+            return sampled.credit(tokens("dapo") / np.maximum(sampled.entropy, 0.01), M)
+        return sampled.credit(tokens(name), M)
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def scored(credit_of: Callable[[str], Credit]) -> dict[str, Credit]:
+    return {name: credit_of(name) for name in (*SCORED, "entropy", "inverse")}
+
+
+def sums(values: Values, credit: Credit) -> dict[str, np.ndarray]:
+    terms = components(values, credit, first_losses(values.mean, values.correct))
+    return {name: term.sum() for name, term in terms.items()}
+
+
+# -------------------------------------------------------------------- the policy
+
+
+def test_the_values_of_the_table_are_those_of_continuations(policy: TabularPolicy, sampled: Sampled) -> None:
+    rng = np.random.default_rng(3)
+    V = sampled.V[:60, 10]
+    tables, states = np.repeat(sampled.tables[:60], 400), np.repeat(sampled.states[:60, 10], 400)
+    shares = policy.continued(tables, states, 10, rng).reshape(60, 400).mean(1)
+    z = (shares - V) / np.sqrt(np.maximum(V * (1 - V), 1e-9) / 400)
+    assert np.abs(z[(V > 0.01) & (V < 0.99)]).max() < 4.5
+    assert np.abs(sampled.V[:, -1] - sampled.correct).max() == 0
+
+
+def test_the_squares_of_the_advantages_add_up_to_the_variance_of_the_verdict(policy: TabularPolicy) -> None:
+    sampled = policy.sample(1)  # every prompt is without contrast: none is left out for its verdicts
+    assert len(sampled.tables) == 0
+    # by the exact variance of a step: E Σ A² = V(0)(1 - V(0)) needs no sampling
+    every = policy.sample(8)
+    points = every.points(M)[0]
+    variance = policy.state_variance(every, points)
+    A = every.exact(M).advantages[0]
+    residual = (A**2 - variance).sum(1)
+    assert abs(residual.mean()) < 4 * residual.std() / math.sqrt(len(residual))
+
+
+# -------------------------------------------------------------------- against loops, on exact values
+
+
+def test_every_figure_against_loops(sampled: Sampled, scored: dict[str, Credit]) -> None:
+    values = replace(sampled.exact(M), weight=np.random.default_rng(0).uniform(0.5, 2, len(sampled.tables)))
+    V, A, w = values.mean, values.advantages[0], values.weight
+    dapo = sums(values, scored["dapo"])
+    for name in ("dapo", "gtpo", "fork20"):
+        credit = scored[name]
+        found = figures(sums(values, credit), dapo)
+        c = credit.mean
+        product = square = signal = g = q = flat = flips = tokens = up = steps = 0.0
+        energy = {0.05: 0.0, 0.1: 0.0, 0.2: 0.0}
+        total = on = on_tokens = behind = lost = rising = there = there_tokens = 0.0
+        for i in range(len(A)):
+            ci, ai = c[i] - c[i].mean(), A[i] - A[i].mean()
+            product += w[i] * (ci @ ai)
+            square += w[i] * (ci @ ci)
+            signal += w[i] * (ai @ ai)
+            g += w[i] * (c[i] @ A[i])
+            q += w[i] * credit.square[i].sum()
+            flat += w[i] * (c[i] @ c[i])
+            flips, tokens = flips + w[i] * credit.flips[i].sum(), tokens + w[i] * credit.tokens[i].sum()
+            up, steps = up + w[i] * (np.sign(c[i]) @ A[i]), steps + w[i] * M
+            total += w[i] * (A[i] @ A[i])
+            for share in energy:
+                energy[share] += w[i] * _greedy(np.abs(c[i]), credit.tokens[i], share) @ A[i] ** 2
+            there += (
+                w[i]
+                * (_greedy(np.abs(A[i]), credit.tokens[i], 0.2) @ credit.absolute[i])
+                / (credit.absolute[i].sum() or math.inf)
+            )
+            there_tokens += w[i] * 0.2 * (credit.absolute[i].sum() > 0)
+            if sampled.correct[i] or credit.negative[i].sum() == 0:
+                continue
+            point = next((p for p in range(M + 1) if (V[i, p:] <= LOST).all()), M)
+            if point in (0, M):
+                continue
+            share = credit.negative[i] / credit.negative[i].sum()
+            lost += w[i]
+            on += w[i] * share[point - 1]
+            on_tokens += w[i] * credit.tokens[i, point - 1] / credit.tokens[i].sum()
+            behind += w[i] * share[point:].sum()
+            rising += w[i] * share[: point - 1][A[i, : point - 1] > 1e-9].sum()
+        uniform = square <= 1e-18 * q
+        assert found["alignment"] == pytest.approx(0.0 if uniform else product / math.sqrt(square * signal), abs=1e-10)
+        assert found["bias"] == pytest.approx(1 - g**2 / (flat * total), abs=1e-10)
+        assert found["rollouts"] == pytest.approx(q / g**2 / (dapo["q"] / dapo["g"] ** 2), rel=1e-10)
+        assert found["flips"] == pytest.approx(flips / tokens)
+        assert found["direction"] == pytest.approx(up / steps)
+        for share, value in energy.items():
+            assert found[f"energy@{share:g}"] == pytest.approx(value / total, rel=1e-6), name
+        assert found["critical_lift"] == pytest.approx(there / there_tokens, rel=1e-6), name
+        assert found["blame_lift"] == pytest.approx(on / on_tokens, rel=1e-10)
+        assert found["wasted"] == pytest.approx(behind / lost, rel=1e-10)
+        assert found["rising"] == pytest.approx(rising / lost, rel=1e-10)
+
+
+def _greedy(size: np.ndarray, tokens: np.ndarray, share: float) -> np.ndarray:
+    """The mean over all orders of equal steps, which all have the same length here, of taking the largest first."""
+    left, taken = share * tokens.sum(), np.zeros(len(size))
+    keys = np.round(size / max(size.max(), 1e-300), 9)
+    for level in sorted(set(keys.tolist()), reverse=True):
+        same = keys == level
+        part = min(1.0, max(0.0, left) / tokens[same].sum())
+        taken[same] = part
+        left -= part * tokens[same].sum()
+    return taken
+
+
+def test_rank_correlations_are_scipys(sampled: Sampled, scored: dict[str, Credit]) -> None:
+    from scipy import stats
+
+    values = sampled.exact(M)
+    found = components(values, scored["prob_mask"], first_losses(values.mean, values.correct))
+    c, A = np.round(scored["prob_mask"].mean, 10), np.round(values.advantages[0], 10)
+    for row in range(40):
+        if np.ptp(c[row]) < 1e-9 or np.ptp(A[row]) < 1e-9:
+            assert found["spearman_counted"][row] == 0
+            continue
+        assert found["spearman"][row] == pytest.approx(stats.spearmanr(c[row], A[row]).statistic, abs=1e-9)
+        assert found["kendall"][row] == pytest.approx(stats.kendalltau(c[row], A[row]).statistic, abs=1e-9)
+
+
+# -------------------------------------------------------------------- identities
+
+
+def test_uniform_credit_and_exact_truth(sampled: Sampled, scored: dict[str, Credit], policy: TabularPolicy) -> None:
+    values = sampled.exact(M)
+    tokens = scored["dapo"].tokens
+    truth = Credit.of_steps(values.advantages[0], tokens, values.correct)
+    variance = policy.state_variance(sampled, sampled.points(M)[0])
+    state = state_credit(variance, values.mean[:, :-1], tokens, values.correct)
+    found = analyse(values, scored | {"truth": truth, "state": state}, draws=DRAWS)
+    uniform = found.row("dapo").figures
+    for stratum in ("all", "correct", "wrong"):
+        assert uniform[stratum]["alignment"].value == 0
+        assert uniform[stratum]["rollouts"].value == 1
+        assert uniform[stratum]["critical_lift"].value == pytest.approx(1)
+        assert uniform[stratum]["energy@0.2"].value == pytest.approx(0.2)
+        assert found.row("truth").figures[stratum]["alignment"].value == pytest.approx(1)
+        assert found.row("truth").figures[stratum]["bias"].value == pytest.approx(0, abs=1e-9)
+        assert found.row("oracle").figures[stratum]["alignment"].value == pytest.approx(1)
+    assert uniform["wrong"]["blame_lift"].value == pytest.approx(1)
+    assert uniform["wrong"]["wasted"].value == pytest.approx(uniform["wrong"]["wasted_tokens"].value)
+    assert found.row("truth").figures["wrong"]["wasted"].value == pytest.approx(0, abs=1e-3)  # lost is V ≤ 1/64
+    assert found.row("truth").figures["wrong"]["rising"].value == 0
+    # no rule that reads the state alone is better than the state oracle, and none at all than the truth
+    best = found.row("state").figures
+    for name in (*SCORED, "entropy", "inverse"):
+        for stratum in ("correct", "wrong"):
+            assert found.row(name).figures[stratum]["alignment"].value < best[stratum]["alignment"].value < 1
+            assert found.row(name).figures[stratum]["rollouts"].value > best[stratum]["rollouts"].value
+    assert found.losses["wrong"] == int((~sampled.correct).sum())
+    assert plain(found)["methods"]["truth"]["figures"]["all"]["alignment"][0] == pytest.approx(1)
+
+
+def test_blame_in_proportion_to_the_inverse_entropy_falls_where_nothing_was_decided(
+    sampled: Sampled, scored: dict[str, Credit]
+) -> None:
+    """On a policy whose forks have high entropy; whether a language model is one, an audit shows."""
+    found = analyse(sampled.exact(M), scored, draws=DRAWS)
+    inverse, entropy = (found.row(name).figures["wrong"] for name in ("inverse", "entropy"))
+    assert inverse["alignment"].high is not None
+    assert inverse["alignment"].high < 0
+    assert entropy["alignment"].low is not None
+    assert entropy["alignment"].low > 0
+    assert inverse["blame_lift"].value < 0.9 < 1.1 < entropy["blame_lift"].value
+    gtpo = found.row("gtpo").figures
+    assert gtpo["wrong"]["alignment"].value < 0 < gtpo["correct"]["alignment"].value
+    assert found.row("inverse").p_holm["wrong"] < 0.05
+
+
+def test_scale_order_and_names_change_nothing(sampled: Sampled, scored: dict[str, Credit]) -> None:
+    values = sampled.values(M, 16, np.random.default_rng(5))
+    order = np.random.default_rng(6).permutation(len(values.correct))
+    names = {name: f"other {name}" for name in values.prompt}
+    moved = Values(
+        values.halves[:, order],
+        values.trials[:, order],
+        values.correct[order],
+        tuple(names[values.prompt[row]] for row in order),
+        values.weight[order] * 3,
+    )
+    before = plain(analyse(values, scored, draws=DRAWS))
+    scaled = {
+        name: Credit(*(getattr(credit, field)[order] * factor for field, factor in _SCALES.items()))
+        for name, credit in scored.items()
+    }
+    after = plain(analyse(moved, scaled, draws=DRAWS))
+    for name in scored:
+        for stratum, each in before["methods"][name]["figures"].items():
+            for key, (value, *_) in each.items():
+                assert after["methods"][name]["figures"][stratum][key][0] == pytest.approx(value, abs=1e-9), (name, key)
+
+
+_SCALES = {"mean": 7, "square": 49, "negative": 7, "absolute": 7, "flips": 1, "tokens": 1}
+
+
+def test_equal_steps_are_taken_in_equal_parts() -> None:
+    size = np.array([[1.0, 1.0, 3.0, 0.0]])
+    tokens = np.array([[2, 2, 1, 5]])
+    assert chosen(size, tokens, 0.2) == pytest.approx(np.array([[0.25, 0.25, 1, 0]]))  # 1 of 2 tokens are left for four
+    assert chosen(size, tokens, 0.05) == pytest.approx(np.array([[0, 0, 0.5, 0]]))
+    assert chosen(size, tokens, 1.0) == pytest.approx(np.ones((1, 4)))
+
+
+def test_the_first_irrecoverable_step() -> None:
+    V = np.array(
+        [[0.5, 0.6, 0.0, 0.2, 0.0, 0.0], [0.01, 0.01, 0, 0, 0, 0], [0.5, 0.5, 0.5, 0.5, 0.5, 0.0], [0.5] * 5 + [1]]
+    )
+    found = first_losses(V, np.array([False, False, False, True]))
+    assert found.step.tolist() == [3, -1, -1, -1]  # the 0 before 0.2 was recovered from
+    assert found.never.tolist() == [False, True, False, False]
+    assert found.at_the_end.tolist() == [False, False, True, False]
+
+
+# -------------------------------------------------------------------- sampled values
+
+
+def test_noise_does_not_attenuate_a_figure(sampled: Sampled, scored: dict[str, Credit], policy: TabularPolicy) -> None:
+    """The mean over 30 measurements with 16 continuations of a point is the exact value, within 3 SE and the bias of a
+    ratio.
+    """
+    exact = sampled.exact(M)
+    truth = {name: figures(sums(exact, credit), sums(exact, scored["dapo"])) for name, credit in scored.items()}
+    rng = np.random.default_rng(7)
+    measured: dict[tuple[str, str], list[float]] = {}
+    naive, few = [], ("entropy", "fork20")
+    for _ in range(30):
+        values = sampled.values(M, 16, rng)
+        dapo = sums(values, scored["dapo"])
+        for name in few:
+            for key, value in figures(sums(values, scored[name]), dapo).items():
+                measured.setdefault((name, key), []).append(float(value))
+        c, A = centred(scored["entropy"].mean), centred(values.advantages.mean(axis=0))
+        naive.append((c * A).sum() / math.sqrt((c**2).sum() * (A**2).sum()))
+    for name in few:
+        for key in ("alignment", "alignment_inside", "energy@0.1", "energy@0.2", "rollouts", "bias", "direction"):
+            draws = np.array(measured[name, key])
+            error = draws.std() / math.sqrt(len(draws))
+            assert abs(draws.mean() - truth[name][key]) < 3.5 * error + 0.01 * abs(truth[name][key]) + 1e-9, (name, key)
+    assert np.mean(naive) < 0.9 * truth["entropy"]["alignment"]  # what the cross product of the halves is for
+
+
+def test_the_monte_carlo_oracle_finds_the_reliability_of_a_half(sampled: Sampled, policy: TabularPolicy) -> None:
+    exact = sampled.exact(M)
+    signal = (centred(exact.advantages[0]) ** 2).sum()
+    for seed, K in enumerate((8, 16, 32)):
+        values = sampled.values(M, K, np.random.default_rng(seed))
+        known = replace(values, halves=exact.halves)  # the sampling error at the exact values
+        noise = centred_noise(known).mean(axis=0) * (known.trials[0, :, 1] - 1) / known.trials[0, :, 1]
+        expected = math.sqrt(signal / (signal + noise.sum()))
+        found = analyse(values, {"dapo": _uniform(sampled)}, draws=DRAWS)
+        oracle = found.row("oracle").figures["all"]["alignment"]
+        assert oracle.value is not None
+        assert oracle.low is not None
+        assert oracle.high is not None
+        error = (oracle.high - oracle.low) / 3.92
+        assert abs(oracle.value - expected) < 3 * error
+        binomial = found.reliability["all"]["half_binomial"].value
+        assert binomial is not None
+        assert math.sqrt(binomial) == pytest.approx(expected, abs=0.05)
+        truth = sums(values, Credit.of_steps(exact.advantages[0], _uniform(sampled).tokens, values.correct))
+        assert abs(figures(truth, truth)["alignment"] - 1) < 3 * error
+        energy = found.row("oracle").figures["all"]["energy@0.2"].value
+        assert energy is not None
+        assert 0.2 < energy < figures(truth, truth)["energy@0.2"] + 0.02  # no winner's curse
+
+
+def _uniform(sampled: Sampled) -> Credit:
+    return sampled.credit(np.where(sampled.correct, 1.0, -1.0)[:, None] * np.ones_like(sampled.entropy), M)
+
+
+def test_twice_the_continuations_leave_the_figures_in_their_intervals(
+    sampled: Sampled, scored: dict[str, Credit]
+) -> None:
+    rng = np.random.default_rng(11)
+    once, twice = (analyse(sampled.values(M, K, rng), scored, draws=DRAWS) for K in (16, 32))
+    names = ("gtpo", "fork20", "eapo", "prob_mask", "entropy")
+    inside = [once.row(name).figures["all"]["alignment"].contains(_alignment(twice, name)) for name in names]
+    assert inside.count(True) >= len(names) - 1  # one of five intervals of 95 % may miss
+    halves = [found.reliability["all"]["half"].value for found in (once, twice)]
+    assert halves[0] is not None
+    assert halves[1] is not None
+    # λ = S / (S + N/K): the odds double
+    assert halves[1] / (1 - halves[1]) == pytest.approx(2 * halves[0] / (1 - halves[0]), rel=0.15)
+
+
+def _alignment(found: Analysis, name: str) -> float:
+    value = found.row(name).figures["all"]["alignment"].value
+    assert value is not None
+    return value
+
+
+def test_random_weights_are_not_aligned(sampled: Sampled) -> None:
+    values = sampled.values(M, 16, np.random.default_rng(13))
+    uniform = np.where(sampled.correct, 1.0, -1.0)[:, None] * np.ones_like(sampled.entropy)
+    points = sampled.points(M)
+    seeds = [random_credit(uniform, sampled.mask, points, values.correct, seed) for seed in range(RANDOM_SEEDS)]
+    found = analyse(
+        values, {"dapo": _uniform(sampled)} | {str(k): each for k, each in enumerate(seeds)}, seeds, draws=DRAWS
+    )
+    alignments = [row.figures["all"]["alignment"] for row in found.rows if row.name.isdigit()]
+    rejected = [alignment for alignment in alignments if alignment.contains(0) is False]
+    assert len(alignments) == RANDOM_SEEDS
+    assert len(rejected) <= 2
+    pooled = found.row("random").figures["all"]
+    assert pooled["alignment"].contains(0)
+    assert pooled["rollouts"].value == pytest.approx(4 / 3, abs=0.05)  # E u² of U(0, 2)
+
+
+def test_the_errors_of_the_halves_are_independent(sampled: Sampled) -> None:
+    exact = sampled.exact(M)
+    values = sampled.values(M, 8, np.random.default_rng(17))
+    first, second = centred(values.advantages - exact.advantages)
+    assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 3 / math.sqrt(first.size / 2)
+    terms = {name: term.sum() for name, term in reliability(values).items()}
+    agreeing = reliability_figures(terms)
+    assert agreeing["half"] == pytest.approx(agreeing["half_binomial"], abs=0.05)
+    # halves that share their samples are found out by the binomial noise
+    copied = replace(values, halves=np.stack([values.halves[0]] * 2))
+    terms = {name: term.sum() for name, term in reliability(copied).items()}
+    assert reliability_figures(terms)["half"] - reliability_figures(terms)["half_binomial"] > 0.3
+
+
+def test_the_position_rule_and_the_oracle_see_no_sample_that_they_are_scored_by(sampled: Sampled) -> None:
+    values = sampled.values(M, 16, np.random.default_rng(19))
+    tokens = _uniform(sampled).tokens
+    one = int(np.flatnonzero(np.array(values.prompt) == values.prompt[0])[0])
+    halves = values.halves.copy()
+    halves[:, one, 1:-1] = 0.5
+    changed = replace(values, halves=halves)
+    assert (position_credit(values, tokens).mean[one] == position_credit(changed, tokens).mean[one]).all()
+    halves = values.halves.copy()
+    halves[1] = 0.3
+    assert (oracle_credit(values, tokens).mean == oracle_credit(replace(values, halves=halves), tokens).mean).all()
+
+
+def test_the_variance_between_branches_is_unbiased() -> None:
+    rng = np.random.default_rng(23)
+    V = np.array([0.1, 0.5, 0.9])
+    drawn = V[rng.integers(3, size=(20_000, 8))]
+    trials = np.full(drawn.shape, 4)
+    known = rng.random(drawn.shape) < 0.2
+    successes = np.where(known, rng.random(drawn.shape) < drawn, rng.binomial(4, drawn))
+    found = branch_variance(successes[:, :], np.where(known, 0, trials))
+    # a branch whose verdict is known has V = 0 or 1: more variance, of that verdict
+    verdict = 0.2 * V * (1 - V)
+    assert found.mean() == pytest.approx(V.var() + verdict.mean(), abs=3 * found.std() / math.sqrt(len(found)))
+
+
+def test_few_prompts_have_no_interval(sampled: Sampled, scored: dict[str, Credit]) -> None:
+    rows = np.isin(sampled.tables, np.unique(sampled.tables)[:19])
+    few = {name: Credit(*(getattr(credit, field)[rows] for field in _SCALES)) for name, credit in scored.items()}
+    found = analyse(sampled.exact(M).of(rows), few, draws=DRAWS)
+    assert not found.intervals
+    assert found.row("entropy").figures["all"]["alignment"].low is None
+    assert found.row("entropy").p_holm == {}

@@ -1,0 +1,74 @@
+"""``gtpo-verl audit`` on the embedded task: real Ray, vLLM and verifier, stopped in between, and analysed again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from gtpo_verl.tasks import task
+
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
+
+SIZES = [
+    *("--prompts", "20", "--samples", "8", "--responses", "40", "--steps", "4", "--continuations", "8"),
+    *("--methods", "gtpo,fork20,kl_cov"),
+]
+
+
+def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Path, tmp_path: Path) -> None:
+    prepared = task("sums").prepare(default_task_dir)
+    output = tmp_path / "audit"
+    command = [
+        *(sys.executable, "-m", "gtpo_verl.cli", "audit", str(prepared.model_path), "setting=quickstart"),
+        *("hardware=cpu", f"data.val_files={prepared.val_file}", "--output", str(output), *SIZES),
+    ]
+    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=300)
+    assert dry.returncode == 0, dry.stderr
+    assert "1,600 continuations" in dry.stdout
+    assert not output.exists()
+
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rollouts = output / "rollouts.parquet"
+    while first.poll() is None and not (rollouts.is_file() and pq.read_metadata(rollouts).num_rows):
+        time.sleep(0.2)
+    os.kill(first.pid, signal.SIGINT)
+    printed, _ = first.communicate(timeout=300)
+    assert first.returncode in (0, 130), printed
+    before = pq.read_table(rollouts).to_pylist()
+    assert before
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    log = (output / "audit.log").read_text()[-5000:]
+    assert done.returncode == 0, done.stdout + done.stderr + log
+    assert pq.read_table(rollouts).to_pylist()[: len(before)] == before
+    values = pq.read_table(output / "values.parquet").to_pylist()
+    assert {row["trials"] for row in values} == {4, 16}
+    assert all(0 <= row["successes"] <= row["trials"] for row in values)
+    record = json.loads((output / "audit.json").read_text())
+    measured = record["measurement"]
+    assert measured["continuations"] == sum(row["trials"] for row in values)
+    # the halves are independent: they agree as well as binomial counts allow, by the intervals of both
+    reliability = record["reliability"]["all"]
+    (half, low, high), (binomial, *_) = reliability["half"], reliability["half_binomial"]
+    assert 0 < half < 1
+    assert low - 0.15 < binomial < high + 0.15
+    assert set(record["methods"]) == {"dapo", "gtpo", "fork20", "position", "random", "oracle"}
+    assert record["methods"]["dapo"]["figures"]["all"]["alignment"][0] == 0
+    assert (output / "audit.html").stat().st_size > 10_000
+    # entropies are vLLM's, log-probs of the tokens that were sampled
+    assert all(min(row["entropies"]) >= 0 and max(row["log_probs"]) <= 1e-6 for row in before)
+
+    again = subprocess.run(
+        [sys.executable, "-m", "gtpo_verl.cli", "audit", "--reanalyse", str(output), "--methods", "eapo"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "eapo" in json.loads((output / "audit.json").read_text())["methods"]
