@@ -33,6 +33,7 @@ from gtpo_verl.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
+OUTPUTS = ("run_dir", "default_local_dir", "validation_data_dir", "rollout_data_dir")  # of `trainer`
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
 GROUPS = ("algo", "setting", "verifier", "backend", "layout", "hardware")
 TRAIN = "train"  # the primary file in configs/
@@ -303,7 +304,18 @@ def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass."""
+    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass.
+
+    Raises:
+        UserError: results would go to remote storage.
+    """
+    for name in OUTPUTS:
+        place = config.trainer.get(name)
+        if place is not None and "://" in place:  # every writer, verl's and ours, would make a local directory of it
+            raise UserError(
+                f"trainer.{name}={place}: results are written as files. Give a path on a file system that all nodes "
+                "mount, and copy to remote storage from there."
+            )
     _name_run(config, chosen(overrides, "algo") or "gtpo")
     environment = "ray_kwargs.ray_init.runtime_env.env_vars"
     set_value(config, f"{environment}.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard")

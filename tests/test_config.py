@@ -1,5 +1,6 @@
 """Composition of a run's configuration from verl's YAML, ours, and overrides."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -293,6 +294,13 @@ def test_words_numbers_and_interpolations_pass_where_they_belong() -> None:
         ]
     )
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 24
+
+
+@pytest.mark.parametrize("key", ["trainer.run_dir", "trainer.default_local_dir", "trainer.rollout_data_dir"])
+def test_results_do_not_go_to_a_local_directory_named_after_a_bucket(key: str) -> None:
+    overrides = [f"{key}=s3://bucket/run"]
+    with pytest.raises(UserError, match=rf"^{re.escape(key)}=s3://bucket/run: .* all nodes mount"):
+        prepare(compose_config(overrides), overrides)
 
 
 @pytest.mark.parametrize("path", [None, "runs/gtpo"])

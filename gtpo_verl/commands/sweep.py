@@ -6,6 +6,7 @@ from pathlib import Path
 from gtpo_verl.config import choices, with_config_dir
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import run as experiment
+from gtpo_verl.files import local_path
 
 EPILOG = """\
 examples:
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "`status DIR`, `stop DIR`",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their cost and stop")
-    parser.add_argument("--dir", type=Path, help="the sweep's directory (default: outputs/NAME-SETTING)")
+    parser.add_argument("--dir", type=local_path, help="the sweep's directory (default: outputs/NAME-SETTING)")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--local", action="store_true", help="processes of this machine, no cluster")
     where.add_argument("--address", metavar="URL", help="dashboard of the Ray cluster (default: Ray's own choice)")

@@ -40,8 +40,10 @@ Expected = str | set[str]
 CONTRACT: dict[str, dict[str, Expected]] = {
     "ray.exceptions": {
         "ActorUnavailableError": "class",
+        "GetTimeoutError": "class",
         "OutOfMemoryError": "class",
         "RayActorError": "class",
+        "RayError": "class",
         "RayTaskError": {"cause"},
     },
     "ray": {
@@ -51,6 +53,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "get_runtime_context": "()",
         "is_initialized": "()",
         "kill": "(actor, *, no_restart=)",
+        "nodes": "()",
         "get": "(object_refs, *, timeout=, _use_object_store=)",
         "wait": "(ray_waitables, *, num_returns=, timeout=, fetch_local=)",
         "init": {"num_cpus", "num_gpus", "include_dashboard", "runtime_env"},
@@ -59,6 +62,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "ray.runtime_context": {
         "RuntimeContext.get_job_id": "(self)",
+    },
+    "ray.util.scheduling_strategies": {
+        "NodeAffinitySchedulingStrategy": {"node_id", "soft"},
     },
     "ray.util.placement_group": {
         "PlacementGroup": "class",
