@@ -108,6 +108,8 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "CheckpointEngine.receive_weights": "(self, global_steps=)",
         "CheckpointEngine.send_weights": "(self, weights, global_steps=)",
         "CheckpointEngineRegistry": "class",
+        "CheckpointEngineRegistry._import_errors": "dict",
+        "CheckpointEngineRegistry._registry": "dict",
         "CheckpointEngineRegistry.register": "(backend)",
     },
     "verl.experimental.agent_loop.agent_loop": {
@@ -315,6 +317,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "initialize_global_process_group_ray": "(timeout_second=, backend=)",
     },
     "verl.utils.import_utils": {
+        "import_external_libs": "(external_libs=)",
         "load_class_from_fqn": "(fqn, description=)",
         "resolve_config_path": "(config_path)",
     },
