@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1})
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine takes longer than Ray's 30
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1, "include_dashboard": False})
     cluster.add_node(num_cpus=4, num_gpus=1)
     yield cluster.address
     cluster.shutdown()

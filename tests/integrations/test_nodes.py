@@ -26,8 +26,10 @@ OWN = Path("/proc/self/cwd/run")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_raylet_start_wait_time_s", "120")  # a busy machine takes longer than Ray's 30
         patch.chdir(tmp_path_factory.mktemp("head"))
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1})
+        head = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
         here = Path.cwd()
         patch.chdir(tmp_path_factory.mktemp("other"))
         cluster.add_node(num_cpus=2, num_gpus=1)
