@@ -180,7 +180,7 @@ def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_pa
     assert lines[1].endswith("token")
     assert "srun --nodes=1 --ntasks=1 --exclude=n1 scripts/ray_node.sh worker n1 token" in lines
     (submitted,) = [line for line in lines if line.startswith("submit --environment")]
-    assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo")
+    assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo hardware=gpu")
     assert lines[-2:] == ["submit --stop gtpo-7 --grace 780", "ray stop token"]
 
 
