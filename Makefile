@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests whose process joins a Ray cluster with another authentication: Ray keeps it for the life of a process.
-OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/experiments/test_jobs.py
+OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test_nodes.py tests/experiments/test_jobs.py
 
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench wheel clean

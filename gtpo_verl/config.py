@@ -33,8 +33,11 @@ from gtpo_verl.errors import UserError, did_you_mean
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
 
+OUTPUTS = ("run_dir", "default_local_dir", "validation_data_dir", "rollout_data_dir")  # of `trainer`
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
 GROUPS = ("algo", "setting", "task", "verifier", "backend", "layout", "hardware")
+VERLS_WORKERS = 8  # verl's number of agent loop workers and of TransferQueue's storage units, on any number of nodes
+WORKERS_PER_NODE = 2  # not measured: verl deals them to the nodes in turn, and with fewer than nodes some have none
 TRAIN = "train"  # the primary file in configs/
 # Sections that verl hands on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
 _FREE = {
@@ -306,7 +309,18 @@ def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass."""
+    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass.
+
+    Raises:
+        UserError: results would go to remote storage.
+    """
+    for name in OUTPUTS:
+        place = config.trainer.get(name)
+        if place is not None and "://" in place:  # every writer, verl's and ours, would make a local directory of it
+            raise UserError(
+                f"trainer.{name}={place}: results are written as files. Give a path on a file system that all nodes "
+                "mount, and copy to remote storage from there."
+            )
     _name_run(config, chosen(overrides, "algo") or "gtpo")
     environment = "ray_kwargs.ray_init.runtime_env.env_vars"
     set_value(config, f"{environment}.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard")
@@ -320,12 +334,27 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
             files = config.data[name]
             config.data[name] = _absolute(files) if isinstance(files, str) else [_absolute(file) for file in files]
 
+    workers = max(VERLS_WORKERS, WORKERS_PER_NODE * nodes_of(config))
+    for section, name in (
+        (config.actor_rollout_ref.rollout.agent, "num_workers"),
+        (config.transfer_queue.backend.SimpleStorage, "num_data_storage_units"),
+    ):
+        if section[name] is None:
+            section[name] = workers
+
     overlong = config.reward.reward_kwargs.overlong_buffer_cfg
     if overlong.len is None:
         overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
     if config.algorithm.entropy.source == "rollout":
         # verl's name for "old log-probs are the rollout's": the pass that would compute the actor's is skipped.
         config.algorithm.rollout_correction.bypass_mode = True
+
+
+def nodes_of(config: DictConfig) -> int:
+    """Nodes of a run: those that train, and those of the rollout's own servers where it has them."""
+    trainer = config.trainer
+    separate = trainer.v1.trainer_mode == "separate_async"
+    return int(trainer.nnodes + (config.actor_rollout_ref.rollout.nnodes if separate else 0))
 
 
 def _name_run(config: DictConfig, algo: str) -> None:

@@ -3,11 +3,19 @@
 Only the standard library is needed.
 """
 
+import argparse
 import json
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+
+def local_path(text: str) -> Path:
+    """A path from a command line, for argparse, which reports an address of remote storage by the option's name."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(f"{text} is remote storage, and results are written as files")
+    return Path(text)
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from gtpo_verl.cli import main
 from gtpo_verl.errors import main_guard
 from gtpo_verl.experiments import handover
-from gtpo_verl.experiments.cluster import prove_plugin
+from gtpo_verl.experiments.cluster import prove_cluster
 from gtpo_verl.runs.lock import ask_to_stop
 
 
@@ -24,7 +24,7 @@ def run() -> int:
     handover.export_environment()  # Ray calls it in workers, not here
     if task.action == "stop":
         return 0 if ask_to_stop(Path(task.run_dir)) else 1
-    prove_plugin(task.plugin)
+    prove_cluster(task.plugin, Path(task.run_dir))
     options = ["--check"] if task.action == "check" else ["--wait"] if task.wait else []
     return main(["train", *options, *task.overrides])
 

@@ -252,7 +252,28 @@ def _check_sizes(config: DictConfig) -> None:
             f"actor_rollout_ref.rollout.n={rollout.n}: a group needs at least two responses to be compared."
         )
     check_batches(config)
+    _check_separate_servers(config)
     _check_lengths(config)
+
+
+def _check_separate_servers(config: DictConfig) -> None:
+    """What ``separate_async`` asserts when the trainer is made, minutes after the start."""
+    if config.trainer.v1.trainer_mode != "separate_async":
+        return
+    for name in ("nnodes", "n_gpus_per_node"):
+        value = config.actor_rollout_ref.rollout[name]
+        if value < 1:
+            raise UserError(
+                f"actor_rollout_ref.rollout.{name}={value}: trainer.v1.trainer_mode=separate_async has rollout servers "
+                "on devices of their own; say how many, besides those of trainer."
+            )
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    updates = config.trainer.v1.separate_async.parameter_sync_step
+    if updates * mini != batch:
+        raise UserError(
+            f"trainer.v1.separate_async.parameter_sync_step={updates}: it must be {batch // mini}, the updates of a "
+            "step (data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size)."
+        )
 
 
 def _check_lengths(config: DictConfig) -> None:

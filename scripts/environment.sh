@@ -30,3 +30,12 @@ case "${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_ALLOC_CONF:-}" in
     exit 1
     ;;
 esac
+
+# Sets `hardware` to the override of a launcher. These are runs on GPUs, also where --check looks at one on a machine
+# with the CPU stack, which would choose hardware=cpu; hardware=cpu among the words leaves it empty.
+with_gpus() { # WORDS
+    case " $* " in
+    *" hardware="*) hardware=() ;;
+    *) hardware=(hardware=gpu) ;;
+    esac
+}

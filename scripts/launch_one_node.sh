@@ -3,4 +3,5 @@
 # All arguments are Hydra overrides, as for `gtpo-verl train`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-exec gtpo-verl train trainer.nnodes=1 "$@"
+with_gpus "$@"
+exec gtpo-verl train trainer.nnodes=1 "$@" "${hardware[@]}"

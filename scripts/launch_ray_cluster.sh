@@ -6,7 +6,8 @@
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/environment.sh"
+with_gpus "$@"
 for argument in "$@"; do
-    case "$argument" in --cfg | --check | --help) exec gtpo-verl train "$@" ;; esac # nothing to submit
+    case "$argument" in --cfg | --check | --help) exec gtpo-verl train "$@" "${hardware[@]}" ;; esac # nothing to submit
 done
-exec gtpo-verl submit --environment "$here/environment.sh" "$@"
+exec gtpo-verl submit --environment "$here/environment.sh" "$@" "${hardware[@]}"

@@ -5,7 +5,7 @@
 # A worker stays in the foreground until the cluster stops. `ray stop` on a node removes it.
 #
 # Nodes and clients share Ray's token: ~/.ray/auth_token of the head, or what RAY_AUTH_TOKEN_PATH names. The dashboard,
-# which takes jobs, listens on the head's loopback; DASHBOARD_HOST=0.0.0.0 opens it to the network.
+# which takes jobs, listens on the head's loopback; DASHBOARD_HOST=0.0.0.0 opens it to the network, with the token only.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -18,6 +18,13 @@ token() { # [--generate]
 
 case "${1:-} $#" in
 "head 1")
+    case "${DASHBOARD_HOST:-127.0.0.1} $RAY_AUTH_MODE" in
+    127.0.0.1\ * | localhost\ * | *\ token) ;;
+    *)
+        echo "error: DASHBOARD_HOST=$DASHBOARD_HOST takes jobs from everyone who reaches it: set RAY_AUTH_MODE=token." >&2
+        exit 1
+        ;;
+    esac
     token --generate
     exec ray start --head --port=6379 --dashboard-host="${DASHBOARD_HOST:-127.0.0.1}" --dashboard-port=8265 \
         --disable-usage-stats

@@ -1,5 +1,6 @@
 """Composition of a run's configuration from verl's YAML, ours, and overrides."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -293,6 +294,34 @@ def test_words_numbers_and_interpolations_pass_where_they_belong() -> None:
         ]
     )
     assert config.actor_rollout_ref.actor.ppo_mini_batch_size == 24
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["setting=default"], (8, 8)),
+        (["setting=paper_gtpo_32b"], (16, 16)),  # 8 nodes
+        (["setting=paper_dapo_32b"], (32, 32)),  # 16 nodes
+        (["setting=paper_dapo_32b", "actor_rollout_ref.rollout.agent.num_workers=5"], (5, 32)),
+        (
+            ["setting=paper_gtpo_7b", "trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.rollout.nnodes=8"],
+            (32, 32),
+        ),
+        (["setting=quickstart", "hardware=cpu"], (1, 1)),
+    ],
+)
+def test_queues_and_agent_loops_grow_with_the_nodes(overrides: list[str], expected: tuple[int, int]) -> None:
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    assert (config.actor_rollout_ref.rollout.agent.num_workers, units) == expected
+
+
+@pytest.mark.parametrize("key", ["trainer.run_dir", "trainer.default_local_dir", "trainer.rollout_data_dir"])
+def test_results_do_not_go_to_a_local_directory_named_after_a_bucket(key: str) -> None:
+    overrides = [f"{key}=s3://bucket/run"]
+    with pytest.raises(UserError, match=rf"^{re.escape(key)}=s3://bucket/run: .* all nodes mount"):
+        prepare(compose_config(overrides), overrides)
 
 
 @pytest.mark.parametrize("path", [None, "runs/gtpo"])

@@ -1,5 +1,6 @@
 """Atomic writes leave the old file or the new one; JSON lines survive a torn line."""
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,12 @@ def test_ending_the_torn_line_of_no_file_or_an_empty_one_writes_nothing(tmp_path
     (tmp_path / "empty").touch()
     files.end_torn_line(tmp_path / "empty")
     assert (tmp_path / "empty").read_bytes() == b""
+
+
+def test_an_option_that_names_a_place_for_results_takes_no_address(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=files.local_path)
+    assert parser.parse_args(["--output", "runs/a"]).output == Path("runs/a")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--output", "s3://bucket/a"])
+    assert "argument --output: s3://bucket/a is remote storage" in capsys.readouterr().err

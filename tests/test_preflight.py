@@ -292,6 +292,56 @@ def test_what_only_verl_knows_is_said_in_one_line(composed: Composer, change: st
     assert "\n" not in str(caught.value)
 
 
+ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+SEPARATE = (
+    *("hardware=cpu", "trainer.v1.trainer_mode=separate_async", "reward.custom_reward_function.name=good"),
+    *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
+)
+
+
+def test_the_engine_that_sends_weights_to_servers_is_asked_for(composed: Composer) -> None:
+    checks.check_with_verl(composed(*SEPARATE, f"{ENGINE}.backend=gloo"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([f"{ENGINE}.backend=nccl"], f"{ENGINE}.backend=nccl: No module named 'cupy'. The extra `gpu` installs"),
+        ([f"{ENGINE}.backend=glop"], "did you mean gloo?"),
+        ([f"{ENGINE}.backend=naive"], "has servers of its own"),
+        ([f"{ENGINE}.custom_backend_module=no.module"], "cannot be imported: No module named 'no'"),
+    ],
+)
+def test_an_engine_that_cannot_send_weights_to_servers_is_refused(
+    composed: Composer, changes: list[str], message: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        checks.check_with_verl(composed(*SEPARATE, *changes))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_engine_of_gpus_is_not_asked_of_the_cpu_stack(
+    composed: Composer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks.check_with_verl(composed(*SEPARATE, f"{ENGINE}.backend=nccl", "trainer.device=cuda"))
+    assert f"note: {ENGINE}.backend=nccl was not asked: No module named 'cupy'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("actor_rollout_ref.rollout.nnodes=0", "actor_rollout_ref.rollout.nnodes=0"),
+        ("trainer.v1.separate_async.parameter_sync_step=3", "it must be 2"),
+    ],
+)
+def test_sizes_that_servers_of_their_own_need(composed: Composer, change: str, message: str) -> None:
+    updates = "trainer.v1.separate_async.parameter_sync_step=2"  # of a batch of 64 in mini-batches of 32
+    preflight.check(composed(*SEPARATE, updates))
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(*SEPARATE, updates, change))
+
+
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
 def test_the_verifier_is_tried_on_every_data_source_of_every_file(
     composed: Composer, inputs: dict[str, str], key: str

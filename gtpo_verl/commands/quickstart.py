@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from gtpo_verl.config import choices, chosen
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import local_path
 from gtpo_verl.runs.directory import METRICS_FILE, read_record, write_record
 from gtpo_verl.runs.pace import Pace, in_words
 from gtpo_verl.runs.process import TrainingProcess
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps per arm (default: the setting's)")
     parser.add_argument(
         "--output",
-        type=Path,
+        type=local_path,
         default=Path("outputs"),
         metavar="DIR",
         help="parent directory of the run (default: %(default)s)",

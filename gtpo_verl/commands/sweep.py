@@ -6,6 +6,7 @@ from pathlib import Path
 from gtpo_verl.config import choices, with_config_dir
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import run as experiment
+from gtpo_verl.files import local_path
 
 EPILOG = """\
 examples:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the runs and their cost and stop")
     parser.add_argument(
         "--dir",
-        type=Path,
+        type=local_path,
         help="the sweep's directory (default: outputs/NAME-SETTING, NAME the file's or that of the axes)",
     )
     where = parser.add_mutually_exclusive_group()

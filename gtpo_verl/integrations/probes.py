@@ -21,20 +21,31 @@ def registered() -> str:
     return ", ".join(plugin.check_registered())
 
 
-def save_probe_model(directory: Path) -> None:
-    """Save a small random Qwen2 whose entropies vary and are well below the maximum."""
+def save_probe_model(directory: Path, tensor_parallel: int = 1) -> None:
+    """Save a small random Qwen2 whose entropies vary and are well below the maximum.
+
+    Args:
+        directory: where to.
+        tensor_parallel: number of GPUs over which it can be split.
+    """
     import torch
 
     from gtpo_verl.tasks.model import build_model
 
-    model = build_model(vocabulary_size=256, seed=0)
+    heads = 4 * tensor_parallel
+    shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "hidden_size": 32 * heads}
+    model = build_model(vocabulary_size=256, seed=0, **shape)
     with torch.no_grad():
         model.lm_head.weight.mul_(15)
     model.save_pretrained(directory)
 
 
-def measure_entropies(model_path: str) -> str:
+def measure_entropies(model_path: str, tensor_parallel: int = 1) -> str:
     """Sample from a tiny model with vLLM and compare the entropies it returns with those of transformers in float64.
+
+    Args:
+        model_path: from :func:`save_probe_model`.
+        tensor_parallel: number of GPUs over which vLLM splits it.
 
     Raises:
         UserError: there are no entropies, or wrong ones.
@@ -58,6 +69,7 @@ def measure_entropies(model_path: str) -> str:
         logprobs_mode="processed_logprobs",
         worker_extension_cls=WORKER_EXTENSION,
         gpu_memory_utilization=0.1,
+        tensor_parallel_size=tensor_parallel,
     )
     prompt = [5, 6, 7]
     sampling = SamplingParams(temperature=0.8, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)

@@ -123,9 +123,14 @@ def _time(plan: Plan) -> Table:
         "old log-probs": time.old_log_prob,
         "advantages": time.advantage,
         "updates": time.update,
+        "weight sync": time.weight_sync,
+        "offload": time.offload,
+        "checkpoint, its share": time.checkpoint,
         "other": time.other,
     }
     for name, seconds in rows.items():
+        if not seconds:
+            continue
         table.add_row(name, f"{seconds:,.1f}", f"{seconds / time.total:.0%}")
     table.add_section()
     table.add_row("step", f"{time.total:,.0f}", "", style="bold")

@@ -14,24 +14,39 @@ from gtpo_verl.planning.memory import Engine, checkpoints_activations
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
 from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob
+from gtpo_verl.planning.transfers import (
+    Network,
+    checkpoint_seconds,
+    offload_seconds,
+    old_log_prob_pass,
+    update_pass,
+    weight_sync_seconds,
+)
 
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's data sheet: dense bfloat16 TFLOP/s, memory bandwidth in GB/s, and GiB as torch reports them."""
+    """A GPU's data sheet: dense bfloat16 TFLOP/s, memory bandwidth in GB/s, GiB as torch reports them, and GB/s in one
+    direction to the other GPUs of its node (NVLink, or PCIe without it) and to host memory (PCIe).
+    """
 
     tflops: float
     bandwidth: float
     memory: float
+    link: float
+    host: float
 
 
 GPUS = {
-    "a100-40gb": GPU(312, 1555, 39.4),
-    "a100-80gb": GPU(312, 2039, 79.1),
-    "h100": GPU(989, 3350, 79.1),
-    "h200": GPU(989, 4800, 139.8),
-    "l40s": GPU(362, 864, 44.4),
-    "a10": GPU(125, 600, 22.0),
+    "a100-40gb": GPU(312, 1555, 39.4, 300, 32),
+    "a100-80gb": GPU(312, 2039, 79.1, 300, 32),
+    "h100": GPU(989, 3350, 79.1, 450, 64),
+    "h200": GPU(989, 4800, 139.8, 450, 64),
+    "h800": GPU(989, 3350, 79.1, 200, 64),  # NVLink of 400 GB/s in both directions
+    "h20": GPU(148, 4000, 95.1, 450, 64),
+    "b200": GPU(2250, 8000, 178.4, 900, 64),
+    "l40s": GPU(362, 864, 44.4, 32, 32),
+    "a10": GPU(125, 600, 22.0, 32, 32),
 }
 
 
@@ -53,6 +68,10 @@ DEFAULTS: dict[str, tuple[float, str, str]] = {
     "decode_bandwidth": (0.60, "of peak bytes/s", "default: attention and small matrices do not reach the peak"),
     "decode_overhead": (0.004, "s per iteration", "default: scheduler, sampler and collectives"),
     "other_share": (0.03, "of the step", "default: verl's published 7B DAPO step, 10 of 356 s"),
+    "gpu_network": (50, "GB/s per GPU", "default: a port of 400 Gb/s for every GPU"),
+    "transfer_efficiency": (0.7, "of nominal bytes/s", "default: collectives and copies do not reach it"),
+    "weight_sync_bandwidth": (8.25, "GB/s", "verl's published: 30B in 7 s by its nccl engine, without vLLM's loading"),
+    "storage_bandwidth": (2.0, "GB/s", "default: of the file system for one checkpoint, over all nodes; not measured"),
 }  # fmt: skip
 
 ADVANTAGE_BENCHMARK = "benchmarks/bench_advantages.py on two CPU cores"
@@ -81,6 +100,8 @@ def default_assumptions(config: DictConfig, gpu: str) -> Assumptions:
     found["gpu_tflops"] = Assumption(sheet.tflops, "TFLOP/s, dense bfloat16", f"data sheet: {gpu}")
     found["gpu_bandwidth"] = Assumption(sheet.bandwidth, "GB/s", f"data sheet: {gpu}")
     found["gpu_memory"] = Assumption(sheet.memory, "GiB", f"data sheet: {gpu}")
+    found["gpu_link"] = Assumption(sheet.link, "GB/s, one direction", f"data sheet: {gpu}")
+    found["host_link"] = Assumption(sheet.host, "GB/s, one direction", f"data sheet: {gpu}")
     return found
 
 
@@ -109,7 +130,10 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each phase of a step; a replica decodes ``concurrent`` responses at once (0 if speed was measured)."""
+    """Seconds of each phase of a step; a replica decodes ``concurrent`` responses at once (0 if speed was measured).
+
+    Collectives are part of their phase. Of a measured run, so are the transfers: they are 0 here.
+    """
 
     generate: float
     old_log_prob: float
@@ -117,15 +141,20 @@ class StepTime:
     update: float
     other: float
     concurrent: int
+    weight_sync: float = 0.0
+    offload: float = 0.0
+    checkpoint: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.generate + self.old_log_prob + self.advantage + self.update + self.other
+        return sum(getattr(self, name) for name in PHASES)
 
     def to_dict(self) -> dict[str, float]:
         """JSON-ready."""
-        names = ("generate", "old_log_prob", "advantage", "update", "other", "total", "concurrent")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in (*PHASES, "total", "concurrent")}
+
+
+PHASES = ("generate", "old_log_prob", "advantage", "update", "weight_sync", "offload", "checkpoint", "other")
 
 
 def forward_flops(shape: ModelShape, sequences: float, length: float) -> float:
@@ -155,16 +184,26 @@ def step_time(
     update = passes_of_update(config, parallel) * forward / (peak * values["update_efficiency"])
     old_log_prob = 0.0 if skips_old_log_prob(config) else forward / (peak * values["log_prob_efficiency"])
     advantage = step.responses * lengths.response * values["advantage_ns"] * 1e-9
-    if "generated_tokens_per_gpu" in values:
+    transfers = (0.0, 0.0, 0.0)
+    if "generated_tokens_per_gpu" in values:  # measured: its phases hold the transfers
         concurrent = 0
         generate = step.generated_tokens / (values["generated_tokens_per_gpu"] * parallel.gpus)
     else:
         concurrent = _concurrent(config, parallel, step, engine, lengths)
         decoder = _Decoder.of(shape, parallel, engine, values)
         generate = _generation(config, shape, parallel, step, lengths, decoder, concurrent)
-    phases = generate + old_log_prob + advantage + update
+        network = Network.of(config, values)
+        update = update_pass(config, shape, parallel, step, network).seconds(update)
+        if old_log_prob:
+            old_log_prob = old_log_prob_pass(shape, parallel, step, network).seconds(old_log_prob)
+        transfers = (
+            weight_sync_seconds(shape, values),
+            offload_seconds(config, shape, parallel, network),
+            checkpoint_seconds(config, shape, parallel, values),
+        )
+    phases = generate + old_log_prob + advantage + update + sum(transfers)
     other = phases * values["other_share"] / (1 - values["other_share"])
-    return StepTime(generate, old_log_prob, advantage, update, other, concurrent)
+    return StepTime(generate, old_log_prob, advantage, update, other, concurrent, *transfers)
 
 
 @dataclass(frozen=True)

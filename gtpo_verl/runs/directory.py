@@ -25,6 +25,8 @@ SAMPLES_FILE = "credit_samples.jsonl"
 SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
 MODEL_LINK = "model"
+# Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
+HF_WEIGHTS = ("actor/huggingface", "actor/model/huggingface")
 
 
 class MetricsRecorder:
@@ -80,14 +82,21 @@ def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]],
 def link_model(run_dir: Path) -> Path | None:
     """Link ``model`` to the weights of the last checkpoint in Hugging Face format; None where there is none."""
     saved = sorted(
-        run_dir.glob("checkpoints/global_step_*/actor/huggingface"),
-        key=lambda path: int(path.parts[-3].rsplit("_", 1)[-1]),
+        (path.parent for path in run_dir.glob("checkpoints/global_step_*/actor")),
+        key=lambda path: int(path.name.rsplit("_", 1)[-1]),
     )
-    if not saved or not any(saved[-1].glob("*.safetensors")):
+    weights = hf_weights(saved[-1]) if saved else None
+    if weights is None:
         return None
     link = run_dir / MODEL_LINK
-    write_atomically(link, lambda path: path.symlink_to(saved[-1].relative_to(run_dir)))
+    write_atomically(link, lambda path: path.symlink_to(weights.relative_to(run_dir)))
     return link
+
+
+def hf_weights(checkpoint: Path) -> Path | None:
+    """The directory of a checkpoint's weights in Hugging Face format; None where it has none."""
+    places = (checkpoint / place for place in HF_WEIGHTS)
+    return next((place for place in places if any(place.glob("*.safetensors"))), None)
 
 
 def write_record(run_dir: Path, facts: dict[str, Any]) -> None:

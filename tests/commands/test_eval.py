@@ -90,10 +90,23 @@ def test_a_checkpoint_belongs_to_its_run(run_dir: Path) -> None:
     assert subject == find_subject(str(run_dir))
 
 
-def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path) -> None:
+def test_megatrons_weights_are_a_level_deeper(run_dir: Path) -> None:
+    actor = run_dir / "checkpoints" / "global_step_1" / "actor"
+    (actor / "model").mkdir()
+    (actor / "huggingface").rename(actor / "model" / "huggingface")
+    subject = find_subject(str(run_dir / "checkpoints" / "global_step_1"))
+    assert subject.path == str(actor / "model" / "huggingface")
+    assert subject.output == run_dir / "evaluation" / "global_step_1"
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path, backend: str) -> None:
     (run_dir / "model" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"verl\.model_merger merge --backend fsdp"):
-        find_subject(str(run_dir / "checkpoints" / "global_step_1"))
+    checkpoint = run_dir / "checkpoints" / "global_step_1"
+    if backend == "megatron":
+        (checkpoint / "actor" / "model" / "dist_ckpt").mkdir(parents=True)
+    with pytest.raises(UserError, match=rf"verl\.model_merger merge --backend {backend}"):
+        find_subject(str(checkpoint))
 
 
 def test_a_model_directory_takes_settings_like_train(model: Path, val_file: Path) -> None:

@@ -40,8 +40,10 @@ Expected = str | set[str]
 CONTRACT: dict[str, dict[str, Expected]] = {
     "ray.exceptions": {
         "ActorUnavailableError": "class",
+        "GetTimeoutError": "class",
         "OutOfMemoryError": "class",
         "RayActorError": "class",
+        "RayError": "class",
         "RayTaskError": {"cause"},
     },
     "ray": {
@@ -51,6 +53,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "get_runtime_context": "()",
         "is_initialized": "()",
         "kill": "(actor, *, no_restart=)",
+        "nodes": "()",
         "get": "(object_refs, *, timeout=, _use_object_store=)",
         "wait": "(ray_waitables, *, num_returns=, timeout=, fetch_local=)",
         "init": {"num_cpus", "num_gpus", "include_dashboard", "runtime_env"},
@@ -59,6 +62,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "ray.runtime_context": {
         "RuntimeContext.get_job_id": "(self)",
+    },
+    "ray.util.scheduling_strategies": {
+        "NodeAffinitySchedulingStrategy": {"node_id", "soft"},
     },
     "ray.util.placement_group": {
         "PlacementGroup": "class",
@@ -102,6 +108,8 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "CheckpointEngine.receive_weights": "(self, global_steps=)",
         "CheckpointEngine.send_weights": "(self, weights, global_steps=)",
         "CheckpointEngineRegistry": "class",
+        "CheckpointEngineRegistry._import_errors": "dict",
+        "CheckpointEngineRegistry._registry": "dict",
         "CheckpointEngineRegistry.register": "(backend)",
     },
     "verl.experimental.agent_loop.agent_loop": {
@@ -309,6 +317,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "initialize_global_process_group_ray": "(timeout_second=, backend=)",
     },
     "verl.utils.import_utils": {
+        "import_external_libs": "(external_libs=)",
         "load_class_from_fqn": "(fqn, description=)",
         "resolve_config_path": "(config_path)",
     },
@@ -772,3 +781,11 @@ def test_a_ray_actor_class_tells_what_it_wraps() -> None:
         pass
 
     assert ray.remote(Worker).__ray_actor_class__ is Worker
+
+
+def test_both_engines_save_hugging_face_weights_where_they_are_looked_for() -> None:
+    from verl.model_merger.base_model_merger import _default_hf_model_config_path
+
+    from gtpo_verl.runs.directory import HF_WEIGHTS
+
+    assert tuple(_default_hf_model_config_path(engine, "actor") for engine in ("fsdp", "megatron")) == HF_WEIGHTS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import MetricsRecorder, read_record
+from gtpo_verl.runs.directory import HF_WEIGHTS, MetricsRecorder, read_record
 from gtpo_verl.runs.session import training_session
 
 
@@ -28,13 +28,14 @@ def reason(run_dir: Path) -> str:
     return record["reason"]
 
 
-def test_a_training_that_ends_is_complete_and_its_last_model_is_linked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", HF_WEIGHTS)
+def test_a_training_that_ends_is_complete_and_its_last_model_is_linked(tmp_path: Path, place: str) -> None:
     before = signal.getsignal(signal.SIGINT)
     with session(tmp_path):
         assert status(tmp_path) == "running"
         assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
         for step in (9, 10):
-            weights = tmp_path / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+            weights = tmp_path / "checkpoints" / f"global_step_{step}" / place
             weights.mkdir(parents=True)
             (weights / "model.safetensors").touch()
     assert status(tmp_path) == "complete"

@@ -73,7 +73,8 @@ def rank_and_entropy(x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
     words = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     if x.shape[0]:
-        RankAndEntropyKernel()[(x.shape[0],)](words, x, x.stride(0), token_ids, x.shape[1], BLOCK_SIZE=8192)
+        tokens = token_ids.contiguous()  # the kernel steps through them one by one
+        RankAndEntropyKernel()[(x.shape[0],)](words, x, x.stride(0), tokens, x.shape[1], BLOCK_SIZE=8192)
     return words
 
 

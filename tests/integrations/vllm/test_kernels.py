@@ -140,6 +140,9 @@ broken = torch.zeros(2, 10)
 broken[0, 3] = torch.nan
 broken[1] = -torch.inf
 answer["broken"] = kernels.entropy_triton(broken).isnan().tolist()
+few = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0], [2.0, 3.0, 1.0]])
+strided, _ = codec.unpack(kernels.rank_and_entropy(few, few.topk(2).indices[:, -1]).tolist())
+answer["strided tokens"] = strided.tolist()
 answer["empty"] = kernels.entropy_triton(torch.zeros(0, 10)).tolist()
 print(json.dumps(answer))
 """
@@ -161,6 +164,11 @@ def interpreted(tmp_path_factory):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return rows, tokens, json.loads(run.stdout.splitlines()[-1])  # vLLM logs before it
+
+
+@pytest.mark.slow
+def test_tokens_may_be_a_column_of_a_table(interpreted):
+    assert interpreted[2]["strided tokens"] == [2, 2, 2]
 
 
 @pytest.mark.slow
