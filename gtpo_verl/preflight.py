@@ -17,6 +17,8 @@ from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import check_rollout
 from gtpo_verl.planning.step import check_batches
+from gtpo_verl.runs import checkpoints
+from gtpo_verl.runs.checkpoints import Layout, Start
 from gtpo_verl.seeds import LARGEST
 from gtpo_verl.versions import check_vllm, installed_version
 
@@ -42,6 +44,9 @@ def check(config: DictConfig) -> None:
     _check_sizes(config)
     _check_model(config)
     check_data(config)
+    start = find_start(config)
+    if start.message:
+        print(f"warning: {start.message}", flush=True)
 
 
 def problems(config: DictConfig) -> tuple[list[str], list[str]]:
@@ -327,6 +332,27 @@ def _check_hub(name: str) -> None:
             f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within "
             f"{HUB_TIMEOUT:.0f} s ({type(error).__name__}): give a local directory."
         ) from error
+
+
+def find_start(config: DictConfig) -> Start:
+    """Find the checkpoint from which the run goes on; nothing is changed.
+
+    Raises:
+        UserError: it would start again although there are checkpoints, or cannot load the one that there is.
+    """
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    layout = Layout(actor.strategy, trainer.nnodes * trainer.n_gpus_per_node, tuple(actor.checkpoint.load_contents))
+    if trainer.resume_mode == "auto":
+        return checkpoints.find_start(Path(trainer.default_local_dir), layout)
+    if trainer.resume_mode == "disable":
+        return Start(None)
+    if trainer.resume_mode != "resume_path":
+        raise UserError(f"trainer.resume_mode={trainer.resume_mode}: choose auto, disable or resume_path.")
+    if not trainer.resume_from_path:
+        raise UserError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N.")
+    folder = Path(trainer.resume_from_path)
+    checkpoints.check_folder(folder, layout)
+    return Start(folder)
 
 
 def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_files")) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from checkpoint_writer import write_fsdp
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
@@ -370,3 +371,32 @@ def test_an_unknown_vllm_is_refused_by_name(
     with pytest.raises(UserError, match=r"vLLM 0\.40\.2 is installed.*algorithm\.entropy\.source=actor"):
         preflight.check(composed())
     preflight.check(composed("algorithm.entropy.source=actor"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.resume_mode=automatic"], r"trainer\.resume_mode=automatic: choose auto, disable or resume_path"),
+        (["trainer.resume_mode=resume_path"], r"needs trainer\.resume_from_path"),
+        (["trainer.n_gpus_per_node=2"], r"was saved by 1 ranks, and this run has 2"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_resumed_is_named(
+    composed: Composer, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    write_fsdp(tmp_path / "checkpoints", 3)
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(f"trainer.run_dir={tmp_path}", *overrides))
+
+
+def test_the_checkpoint_before_a_broken_one_is_taken_with_a_warning(
+    composed: Composer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_fsdp(tmp_path / "checkpoints", 3)
+    (write_fsdp(tmp_path / "checkpoints", 6) / "data.pt").unlink()
+    preflight.check(composed(f"trainer.run_dir={tmp_path}"))
+    said = capsys.readouterr().out
+    assert "warning: " in said
+    assert "names global_step_6: data.pt is missing. Resuming from global_step_3; complete: global_step_3." in said
+    preflight.check(composed(f"trainer.run_dir={tmp_path}", "trainer.resume_mode=disable"))
+    assert "warning" not in capsys.readouterr().out

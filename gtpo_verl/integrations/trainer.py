@@ -7,6 +7,7 @@ advantage step fetches neither. The mixin fetches both, with the verifier's verd
 import logging
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import append_json_line, write_atomically
-from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
+from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sample
@@ -52,8 +53,17 @@ from gtpo_verl.integrations.validation import dump_columns, limits, recorded, va
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.runs.checkpoints import prune
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import SAMPLES_FILE, STOP_FILE, MetricsRecorder, link_model, record_groups
+from gtpo_verl.runs.directory import (
+    SAMPLES_FILE,
+    STOP_FILE,
+    MetricsRecorder,
+    keep_step,
+    link_model,
+    record_groups,
+    restore_step,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +83,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self.recorder = MetricsRecorder(self.run_dir)
         self._in_training = False
         self._checkpointed: int | None = None  # the last step whose checkpoint is complete in default_local_dir
+        self._not_logged: tuple[dict[str, Any], dict[str, int]] | None = None  # metrics and groups of the current step
         self._servers_asked = time.monotonic()
         self._pass_seconds: Counter[str] = Counter()  # of the current step
         self._drawn = (0, 0)  # a step, and the number of the next prompt in it
@@ -151,7 +162,10 @@ class CreditAssignmentMixin(PPOTrainer):
         # verl replaces failed prompts through this method, without end if the engine is dead.
         if time.monotonic() - self._servers_asked > SERVER_CHECK_INTERVAL:
             self.check_servers()
-            self._servers_asked = time.monotonic()
+            self._not_logged: tuple[dict[str, Any], dict[str, int]] | None = (
+                None  # metrics and groups of the current step
+            )
+        self._servers_asked = time.monotonic()
         return super()._add_prompts_to_generate(num_prompts)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
@@ -191,6 +205,7 @@ class CreditAssignmentMixin(PPOTrainer):
         try:
             batch = super().step(metrics, timing_raw)
             metrics.update(self._pass_seconds)  # sums; verl averages the metrics of a step's updates
+            self._not_logged = metrics, _groups(batch)
             return batch
         except BudgetSpentError:
             self._save_before_the_end()
@@ -367,15 +382,26 @@ class CreditAssignmentMixin(PPOTrainer):
         truncated = [len(mask) >= limit for mask in fetch_rows(batch, "response_mask", list(real)).values()]
         metrics["response_length/truncated_share"] = sum(truncated) / len(truncated)
         self.recorder.write(global_steps, metrics)
-        record_groups(self.run_dir, global_steps, {uid_of(key): tag["global_steps"] for key, tag in real.items()})
+        record_groups(self.run_dir, global_steps, _groups(batch))
+        self._not_logged = None
 
     def _checkpoint_dir(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _save_checkpoint(self) -> None:
-        self._save_groups()  # before verl's part, which ends by naming the checkpoint the latest
-        super()._save_checkpoint()
-        remove_outdated(self._checkpoint_dir())
+        trainer = self.config.trainer
+        keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.get("max_actor_ckpt_to_keep")
+        # before verl's part, which ends by naming the checkpoint the latest
+        self._save_groups()
+        if self._not_logged is not None:
+            keep_step(self._checkpoint_dir(), self.global_steps, *self._not_logged)
+        with ExitStack() as stack:
+            # verl removes the old checkpoint before the new one is complete, and forgets those of earlier attempts
+            for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "remove_previous_ckpt_in_save"):
+                if trainer.get(key) is not None:
+                    stack.enter_context(temporarily(trainer, key, None))
+            super()._save_checkpoint()
+        prune(Path(trainer.default_local_dir), keep)
         link_model(self.run_dir)  # now, because the run may be killed
         self._checkpointed = self.global_steps
 
@@ -392,6 +418,10 @@ class CreditAssignmentMixin(PPOTrainer):
         folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint_dir()
         if folder.resolve() == self._checkpoint_dir().resolve() and not trainer.del_local_ckpt_after_load:
             self._checkpointed = self.global_steps
+        if restore_step(self.run_dir, folder):
+            logger.warning(
+                "Step %d had not been logged when the run ended: restored from %s.", self.global_steps, folder
+            )
         sampling = self._sampling()
         if sampling is None:
             return
@@ -428,18 +458,23 @@ class CreditAssignmentMixin(PPOTrainer):
         return metrics | validation_metrics(self._validated, expected_acc_counts or {}, **limits(self.config))
 
     def on_step_end(self) -> None:
+        stopping = (self.run_dir / STOP_FILE).exists()
+        if stopping and self._checkpointed != self.global_steps:
+            self._save_checkpoint()  # first: sending the weights wakes the engines, and saving needs their memory
         super().on_step_end()
-        if not (self.run_dir / STOP_FILE).exists():
+        if not stopping:
             return
-        saved = self.config.trainer.save_freq > 0 and self.global_steps % self.config.trainer.save_freq == 0
-        if not saved:
-            self._save_checkpoint()
         logger.warning(
             "Stopping after step %d on request; its checkpoint is in %s.",
             self.global_steps,
             self.config.trainer.default_local_dir,
         )
         self.total_training_steps = self.global_steps
+
+
+def _groups(batch: KVBatchMeta) -> dict[str, int]:
+    """{uid: the step in which its responses were generated} of the groups of a batch."""
+    return {uid_of(key): tag["global_steps"] for key, tag in real_rows(batch).items()}
 
 
 def _tokens(batch: KVBatchMeta) -> int:

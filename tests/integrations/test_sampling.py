@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.carry_over import SAMPLING_FILE, remove_outdated, restore_groups, save_groups
+from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
@@ -482,16 +482,3 @@ def test_groups_without_the_columns_of_this_run_are_refused(make_run: MakeRun, t
         UserError, match=r"made with algorithm\.entropy\.source=actor, and this run has rollout or both"
     ):
         restore_groups(tmp_path, "train", with_entropies=True)
-
-
-def test_saved_groups_go_when_verl_has_removed_their_weights(tmp_path: Path) -> None:
-    for step, weights in ((1, False), (2, True), (3, False)):
-        folder = tmp_path / f"global_step_{step}"
-        save_groups(folder, "train", (1, 1))
-        if weights:
-            (folder / "actor").mkdir()
-    remove_outdated(tmp_path / "global_step_3")  # verl may still be writing the latest
-    assert sorted(file.parent.name for file in tmp_path.glob(f"*/{SAMPLING_FILE}")) == [
-        "global_step_2",
-        "global_step_3",
-    ]

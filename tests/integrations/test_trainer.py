@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transfer_queue as tq
+from checkpoint_writer import write_fsdp
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import core_algos
@@ -24,6 +25,8 @@ from gtpo_verl.integrations.carry_over import restore_groups
 from gtpo_verl.integrations.entropy_source import SOURCES
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, reward_infos
+from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
+from gtpo_verl.runs.directory import MetricsRecorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -37,6 +40,7 @@ class Trainer(ours.CreditAssignmentMixin):
         self.run_dir = run_dir
         self.global_steps = 1
         self._checkpointed = None
+        self._not_logged = None
         self.config = OmegaConf.create(
             {
                 "algorithm": defaults | algorithm,
@@ -287,3 +291,78 @@ def test_without_a_trained_step_nothing_is_saved(spent: Trainer, tmp_path: Path)
     with pytest.raises(BudgetSpentError):
         spent.step({}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """A trainer whose verl part saves a complete checkpoint, or is killed before the tracker."""
+    trainer = Trainer(tmp_path)
+    trainer.config.trainer.merge_with({"max_actor_ckpt_to_keep": 1, "default_local_dir": str(tmp_path / "checkpoints")})
+    trainer.replay_buffer = None
+
+    def save(self: Any) -> None:
+        assert self.config.trainer.max_actor_ckpt_to_keep is None, "verl would remove the old one too early"
+        write_fsdp(Path(self.config.trainer.default_local_dir), self.global_steps, tracked=self.global_steps != 3)
+        if self.global_steps == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", save)
+    return trainer
+
+
+def test_the_old_checkpoint_goes_when_the_new_one_is_the_last(saving: Trainer, tmp_path: Path) -> None:
+    """Also those of earlier attempts, which verl does not know."""
+    for saving.global_steps in (1, 2):
+        saving._save_checkpoint()
+    assert list(checkpoints(tmp_path / "checkpoints")) == [2]
+    assert saving.config.trainer.max_actor_ckpt_to_keep == 1
+    saving.global_steps = 3
+    with pytest.raises(KeyboardInterrupt):
+        saving._save_checkpoint()
+    assert find_start(tmp_path / "checkpoints", Layout("fsdp", 1)).folder == tmp_path / "checkpoints" / "global_step_2"
+    resumed = Trainer(tmp_path)
+    resumed.config, resumed.global_steps, resumed.replay_buffer = saving.config, 4, None
+    resumed._save_checkpoint()
+    assert list(checkpoints(tmp_path / "checkpoints")) == [4]
+
+
+def test_a_step_that_was_saved_and_not_logged_is_logged_when_it_resumes(
+    saving: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(self: Any) -> None:
+        self.global_steps = 2
+
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
+    saving.config.trainer.merge_with({"resume_mode": "auto", "del_local_ckpt_after_load": False})
+    saving.recorder = MetricsRecorder(tmp_path)
+    saving.recorder.write(1, {"actor/grad_norm": 0.1})
+    saving.global_steps = 2
+    saving._not_logged = {"actor/grad_norm": 0.5, "table": {1: 2}}, {"b": 2}
+    saving._save_checkpoint()
+    for _ in range(2):  # nothing is doubled
+        saving._load_checkpoint()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 1, "data": {"actor/grad_norm": 0.1}},
+        {"step": 2, "data": {"actor/grad_norm": 0.5}},
+    ]
+    assert json.loads((tmp_path / "groups.jsonl").read_text()) == {"step": 2, "groups": {"b": 2}}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_stop_is_saved_once_and_before_the_engines_wake(
+    saving: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(PPOTrainer, "on_step_end", lambda self: done.append("weights sent"))
+    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self: done.append("saved"))
+    saving.global_steps, saving.total_training_steps = 2, 9
+    saving.on_step_end()
+    assert (done, saving.total_training_steps) == (["weights sent"], 9)
+    (tmp_path / "STOP").touch()
+    saving._checkpointed = 2 if saved else 1
+    saving.on_step_end()
+    assert done[1:] == (["weights sent"] if saved else ["saved", "weights sent"])
+    assert saving.total_training_steps == 2
