@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from checkpoint_writer import write_fsdp
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from model_files import write_model
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import preflight
@@ -45,9 +46,7 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Overrides for a run that has nothing wrong with it."""
     directory = tmp_path_factory.mktemp("inputs")
-    model = directory / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = write_model(directory / "model")
     rows = [
         {
             "data_source": "sums",

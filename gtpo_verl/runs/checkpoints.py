@@ -100,7 +100,7 @@ def _fsdp_fault(actor: Path, layout: Layout) -> str | None:
     if not file.is_file():
         return "actor/fsdp_config.json is missing: it was not written to the end"
     try:
-        ranks = json.loads(file.read_text())["world_size"]
+        ranks = int(json.loads(file.read_text())["world_size"])
     except (ValueError, KeyError, TypeError):
         return "actor/fsdp_config.json was not written to the end"
     kinds = [name for part, name in _FSDP_FILES.items() if part in layout.contents]

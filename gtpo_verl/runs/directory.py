@@ -3,6 +3,7 @@ early.
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ DIFF_FILE = "code.diff"  # what the working tree changes in the recorded commit
 SAMPLES_FILE = "credit_samples.jsonl"
 SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
+PHASE_FILE = "phase.json"  # what the trainer does just now
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 MODEL_LINK = "model"
 
@@ -95,6 +97,11 @@ def restore_step(run_dir: Path, checkpoint: Path) -> bool:
             append_json_line(file, line)
             lacking.append(file.name)
     return METRICS_FILE in lacking
+
+
+def record_phase(run_dir: Path, step: int, phase: str) -> None:
+    """Write what the trainer begins to do, for ``gtpo-verl status``."""
+    write_json(run_dir / PHASE_FILE, {"step": step, "phase": phase, "since": time.time()})
 
 
 def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

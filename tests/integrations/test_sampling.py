@@ -119,6 +119,7 @@ def make_run() -> Iterator[MakeRun]:
         max_age: int = 0,
         mini_batch: int = 1,
         order: random.Random | None = None,
+        max_failed_share: float = 1.0,
     ) -> Run:
         prompts = Prompts(pattern, order)
         stock = ReplayBuffer(
@@ -140,6 +141,7 @@ def make_run() -> Iterator[MakeRun]:
             carry_over_max_age=max_age,
             correct_threshold=1.0,
             mini_batch_size=mini_batch,
+            max_failed_share=max_failed_share,
         )
         if order is not None:
             wait = buffer._wait_for_next_poll
@@ -210,6 +212,20 @@ def test_a_group_with_a_failed_rollout_is_judged_by_what_is_left_of_it(make_run:
 def test_rollouts_that_all_fail_end_the_run_without_a_budget_too(make_run: MakeRun) -> None:
     run = make_run(itertools.repeat((-1, -1, -1)), budget=0)
     with pytest.raises(UserError, match="step 1: the rollouts of all 4 groups failed"):
+        run.step()
+
+
+@pytest.mark.parametrize(("share", "ends"), [(0.5, True), (0.8, False)])
+def test_a_step_whose_rollouts_mostly_fail_ends_the_run_before_its_update(
+    make_run: MakeRun, share: float, ends: bool
+) -> None:
+    """A dead reward worker fails every group that it gets."""
+    failed = (-1, -1, -1)
+    run = make_run(itertools.cycle([failed, failed, failed, MIXED]), budget=0, max_failed_share=share)
+    if not ends:
+        assert len(run.step()[0]) == BATCH
+        return
+    with pytest.raises(UserError, match=r"step 1: the rollouts of 3 of 4 groups failed, .*max_failed_share=0\.5"):
         run.step()
 
 
