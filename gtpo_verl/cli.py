@@ -21,11 +21,13 @@ COMMANDS = {
         "train on a Ray cluster: submit a job that carries this plugin, follow, list and stop jobs",
     ),
     "sweep": ("gtpo_verl.commands.sweep", "train every combination of several values, and go on where it was stopped"),
+    "status": ("gtpo_verl.commands.status", "where a training is, what it waits for, and why one that ended did"),
     "plan": (
         "gtpo_verl.commands.plan",
         "what a configuration means, before a GPU is used: step arithmetic, memory, time",
     ),
     "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
+    "export": ("gtpo_verl.commands.export", "the weights of a checkpoint in Hugging Face format"),
     "prepare-data": (
         "gtpo_verl.commands.prepare_data",
         "convert a data set to verl's schema, checked for repetitions and overlap",

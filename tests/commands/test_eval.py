@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_files import write_model
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.cli import main
@@ -25,11 +26,7 @@ from gtpo_verl.report.pass_at_k import pass_at_k_figure
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Looks like a model in Hugging Face format, as far as this needs it."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"weights")
-    return directory
+    return write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -89,7 +86,7 @@ def test_a_checkpoint_belongs_to_its_run(run_dir: Path) -> None:
 
 def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path) -> None:
     (run_dir / "model" / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"verl\.model_merger merge --backend fsdp"):
+    with pytest.raises(UserError, match=r"gtpo-verl export .* merges its shards"):
         find_subject(str(run_dir / "checkpoints" / "global_step_1"))
 
 
