@@ -399,3 +399,48 @@ def test_the_checkpoint_before_a_broken_one_is_taken_with_a_warning(
     assert "names global_step_6: data.pt is missing. Resuming from global_step_3; complete: global_step_3." in said
     preflight.check(composed(f"trainer.run_dir={tmp_path}", "trainer.resume_mode=disable"))
     assert "warning" not in capsys.readouterr().out
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: (model / "config.json").write_text('{"model_type":'), r"config\.json is not readable"),
+        (lambda model: (model / "config.json").write_text("[]"), r"config\.json is not readable"),
+        (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+        (lambda model: _cut(model / "model.safetensors"), r"model\.safetensors was cut off"),
+        (lambda model: (model / "model.safetensors").write_bytes(b""), r"model\.safetensors is no safetensors file"),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            r"b\.safetensors is missing",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_named(
+    composed: Composer, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    damage(model)
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(f"actor_rollout_ref.model.path={model}"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("guards.stall_timeout=0", r"guards\.stall_timeout=0: it must be a number above 0"),
+        ("guards.max_failed_share=2", "above 0 and at most 1"),
+        ("guards.not_finite=ignore", "choose stop or skip"),
+        ("guards.max_skipped_steps=-1", "at least 0"),
+        ("guards.bounds.entropy_low.action=end", "choose warn or stop"),
+        ("trainer.run_dir=DIR/train.parquet/run", "train.parquet is a file"),
+        ("data.train_files=DIR", "is a directory: name its files"),
+    ],
+)
+def test_limits_and_places_that_make_no_sense_are_named(composed: Composer, change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(change))

@@ -152,9 +152,7 @@ def checkpoint_findings(config: DictConfig, shape: ModelShape) -> list[Finding]:
     """What a checkpoint costs: bytes a parameter as verl's engines write them, and seconds at an assumed rate."""
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     if trainer.save_freq <= 0:
-        return [
-            Finding("warning", "trainer.save_freq is off: a run that ends for any reason starts from step 1 again.")
-        ]
+        return [Finding("note", f"trainer.save_freq={trainer.save_freq}: a run is saved only when it is stopped.")]
     contents = actor.checkpoint.save_contents
     megatron = actor.strategy == "megatron"
     weights = 2 if megatron else DTYPE_BYTES[actor.fsdp_config.model_dtype]
