@@ -21,6 +21,7 @@ COMMANDS = {
         "train on a Ray cluster: submit a job that carries this plugin, follow, list and stop jobs",
     ),
     "sweep": ("gtpo_verl.commands.sweep", "train every combination of several values, and go on where it was stopped"),
+    "status": ("gtpo_verl.commands.status", "where a training is, what it waits for, and why one that ended did"),
     "plan": (
         "gtpo_verl.commands.plan",
         "what a configuration means, before a GPU is used: step arithmetic, memory, time",
@@ -30,6 +31,7 @@ COMMANDS = {
         "gtpo_verl.commands.audit",
         "measure which method's credit falls on the steps that decide, against Monte-Carlo truth",
     ),
+    "export": ("gtpo_verl.commands.export", "the weights of a checkpoint in Hugging Face format"),
     "prepare-data": (
         "gtpo_verl.commands.prepare_data",
         "convert a data set to verl's schema, checked for repetitions and overlap",

@@ -219,6 +219,9 @@ def _check_single(parsed: Sequence[Override]) -> None:
                 f"{item.input_line}: a run has one value of each key. `gtpo-verl sweep` trains every value; a list is "
                 f"written {item.key_or_group}=[a,b], and a text with a comma in two kinds of quotes."
             )
+        section = "." not in item.key_or_group and item.key_or_group not in (*GROUPS, "seed")
+        if section and not item.is_delete() and not isinstance(item.value(), str | dict):
+            raise UserError(f"{item.input_line}: {item.key_or_group} is a section; set its keys, as KEY.NAME=VALUE.")
         if item.key_or_group != "algo":
             continue
         if item.is_delete():
@@ -243,19 +246,28 @@ def _check_types(parsed: Sequence[Override], search_path: tuple[str, ...]) -> No
     """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would
     take it.
     """
-    words = []
-    for item in parsed:
-        if item.is_delete() or item.is_add() or item.is_hydra_override() or item.key_or_group in GROUPS:
-            continue
-        value = item.value()
-        if isinstance(value, str) and "${" not in value:
-            words.append(item)
-    if not words:
+    changes = [
+        item
+        for item in parsed
+        if not (item.is_delete() or item.is_add() or item.is_hydra_override() or item.key_or_group in GROUPS)
+    ]
+    if not changes:
         return
     groups = tuple(line_of(item) for item in parsed if item.key_or_group in GROUPS and not item.is_delete())
     defaults = _defaults((*search_path, *groups))
-    for item in words:
+    for item in changes:
+        value = item.value()
+        if isinstance(value, str) and "${" in value:
+            continue
+        inside = next((key for key in defaults if key.startswith(f"{item.key_or_group}.")), None)
+        off = value is None and "." in item.key_or_group  # such as guards.bounds.NAME=null
+        if inside is not None and not off and not isinstance(value, dict):
+            raise UserError(
+                f"{item.input_line}: {item.key_or_group} is a section; set one of its keys, such as {inside}."
+            )
         default = defaults.get(item.key_or_group)
+        if not isinstance(value, str):
+            continue
         if isinstance(default, bool):
             raise UserError(
                 f"{item.input_line}: it must be true or false (without the override it is {str(default).lower()})."

@@ -36,6 +36,12 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def file_in_the_way(directory: Path) -> Path | None:
+    """What keeps a directory from being made: it, or one above it, is a file; None where nothing does."""
+    places = (directory, *directory.parents)
+    return next((place for place in places if place.exists() and not place.is_dir()), None)
+
+
 def write_text(file: Path, text: str) -> None:
     """Write text as UTF-8, atomically."""
     write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))

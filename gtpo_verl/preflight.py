@@ -6,17 +6,24 @@ before Ray.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import files_of
 from gtpo_verl.errors import UserError, first_line, within
+from gtpo_verl.files import file_in_the_way, read_json
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import check_rollout
+from gtpo_verl.planning.limits import check_limits
 from gtpo_verl.planning.step import check_batches
+from gtpo_verl.runs import checkpoints
+from gtpo_verl.runs.checkpoints import Layout, Start
+from gtpo_verl.runs.guards import read_bounds
 from gtpo_verl.seeds import LARGEST
 from gtpo_verl.versions import check_vllm, installed_version
 
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
     from gtpo_verl.algorithms import Algorithm
 
 HUB_TIMEOUT = 5.0  # seconds
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+NOT_FINITE = ("stop", "skip")
 ON_BUDGET = ("train_smaller", "stop")
 NORM_BY_STD_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")  # verl's, which read norm_adv_by_std_in_grpo
 
@@ -35,6 +44,8 @@ def check(config: DictConfig) -> None:
         UserError: the first problem, and what to do about it.
     """
     _check_seed(config)
+    _check_run_dir(config)
+    _check_guards(config)
     for note in _check_algorithm(config):
         print(f"note: {note}", flush=True)
     _check_backend(config)
@@ -42,13 +53,16 @@ def check(config: DictConfig) -> None:
     _check_sizes(config)
     _check_model(config)
     check_data(config)
+    start = find_start(config)
+    if start.message:
+        print(f"warning: {start.message}", flush=True)
 
 
 def problems(config: DictConfig) -> tuple[list[str], list[str]]:
     """Check a configuration without model, files and verl; returns errors, at most one per kind of check, and notes."""
     errors: list[str] = []
     notes: list[str] = []
-    for examine in (_check_seed, _check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
+    for examine in (_check_seed, _check_guards, _check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
         try:
             notes.extend(examine(config) or ())
         except UserError as error:
@@ -63,6 +77,7 @@ def check_evaluation(config: DictConfig) -> None:
         UserError: the first problem, and what to do about it.
     """
     _check_seed(config)
+    check_limits(config)
     _check_lengths(config)
     _check_model(config)
     check_data(config, ("val_files",))
@@ -72,6 +87,32 @@ def _check_seed(config: DictConfig) -> None:
     seed = config.seed
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= LARGEST:
         raise UserError(f"seed={seed}: it must be a whole number from 0 to {LARGEST}.")
+
+
+def _check_run_dir(config: DictConfig) -> None:
+    run_dir = Path(config.trainer.run_dir)
+    if blocked := file_in_the_way(run_dir):
+        raise UserError(f"trainer.run_dir={run_dir}: {blocked} is a file, not a directory.")
+
+
+def _check_guards(config: DictConfig) -> None:
+    guards = config.guards
+    for key, high in (("stall_timeout", inf), ("reward_timeout", inf), ("max_failed_share", 1)):
+        value = guards[key]
+        if value is None and high == inf:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+            most = "" if high == inf else f" and at most {high}"
+            raise UserError(f"guards.{key}={value}: it must be a number above 0{most}.")
+    if guards.not_finite not in NOT_FINITE:
+        raise UserError(f"guards.not_finite={guards.not_finite}: choose {' or '.join(NOT_FINITE)}.")
+    skipped = guards.max_skipped_steps
+    if isinstance(skipped, bool) or not isinstance(skipped, int) or skipped < 0:
+        raise UserError(f"guards.max_skipped_steps={skipped}: it must be a whole number, at least 0.")
+    bounds: Any = OmegaConf.to_container(guards.bounds, resolve=True)
+    if not isinstance(bounds, dict) or not all(entry is None or isinstance(entry, dict) for entry in bounds.values()):
+        raise UserError("guards.bounds: each entry is a section, such as NAME: {metric: actor/grad_norm, max: 10}.")
+    read_bounds(bounds)
 
 
 # -------------------------------------------------------------------- algorithm
@@ -319,16 +360,59 @@ def _check_model(config: DictConfig) -> None:
     path = str(config.actor_rollout_ref.model.path)
     directory = Path(path).expanduser()
     if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise UserError(
-                f"actor_rollout_ref.model.path={path} has no config.json: it must be a model in Hugging Face format."
-            )
+        tokenizer = config.actor_rollout_ref.model.get("tokenizer_path")
+        _check_model_files(directory, Path(tokenizer).expanduser() if tokenizer else directory)
         return
     if "://" in path:
         return  # verl copies it from remote storage
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise UserError(f"actor_rollout_ref.model.path={path}: no such directory.")
     _check_hub(path)
+
+
+def _check_model_files(directory: Path, tokenizer: Path) -> None:
+    """Check that a local model has a readable configuration, a tokenizer and whole weights."""
+    key = f"actor_rollout_ref.model.path={directory}"
+    file = directory / "config.json"
+    if not file.is_file():
+        raise UserError(f"{key} has no config.json: it must be a model in Hugging Face format.")
+    if not isinstance(_json(file), dict):
+        raise UserError(f"{key}: its config.json is not readable: copy the model again.")
+    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"{tokenizer} has no tokenizer: copy it there, or set actor_rollout_ref.model.tokenizer_path.")
+    indices = [*directory.glob("*.safetensors.index.json"), *directory.glob("*.bin.index.json")]
+    listed = {name for index in indices for name in set(((_json(index) or {}).get("weight_map") or {}).values())}
+    weights = {*listed, *(file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern))}
+    if not weights:
+        raise UserError(f"{key} has no weights (*.safetensors or *.bin): copy them there.")
+    for name in sorted(weights):
+        problem = _weights_problem(directory / name)
+        if problem:
+            raise UserError(f"{key}: {name} {problem}: copy the model again.")
+
+
+def _json(file: Path) -> Any:
+    """What a JSON file holds; None where it is not JSON."""
+    try:
+        return read_json(file)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _weights_problem(file: Path) -> str | None:
+    """Whether a file of weights is missing or was cut off; a safetensors file begins with the places of its tensors."""
+    if not file.is_file():
+        return "is missing"
+    if file.suffix != ".safetensors":
+        return None
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        try:
+            places = json.loads(content.read(min(length, file.stat().st_size)))
+            end = max((entry["data_offsets"][1] for name, entry in places.items() if name != "__metadata__"), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            return "is no safetensors file, or was cut off"
+    return "was cut off" if file.stat().st_size < 8 + length + end else None
 
 
 def _check_hub(name: str) -> None:
@@ -350,6 +434,27 @@ def _check_hub(name: str) -> None:
         ) from error
 
 
+def find_start(config: DictConfig) -> Start:
+    """Find the checkpoint from which the run goes on; nothing is changed.
+
+    Raises:
+        UserError: it would start again although there are checkpoints, or cannot load the one that there is.
+    """
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    layout = Layout(actor.strategy, trainer.nnodes * trainer.n_gpus_per_node, tuple(actor.checkpoint.load_contents))
+    if trainer.resume_mode == "auto":
+        return checkpoints.find_start(Path(trainer.default_local_dir), layout)
+    if trainer.resume_mode == "disable":
+        return Start(None)
+    if trainer.resume_mode != "resume_path":
+        raise UserError(f"trainer.resume_mode={trainer.resume_mode}: choose auto, disable or resume_path.")
+    if not trainer.resume_from_path:
+        raise UserError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N.")
+    folder = Path(trainer.resume_from_path)
+    checkpoints.check_folder(folder, layout)
+    return Start(folder)
+
+
 def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_files")) -> None:
     """Check that the local files under ``data`` exist, and that verl can read their columns.
 
@@ -367,6 +472,10 @@ def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_fi
         for file in files_of(config.data[key]):
             if "://" in file:
                 continue
+            if Path(file).is_dir():
+                raise UserError(
+                    f"data.{key}={file} is a directory: name its files, in brackets: [A.parquet,B.parquet]."
+                )
             if not Path(file).is_file():
                 raise UserError(f"data.{key}={file}: no such file.")
             try:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from checkpoint_writer import write_fsdp
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from model_files import write_model
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import preflight
@@ -44,9 +46,7 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Overrides for a run that has nothing wrong with it."""
     directory = tmp_path_factory.mktemp("inputs")
-    model = directory / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+    model = write_model(directory / "model")
     rows = [
         {
             "data_source": "sums",
@@ -420,3 +420,77 @@ def test_an_unknown_vllm_is_refused_by_name(
     with pytest.raises(UserError, match=r"vLLM 0\.40\.2 is installed.*algorithm\.entropy\.source=actor"):
         preflight.check(composed())
     preflight.check(composed("algorithm.entropy.source=actor"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.resume_mode=automatic"], r"trainer\.resume_mode=automatic: choose auto, disable or resume_path"),
+        (["trainer.resume_mode=resume_path"], r"needs trainer\.resume_from_path"),
+        (["trainer.n_gpus_per_node=2"], r"was saved by 1 ranks, and this run has 2"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_resumed_is_named(
+    composed: Composer, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    write_fsdp(tmp_path / "checkpoints", 3)
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(f"trainer.run_dir={tmp_path}", *overrides))
+
+
+def test_the_checkpoint_before_a_broken_one_is_taken_with_a_warning(
+    composed: Composer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_fsdp(tmp_path / "checkpoints", 3)
+    (write_fsdp(tmp_path / "checkpoints", 6) / "data.pt").unlink()
+    preflight.check(composed(f"trainer.run_dir={tmp_path}"))
+    said = capsys.readouterr().out
+    assert "warning: " in said
+    assert "names global_step_6: data.pt is missing. Resuming from global_step_3; complete: global_step_3." in said
+    preflight.check(composed(f"trainer.run_dir={tmp_path}", "trainer.resume_mode=disable"))
+    assert "warning" not in capsys.readouterr().out
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: (model / "config.json").write_text('{"model_type":'), r"config\.json is not readable"),
+        (lambda model: (model / "config.json").write_text("[]"), r"config\.json is not readable"),
+        (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
+        (lambda model: _cut(model / "model.safetensors"), r"model\.safetensors was cut off"),
+        (lambda model: (model / "model.safetensors").write_bytes(b""), r"model\.safetensors is no safetensors file"),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            r"b\.safetensors is missing",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_named(
+    composed: Composer, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    damage(model)
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(f"actor_rollout_ref.model.path={model}"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("guards.stall_timeout=0", r"guards\.stall_timeout=0: it must be a number above 0"),
+        ("guards.max_failed_share=2", "above 0 and at most 1"),
+        ("guards.not_finite=ignore", "choose stop or skip"),
+        ("guards.max_skipped_steps=-1", "at least 0"),
+        ("guards.bounds.entropy_low.action=end", "choose warn or stop"),
+        ("trainer.run_dir=DIR/train.parquet/run", "train.parquet is a file"),
+        ("data.train_files=DIR", "is a directory: name its files"),
+    ],
+)
+def test_limits_and_places_that_make_no_sense_are_named(composed: Composer, change: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        preflight.check(composed(change))

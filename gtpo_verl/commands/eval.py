@@ -25,7 +25,7 @@ from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
-from gtpo_verl.files import local_path
+from gtpo_verl.files import file_in_the_way, local_path
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import out, printing_to
 from gtpo_verl.tasks import task_of
@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("reward.reward_model.enable=true: `gtpo-verl eval` needs a verifier, not a reward model.")
     check_path_in_job("--output", args.output or subject.output)
     output = (args.output or subject.output).resolve()
+    if blocked := file_in_the_way(output):
+        raise UserError(f"--output {output}: {blocked} is a file, not a directory.")
 
     from gtpo_verl.integrations.launch import check_ray, export_environment
 

@@ -10,6 +10,7 @@ from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS, Dataset
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import file_in_the_way
 
 EPILOG = """\
 examples:
@@ -66,8 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--output {output} is one of the input files: give another name.")
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
-    blocked = next((parent for parent in output.parents if parent.exists() and not parent.is_dir()), None)
-    if blocked is not None:
+    if blocked := file_in_the_way(output.parent):
         raise UserError(f"--output {output}: {blocked} is a file, not a directory.")
     request = Request(
         name=args.name,

@@ -21,6 +21,7 @@ from gtpo_verl.config import (
 )
 from gtpo_verl.errors import UserError
 from gtpo_verl.planning.findings import idle_findings
+from gtpo_verl.runs.checkpoints import repair_tracker
 from gtpo_verl.runs.session import training_session
 from gtpo_verl.runs.terminal import LOG_FILE, following, printing_to
 
@@ -152,6 +153,9 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
     command = shlex.join(["gtpo-verl", "train", *args.overrides])
     resolved = OmegaConf.to_yaml(config, resolve=True)
     with training_session(run_dir, config=resolved, command=command, overrides=args.overrides):
+        start = preflight.find_start(config)  # again, now that no other training writes to the directory
+        if start.message and start.folder:
+            repair_tracker(start.folder)
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",

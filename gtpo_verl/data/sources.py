@@ -143,12 +143,23 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         return
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: expected a .parquet or a .jsonl file.")
+    _check_text(file)
     for number, values in read_json_lines(file):
         if values is None:
             raise UserError(f"{file}, line {number} is not JSON.")
         if not isinstance(values, dict):
             raise UserError(f"{file}, line {number}: expected an object, the values of a row by column name.")
         yield values
+
+
+def _check_text(file: Path) -> None:
+    """Refuse what is not UTF-8: its characters would be replaced in prompts and answers."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{file}, line {number} is not UTF-8 ({error.reason}): convert the file.") from error
 
 
 def _from_verl(values: dict[str, Any]) -> Row:

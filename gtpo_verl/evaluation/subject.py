@@ -56,8 +56,8 @@ def _of_run(directory: Path, *, before: bool) -> Subject:
     model = directory / "model"
     if not model.is_dir():
         raise UserError(
-            f"{directory} has no trained model: name a checkpoint, RUN/checkpoints/global_step_N. RUN/model is linked "
-            "when the training ends, and needs hf_model in actor_rollout_ref.actor.checkpoint.save_contents."
+            f"{directory} has no trained model in Hugging Face format: `gtpo-verl export {directory}` makes it of the "
+            "last checkpoint."
         )
     step = re.search(r"global_step_\d+", str(model.resolve()))
     return Subject(str(model.resolve()), directory / "evaluation" / (step[0] if step else "model"), config_file)
@@ -67,11 +67,14 @@ def _of_checkpoint(directory: Path) -> Subject:
     directory = directory.resolve()
     model = hf_weights(directory)
     if model is None:
-        backend = "megatron" if (directory / "actor" / "model").is_dir() else "fsdp"
-        raise UserError(
-            f"{directory} has no weights in Hugging Face format: merge its shards with `python -m verl.model_merger "
-            f"merge --backend {backend} --local_dir {directory / 'actor'} --target_dir MODEL`, and evaluate MODEL."
-        )
+        if (directory / "actor" / "model").is_dir():
+            merge = (
+                f"merge its shards with `python -m verl.model_merger merge --backend megatron --local_dir "
+                f"{directory / 'actor'} --target_dir MODEL`, and evaluate MODEL."
+            )
+        else:
+            merge = f"`gtpo-verl export {directory}` merges its shards."
+        raise UserError(f"{directory} has no weights in Hugging Face format: {merge}")
     run = directory.parent.parent
     config_file = run / CONFIG_FILE
     if not config_file.is_file():

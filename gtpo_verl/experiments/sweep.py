@@ -5,7 +5,7 @@ directory says whether it is finished.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -354,7 +354,7 @@ def _check_recorded(sweep: Sweep, member: Member, trained: dict[str, Any]) -> No
             )
 
 
-def idle_axes(sweep: Sweep, configs: dict[str, DictConfig]) -> list[str]:
+def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
     """Values on the axes that have no effect in a run, one line each."""
     found = []
     for member in sweep.members:

@@ -84,14 +84,3 @@ def restore_groups(directory: Path, partition_id: str, *, with_entropies: bool) 
     if rows:
         tq.kv_batch_put(keys=list(rows), partition_id=partition_id, fields=state["fields"], tags=list(rows.values()))
     return len(prompts), state["last_step"]
-
-
-def remove_outdated(latest: Path) -> None:
-    """Remove the saved groups of checkpoints whose weights verl has removed (``max_actor_ckpt_to_keep``).
-
-    Args:
-        latest: the newest checkpoint, beside which the others lie.
-    """
-    for file in latest.parent.glob(f"global_step_*/{SAMPLING_FILE}"):
-        if file.parent != latest and not (file.parent / "actor").is_dir():
-            file.unlink()

@@ -195,7 +195,7 @@ def measure_all_reduce(gpus: dict[str, int]) -> Bandwidth:
     places = [node for node, count in gpus.items() for _ in range(count if on_gpus else 1)]
     backend, size = ("nccl", 1 << 30) if on_gpus else ("gloo", 64 << 20)
     actor = ray.remote(num_cpus=0, num_gpus=int(on_gpus), max_restarts=0)(Rank)
-    ranks = [
+    ranks: list[Any] = [
         actor.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in places
     ]
     try:

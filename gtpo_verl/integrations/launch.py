@@ -3,15 +3,16 @@
 import os
 import secrets
 import signal
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.directory import STOP_FILE
-from gtpo_verl.runs.terminal import say
+from gtpo_verl.runs.terminal import LOG_FILE, say
 
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
@@ -127,16 +128,17 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
         wait: whether to wait until the cluster has room for the job.
 
     Raises:
-        UserError: one was raised in any process of the job; nodes do not share the run directory; or there is no
+        UserError: the job failed, in any of its processes; nodes do not share the run directory; or there is no
             room, and ``wait`` is off.
     """
     import ray
-    from ray.exceptions import RayTaskError
+    from ray.exceptions import RayActorError, RayTaskError
     from verl.trainer.main_ppo import run_ppo
 
     from gtpo_verl.integrations.admission import DevicesTakenError
     from gtpo_verl.integrations.nodes import prove_shared
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
+    from gtpo_verl.integrations.waiting import StepGivenUpError
 
     leave_sizes_to_cluster(config)
     stop = signal.getsignal(signal.SIGTERM)
@@ -155,14 +157,35 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
             if isinstance(error.cause, DevicesTakenError) and wait:
                 say("Another job took the devices meanwhile: waiting again.")
                 continue
+            if isinstance(error.cause, StepGivenUpError):
+                say(str(error.cause))
+                return
             if isinstance(error.cause, UserError):
                 raise UserError(str(error.cause)) from error
             ports_lost += "EADDRINUSE" in str(error)
             if "EADDRINUSE" not in str(error) or ports_lost > 1:
-                raise
+                raise _in_one_line(error, config) from error
             say("The port that verl had chosen is in use by another process: starting again.")
+        except RayActorError as error:
+            raise _in_one_line(error, config) from error
         finally:
             ray.shutdown()
+
+
+def _in_one_line(error: Exception, config: DictConfig) -> UserError:
+    """What to tell the user about an error that nobody expected; its stack traces go to the log."""
+    from ray.exceptions import RayActorError, RayTaskError
+
+    traceback.print_exception(error)
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayActorError):
+        what = "a process of the run died; it was killed, for lack of memory or by hand, or its node is gone"
+    elif isinstance(cause, RayTaskError):  # of a task within the job, whose trace ends with its error
+        what = str(cause).strip().splitlines()[-1]
+    else:
+        what = f"{type(cause).__name__}: {first_line(cause)}"
+    log = f"The stack trace is at the end of {Path(config.trainer.run_dir) / LOG_FILE}"
+    return UserError(f"{what}. {log}. The same command resumes from the last checkpoint.")
 
 
 def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:

@@ -29,7 +29,9 @@ def ended_actors(asked: Mapping[str, Any]) -> dict[str, str]:
             why = ray.get(answer)
         except ActorUnavailableError:  # a network fault, or a node that Ray has not given up yet
             continue
-        except RayActorError:
+        except RayActorError as error:
+            if "creation task" in str(error):  # it never lived, and whoever made it gets the reason
+                continue
             why = "its Ray actor has ended"
         except OutOfMemoryError:
             why = "Ray ended it because the machine's memory ran out"

@@ -7,16 +7,20 @@ that. Here the responses travel as arrays, and the worker makes the same ``DataP
 import asyncio
 import copy
 import gc
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,11 @@ class Scorable:
 
 
 class GroupRewardLoopWorker(RewardLoopWorker):
-    """verl's reward worker, which also takes several responses in one call."""
+    """verl's reward worker, which also takes several responses in one call and waits for none without a limit."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self._limit = OmegaConf.select(config, "guards.reward_timeout")  # of a run recorded earlier: no such key
         never_collect_what_is_loaded()
 
     async def compute_scores(self, responses: list[Scorable]) -> list[dict[str, Any] | Exception]:
@@ -75,6 +80,21 @@ class GroupRewardLoopWorker(RewardLoopWorker):
             return await self.compute_score(response.as_batch())
         except Exception as error:
             return error
+
+    async def compute_score(self, data: DataProto) -> dict[str, Any]:
+        """verl's, within ``guards.reward_timeout`` seconds; a function that never returns keeps its thread.
+
+        Raises:
+            TimeoutError: the limit is over.
+        """
+        try:
+            async with asyncio.timeout(self._limit) as limit:
+                return await super().compute_score(data)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            logger.warning("The reward function gave no result within guards.reward_timeout=%s s.", self._limit)
+            raise TimeoutError(f"no reward within guards.reward_timeout={self._limit} s") from error
 
 
 def never_collect_what_is_loaded() -> None:

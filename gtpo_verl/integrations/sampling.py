@@ -125,6 +125,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this
             verdict in which the responses of a group must differ, not the number.
         mini_batch_size: prompts of one update; a batch that the budget leaves short is cut to whole updates.
+        max_failed_share: of the groups of a step; when the rollouts of more have failed, the run ends.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         carry_over_max_age: int,
         correct_threshold: float,
         mini_batch_size: int,
+        max_failed_share: float = 1.0,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
@@ -143,6 +145,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self.carry_over_max_age = carry_over_max_age
         self.correct_threshold = correct_threshold
         self.mini_batch_size = mini_batch_size
+        self.max_failed_share = max_failed_share
         self.last_step = (1, 1)  # groups with signal, groups generated, in the last step that generated any
         self._expired = 0  # groups that grew too old since the last sampling
         self._with_signal: set[str] = set()  # groups whose verdicts have been read
@@ -158,6 +161,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         carry_over_max_age: int,
         correct_threshold: float,
         mini_batch_size: int,
+        max_failed_share: float,
     ) -> "BudgetedReplayBuffer":
         """The same buffer as verl built, with a budget; ``sampler_kwargs.poll_interval`` (seconds) is honoured here."""
         options: Any = stock.sampler_kwargs
@@ -179,6 +183,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
             carry_over_max_age=carry_over_max_age,
             correct_threshold=correct_threshold,
             mini_batch_size=mini_batch_size,
+            max_failed_share=max_failed_share,
         )
 
     @property
@@ -292,10 +297,18 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
     def _check_failures(self, step: _Step) -> None:
         assert self.train_batch_size is not None
-        failed = step.tally().failed
-        if failed == len(step.verdicts) >= self.train_batch_size:
+        failed, ended = step.tally().failed, len(step.verdicts)
+        if ended < self.train_batch_size:
+            return
+        if failed == ended:
             raise UserError(
                 f"step {step.number}: the rollouts of all {failed} groups failed; see their traceback above."
+            )
+        if failed > self.max_failed_share * ended:
+            raise UserError(
+                f"step {step.number}: the rollouts of {failed} of {ended} groups failed, more than "
+                f"guards.max_failed_share={self.max_failed_share}: see their traceback in the run's log. Nothing was "
+                "trained on this step; the same command resumes from the last checkpoint."
             )
 
     def _keep_or_discard(self, partition_id: str, surplus: list[str]) -> tuple[int, int]:

@@ -44,7 +44,7 @@ class TaskRunner:
             placement.check()
             queue.check()
             if trainer is not None:
-                trainer.check_servers()
+                trainer.check_processes()
 
         try:
             with watched(check):
@@ -56,7 +56,7 @@ class TaskRunner:
                 trainer.fit(self._agent_loops(config, trainer))
             succeeded = True
         except Exception:
-            check()  # a dead engine or queue causes many other errors; this one names the cause
+            check()  # a dead process causes many other errors; this one names the cause
             raise
         finally:
             tracking = getattr(trainer, "logger", None)

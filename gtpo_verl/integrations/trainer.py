@@ -7,12 +7,13 @@ advantage step fetches neither. The mixin fetches both, with the verifier's verd
 import logging
 import time
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
@@ -25,13 +26,15 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import append_json_line, write_atomically
-from gtpo_verl.integrations.carry_over import remove_outdated, restore_groups, save_groups
+from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sample
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
+from gtpo_verl.integrations.liveness import ended_actors
 from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
+from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
@@ -52,8 +55,20 @@ from gtpo_verl.integrations.validation import dump_columns, limits, recorded, va
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.waiting import StepGivenUpError, bound_wait
+from gtpo_verl.runs.checkpoints import prune
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import SAMPLES_FILE, STOP_FILE, MetricsRecorder, link_model, record_groups
+from gtpo_verl.runs.directory import (
+    SAMPLES_FILE,
+    STOP_FILE,
+    MetricsRecorder,
+    keep_step,
+    link_model,
+    record_groups,
+    record_phase,
+    restore_step,
+)
+from gtpo_verl.runs.guards import Guards, read_bounds
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +88,12 @@ class CreditAssignmentMixin(PPOTrainer):
         self.recorder = MetricsRecorder(self.run_dir)
         self._in_training = False
         self._checkpointed: int | None = None  # the last step whose checkpoint is complete in default_local_dir
+        self._not_logged: tuple[dict[str, Any], dict[str, int]] | None = None  # metrics and groups of the current step
+        guards = config.guards
+        self.not_finite = NotFinite(self.run_dir, guards.not_finite, guards.max_skipped_steps)
+        bounds: Any = OmegaConf.to_container(guards.bounds)
+        self.guards = Guards(read_bounds(bounds))
+        self._skips_update = False  # the current batch has values that are not finite
         self._servers_asked = time.monotonic()
         self._pass_seconds: Counter[str] = Counter()  # of the current step
         self._drawn = (0, 0)  # a step, and the number of the next prompt in it
@@ -80,12 +101,20 @@ class CreditAssignmentMixin(PPOTrainer):
 
     # ---------------------------------------------------------------- set-up
 
+    def _enter(self, phase: str) -> None:
+        record_phase(self.run_dir, self.global_steps, phase)
+
     def _setup(self) -> None:
+        record_phase(self.run_dir, 0, "starting")
         with temporarily(trainer_base, "RewardLoopManager", GroupRewardLoopManager):
             super()._setup()
 
     def _build_replay_buffer(self) -> ReplayBuffer:
-        stock = super()._build_replay_buffer()
+        buffer = self._budgeted(super()._build_replay_buffer())
+        bound_wait(buffer, self.config.guards.stall_timeout, (self.run_dir / STOP_FILE).exists)
+        return buffer
+
+    def _budgeted(self, stock: ReplayBuffer) -> ReplayBuffer:
         if type(stock) is not ReplayBuffer:
             return stock  # asynchronous trainers and custom samplers keep their own
         filter_groups = self.config.algorithm.filter_groups
@@ -96,6 +125,7 @@ class CreditAssignmentMixin(PPOTrainer):
             carry_over_max_age=filter_groups.carry_over.max_age,
             correct_threshold=self.config.algorithm.correct_threshold,
             mini_batch_size=self.config.actor_rollout_ref.actor.ppo_mini_batch_size,
+            max_failed_share=self.config.guards.max_failed_share,
         )
 
     def _resolve_filter_groups_metric(self) -> str | None:
@@ -126,11 +156,38 @@ class CreditAssignmentMixin(PPOTrainer):
         manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
         return manager.get_client(client_cls=client_class)
 
+    def on_sample_begin(self) -> None:
+        self._enter("generating")
+        super().on_sample_begin()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self._in_training = True
 
-    # ---------------------------------------------------------------- servers
+    # ---------------------------------------------------------------- processes
+
+    def check_processes(self) -> None:
+        """Check that the engines, the agent loops, the reward workers and the actor's ranks are alive.
+
+        Raises:
+            UserError: one is dead.
+        """
+        self.check_servers()
+        dead = ended_actors({name: actor.__ray_ready__.remote() for name, actor in self._workers().items()})
+        if dead:
+            raise UserError(
+                f"{'; '.join(f'{name}: {why}' for name, why in dead.items())}. It was killed, for lack of memory or by "
+                f"hand, or its node is gone; the run's log may say more. {self._go_on()}"
+            )
+
+    def _workers(self) -> dict[str, Any]:
+        """The Ray actors that there are by now, beside the engines and TransferQueue, by name."""
+        kinds = {
+            "reward worker": getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", None),
+            "agent loop worker": getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", None),
+            "actor rank": getattr(getattr(self, "actor_rollout_wg", None), "_workers", None),
+        }
+        return {f"{kind} {number}": actor for kind, all_ in kinds.items() for number, actor in enumerate(all_ or ())}
 
     def check_servers(self) -> None:
         """Check that the engine of every rollout server is alive.
@@ -143,9 +200,11 @@ class CreditAssignmentMixin(PPOTrainer):
         if dead:
             raise UserError(
                 f"vLLM died ({'; '.join(dead)}). See the engine's traceback in the run's log; if there is none, it was "
-                "probably killed for lack of memory. The same command with "
-                f"trainer.run_dir={self.run_dir} resumes from the last checkpoint."
+                f"probably killed for lack of memory. {self._go_on()}"
             )
+
+    def _go_on(self) -> str:
+        return f"The same command with trainer.run_dir={self.run_dir} resumes from the last checkpoint."
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
         # verl replaces failed prompts through this method, without end if the engine is dead.
@@ -191,14 +250,17 @@ class CreditAssignmentMixin(PPOTrainer):
         try:
             batch = super().step(metrics, timing_raw)
             metrics.update(self._pass_seconds)  # sums; verl averages the metrics of a step's updates
+            self._not_logged = metrics, _groups(batch)
             return batch
-        except BudgetSpentError:
+        except (BudgetSpentError, StepGivenUpError):
+            if self.trainer_mode != "sync":
+                raise
+            self.on_sample_end()  # puts the engines to sleep: the actor needs their memory to save
             self._save_before_the_end()
             raise
 
     def _save_before_the_end(self) -> None:
         """Save the last trained step, with the groups that the step which could not be trained has generated."""
-        self.on_sample_end()  # puts the engines to sleep: the actor needs their memory to save
         self.global_steps -= 1  # nothing was trained in this step
         if self.global_steps == 0:
             return
@@ -211,6 +273,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self._save_groups()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._enter("computing old log-probs")
         if not self.entropy_source.from_rollout:
             return super()._compute_old_log_prob(batch, metrics)
         if self.entropy_source.compares:
@@ -234,12 +297,19 @@ class CreditAssignmentMixin(PPOTrainer):
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._skips_update = self._check_inputs(batch)
+        if self._skips_update:
+            empty = {key: torch.zeros(len(row)) for key, row in fetch_rows(batch, "response_mask").items()}
+            for column in ("advantages", "returns"):
+                put_rows(batch.partition_id, column, empty)
+            return batch
         infos = reward_infos(batch.partition_id, batch.keys)
         context = self._credit_context(batch, infos)
         with credit_context(context):
             batch = super()._compute_advantage(batch, metrics)
         metrics["training/lone_responses"] = self._zero_lone_responses(batch)
         advantages, mask = fetch(batch, "advantages")
+        self._skips_update = self.not_finite.batch(self.global_steps, batch.keys, {"advantages": advantages}, mask)
         metrics.update(_credit_metrics(batch, context, advantages, mask))
         real = mask.any(-1).tolist()
         judged = [info for info, valid in zip(infos, real, strict=True) if valid]
@@ -248,6 +318,29 @@ class CreditAssignmentMixin(PPOTrainer):
         self._dump_credit(batch, context, advantages, mask)
         self._keep_credit_samples(batch, context, advantages, mask)
         return batch
+
+    def _check_inputs(self, batch: KVBatchMeta) -> bool:
+        """Look for NaN and infinite values in what advantages are made of; returns whether to skip the update.
+
+        Raises:
+            NotFiniteError: there are some, and the run is to stop. The weights are those of the step before.
+        """
+        names = ["rm_scores", "old_log_probs", self.entropy_source.column]
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            names.append("rollout_log_probs")
+        *columns, mask = fetch(batch, *names)
+        try:
+            return self.not_finite.batch(
+                self.global_steps,
+                batch.keys,
+                dict(zip(names, columns, strict=True)),
+                mask,
+                lambda: {"responses": fetch_rows(batch, "responses")},
+            )
+        except NotFiniteError:
+            if self.trainer_mode == "sync":  # elsewhere, earlier updates of this step may have changed the weights
+                self._save_before_the_end()
+            raise
 
     def _credit_context(self, batch: KVBatchMeta, infos: list[dict[str, Any]]) -> CreditContext:
         """What the estimator needs and verl does not pass it."""
@@ -348,6 +441,25 @@ class CreditAssignmentMixin(PPOTrainer):
         return torch.tensor(verdicts)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        self._enter("updating the actor")
+        metrics["training/skipped_updates"] = self.not_finite.skipped
+        if self._skips_update:
+            return batch
+        batch = self._update_actor_on_its_tokens(batch, metrics)
+        self.not_finite.update(self.global_steps, metrics, lambda: self._contents(batch))
+        metrics["training/skipped_updates"] = self.not_finite.skipped
+        return batch
+
+    def _contents(self, batch: KVBatchMeta) -> dict[str, Any]:
+        """What is kept of a batch whose update went wrong."""
+        columns = ("old_log_probs", "advantages")
+        *values, mask = fetch(batch, *columns)
+        return {"keys": batch.keys, "response_mask": mask, "responses": fetch_rows(batch, "responses")} | dict(
+            zip(columns, values, strict=True)
+        )
+
+    def _update_actor_on_its_tokens(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's update, without truncated responses under ``algorithm.overlong_filtering``."""
         if not self.config.algorithm.overlong_filtering:
             return super()._update_actor(batch, metrics)
         limit = self.config.data.max_response_length
@@ -368,15 +480,29 @@ class CreditAssignmentMixin(PPOTrainer):
         truncated = [len(mask) >= limit for mask in fetch_rows(batch, "response_mask", list(real)).values()]
         metrics["response_length/truncated_share"] = sum(truncated) / len(truncated)
         self.recorder.write(global_steps, metrics)
-        record_groups(self.run_dir, global_steps, {uid_of(key): tag["global_steps"] for key, tag in real.items()})
+        record_groups(self.run_dir, global_steps, _groups(batch))
+        self._not_logged = None
+        for warning in self.guards.check(global_steps, metrics):
+            logger.warning("%s", warning)
 
     def _checkpoint_dir(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
 
     def _save_checkpoint(self) -> None:
-        self._save_groups()  # before verl's part, which ends by naming the checkpoint the latest
-        super()._save_checkpoint()
-        remove_outdated(self._checkpoint_dir())
+        self._enter("saving a checkpoint")
+        trainer = self.config.trainer
+        keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.get("max_actor_ckpt_to_keep")
+        # before verl's part, which ends by naming the checkpoint the latest
+        self._save_groups()
+        if self._not_logged is not None:
+            keep_step(self._checkpoint_dir(), self.global_steps, *self._not_logged)
+        with ExitStack() as stack:
+            # verl removes the old checkpoint before the new one is complete, and forgets those of earlier attempts
+            for key in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "remove_previous_ckpt_in_save"):
+                if trainer.get(key) is not None:
+                    stack.enter_context(temporarily(trainer, key, None))
+            super()._save_checkpoint()
+        prune(Path(trainer.default_local_dir), keep)
         link_model(self.run_dir)  # now, because the run may be killed
         self._checkpointed = self.global_steps
 
@@ -393,6 +519,10 @@ class CreditAssignmentMixin(PPOTrainer):
         folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self._checkpoint_dir()
         if folder.resolve() == self._checkpoint_dir().resolve() and not trainer.del_local_ckpt_after_load:
             self._checkpointed = self.global_steps
+        if restore_step(self.run_dir, folder):
+            logger.warning(
+                "Step %d had not been logged when the run ended: restored from %s.", self.global_steps, folder
+            )
         sampling = self._sampling()
         if sampling is None:
             return
@@ -409,6 +539,7 @@ class CreditAssignmentMixin(PPOTrainer):
         super()._dump_generations(inputs, outputs, gts, scores, columns, dump_path)
 
     def _validate(self) -> dict[str, float]:
+        self._enter("validating")
         with recorded(self.replay_buffer, self.agent_loop_manager, self.config.seed) as self._validated:
             metrics = super()._validate()
         if not self._in_training:  # metrics of later validations are recorded with their step
@@ -429,18 +560,24 @@ class CreditAssignmentMixin(PPOTrainer):
         return metrics | validation_metrics(self._validated, expected_acc_counts or {}, **limits(self.config))
 
     def on_step_end(self) -> None:
+        stopping = (self.run_dir / STOP_FILE).exists()
+        if stopping and self._checkpointed != self.global_steps:
+            self._save_checkpoint()  # first: sending the weights wakes the engines, and saving needs their memory
+        self._enter("sending weights to the engines")
         super().on_step_end()
-        if not (self.run_dir / STOP_FILE).exists():
+        if not stopping:
             return
-        saved = self.config.trainer.save_freq > 0 and self.global_steps % self.config.trainer.save_freq == 0
-        if not saved:
-            self._save_checkpoint()
         logger.warning(
             "Stopping after step %d on request; its checkpoint is in %s.",
             self.global_steps,
             self.config.trainer.default_local_dir,
         )
         self.total_training_steps = self.global_steps
+
+
+def _groups(batch: KVBatchMeta) -> dict[str, int]:
+    """{uid: the step in which its responses were generated} of the groups of a batch."""
+    return {uid_of(key): tag["global_steps"] for key, tag in real_rows(batch).items()}
 
 
 def _tokens(batch: KVBatchMeta) -> int:

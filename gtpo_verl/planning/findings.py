@@ -10,12 +10,14 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.planning.memory import GIB, Memory, entropy_bytes, micro_batch_tokens
+from gtpo_verl.planning.memory import DTYPE_BYTES, GIB, Memory, entropy_bytes, micro_batch_tokens
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
 from gtpo_verl.planning.step import Step
 
 LEVELS = ("error", "warning", "note")
+WRITE_RATE = 2e9  # bytes a second of a shared file system: an assumption, not measured
+RANK_WRITE_RATE = 1e9  # of one process
 ENTROPY_SCRATCH = 1 * GIB  # above this, entropies of a whole micro-batch get a warning
 
 
@@ -144,6 +146,32 @@ def memory_findings(config: DictConfig, shape: ModelShape, parallel: Parallelism
                 )
             )
     return found
+
+
+def checkpoint_findings(config: DictConfig, shape: ModelShape) -> list[Finding]:
+    """What a checkpoint costs: bytes a parameter as verl's engines write them, and seconds at an assumed rate."""
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    if trainer.save_freq <= 0:
+        return [Finding("note", f"trainer.save_freq={trainer.save_freq}: a run is saved only when it is stopped.")]
+    contents = actor.checkpoint.save_contents
+    megatron = actor.strategy == "megatron"
+    weights = 2 if megatron else DTYPE_BYTES[actor.fsdp_config.model_dtype]
+    optimizer = 12 if megatron else 2 * weights  # Megatron's master weights are in it
+    sharded = shape.parameters * (weights * ("model" in contents) + optimizer * ("optimizer" in contents))
+    merged = shape.parameters * weights * ("hf_model" in contents and not megatron)
+    seconds = sharded / WRITE_RATE + merged / RANK_WRITE_RATE
+    kept = trainer.max_actor_ckpt_to_keep
+    disk = f"{(sharded + merged) * (kept + 1) / 1e9:,.0f} GB with the {kept} that stay" if kept else "all of them stay"
+    text = (
+        f"a checkpoint, every {trainer.save_freq} steps, is {(sharded + merged) / 1e9:,.1f} GB, and while one is "
+        f"written {disk}; about {seconds:,.0f} s at an assumed {WRITE_RATE / 1e9:g} GB/s of all ranks together"
+    )
+    if merged:
+        text += (
+            f", {merged / RANK_WRITE_RATE:,.0f} s of them for hf_model, which one rank writes at "
+            f"{RANK_WRITE_RATE / 1e9:g} GB/s while the others wait: `gtpo-verl export` makes it when it is needed"
+        )
+    return [Finding("note", f"{text}.")]
 
 
 _REMEDIES = {

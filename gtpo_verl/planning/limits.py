@@ -25,12 +25,13 @@ _COUNTS = (
     "actor_rollout_ref.rollout.pipeline_model_parallel_size",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    "actor_rollout_ref.rollout.val_kwargs.n",
     "actor_rollout_ref.rollout.agent.num_workers",
     "trainer.total_epochs",
     "trainer.total_training_steps",
 )
 _LARGEST_COUNT = 10**9
+_RESPONSES = ("actor_rollout_ref.rollout.n", "actor_rollout_ref.rollout.val_kwargs.n")  # to a prompt
+_MOST_RESPONSES = 65_536
 _SHARES = (
     "actor_rollout_ref.rollout.top_p",
     "actor_rollout_ref.rollout.val_kwargs.top_p",
@@ -49,6 +50,10 @@ def check_limits(config: DictConfig) -> None:
         value = OmegaConf.select(config, key)
         if value is not None and not 1 <= value <= _LARGEST_COUNT:
             raise UserError(f"{key}={value}: it must be from 1 to {_LARGEST_COUNT:,}.")
+    for key in _RESPONSES:
+        value = OmegaConf.select(config, key)
+        if value is not None and not 1 <= value <= _MOST_RESPONSES:
+            raise UserError(f"{key}={value}: it must be from 1 to {_MOST_RESPONSES:,}.")
     for key in _SHARES:
         value = OmegaConf.select(config, key)
         if value is not None and not 0 < value <= 1:

@@ -12,6 +12,7 @@ from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.findings import (
     LEVELS,
     Finding,
+    checkpoint_findings,
     idle_findings,
     memory_findings,
     mode_findings,
@@ -131,6 +132,7 @@ def make_plan(
         findings += memory_findings(config, shape, parallel, memory)
     if on_gpu or measured is not None:
         time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
+    findings += checkpoint_findings(config, shape)
     findings += mode_findings(config) + idle_findings(config, overrides)
     return Plan(
         overrides=list(overrides),

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, first_line
 
 MODELS = Path(__file__).parent / "models"
 INSTRUCT = "-Instruct"
@@ -78,7 +78,7 @@ def load_shape(path: str | None) -> ModelShape:
 def _find_config(path: str) -> tuple[dict[str, Any], str]:
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
-        return json.loads(local.read_text()), str(local)
+        return _parsed(local), str(local)
     name = path.rsplit("/", 1)[-1]
     if name.removesuffix(INSTRUCT) in known_models():
         config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
@@ -87,11 +87,21 @@ def _find_config(path: str) -> tuple[dict[str, Any], str]:
         return config, "shipped with gtpo_verl"
     cached = _cached_config(path)
     if cached is not None:
-        return json.loads(Path(cached).read_text()), cached
+        return _parsed(Path(cached)), cached
     raise UserError(
         f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
         f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
     )
+
+
+def _parsed(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not readable as JSON ({first_line(error)}): copy the model again.") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{file} holds no JSON object: copy the model again.")
+    return config
 
 
 def _cached_config(name: str) -> str | None:

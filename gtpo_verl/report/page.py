@@ -17,6 +17,7 @@ import jinja2
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
@@ -145,12 +146,12 @@ _FINAL_CELLS = {"seeds": 1, "mean": 2, "95 % over seeds": 3, "s.d.": 5, "lowest"
 
 
 def _console_table(title: str, first: str, columns: Mapping[str, int], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None)
+    table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None)
     table.add_column(first, overflow="fold")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(row[0], *(row[index] for index in columns.values()))
+        table.add_row(*(Text(row[index]) for index in (0, *columns.values())))
     return table
 
 

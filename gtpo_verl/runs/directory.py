@@ -3,6 +3,7 @@ early.
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from gtpo_verl.files import (
     append_json_line,
     end_torn_line,
     read_json,
+    read_json_lines,
     read_json_lines_from,
     write_atomically,
     write_json,
@@ -24,6 +26,8 @@ DIFF_FILE = "code.diff"  # what the working tree changes in the recorded commit
 SAMPLES_FILE = "credit_samples.jsonl"
 SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
+PHASE_FILE = "phase.json"  # what the trainer does just now
+STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 MODEL_LINK = "model"
 # Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
 HF_WEIGHTS = ("actor/huggingface", "actor/model/huggingface")
@@ -43,20 +47,24 @@ class MetricsRecorder:
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one step; values that are not finite are left out and their names listed under ``not_finite``."""
-        numbers, not_finite = {}, []
-        for name, value in metrics.items():
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                continue  # tables and nested counts go to verl's own loggers
-            if math.isfinite(number):
-                numbers[name] = number
-            else:
-                not_finite.append(name)
-        line: dict[str, Any] = {"step": int(step), "data": numbers}
-        if not_finite:
-            line["not_finite"] = sorted(not_finite)
-        append_json_line(self.path, line)
+        append_json_line(self.path, _metrics_line(step, metrics))
+
+
+def _metrics_line(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    numbers, not_finite = {}, []
+    for name, value in metrics.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            continue  # tables and nested counts go to verl's own loggers
+        if math.isfinite(number):
+            numbers[name] = number
+        else:
+            not_finite.append(name)
+    line: dict[str, Any] = {"step": int(step), "data": numbers}
+    if not_finite:
+        line["not_finite"] = sorted(not_finite)
+    return line
 
 
 def record_groups(run_dir: Path, step: int, groups: dict[str, int]) -> None:
@@ -68,6 +76,34 @@ def record_groups(run_dir: Path, step: int, groups: dict[str, int]) -> None:
         groups: the step in which a group's responses were generated, by uid of the group.
     """
     append_json_line(run_dir / GROUPS_FILE, {"step": int(step), "groups": groups})
+
+
+def keep_step(checkpoint: Path, step: int, metrics: Mapping[str, Any], groups: dict[str, int]) -> None:
+    """Write what is known of a step's metrics, and its groups, into its checkpoint.
+
+    verl logs a step after its checkpoint and validation; a run that is killed in between never repeats it.
+    """
+    kept = {"metrics": _metrics_line(step, metrics), "groups": {"step": int(step), "groups": groups}}
+    write_json(checkpoint / STEP_FILE, kept)
+
+
+def restore_step(run_dir: Path, checkpoint: Path) -> bool:
+    """Append what `keep_step` kept, where the run's files lack that step; returns whether they lacked its metrics."""
+    kept = read_json(checkpoint / STEP_FILE)
+    if kept is None:
+        return False
+    lacking = []
+    for file, line in ((run_dir / METRICS_FILE, kept["metrics"]), (run_dir / GROUPS_FILE, kept["groups"])):
+        logged = read_json_lines(file) if file.is_file() else ()
+        if not any(isinstance(value, dict) and value.get("step") == line["step"] for _, value in logged):
+            append_json_line(file, line)
+            lacking.append(file.name)
+    return METRICS_FILE in lacking
+
+
+def record_phase(run_dir: Path, step: int, phase: str) -> None:
+    """Write what the trainer begins to do, for ``gtpo-verl status``."""
+    write_json(run_dir / PHASE_FILE, {"step": step, "phase": phase, "since": time.time()})
 
 
 def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

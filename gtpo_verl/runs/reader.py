@@ -11,7 +11,6 @@ known.
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +32,17 @@ from gtpo_verl.runs.statistics import Floats, cluster_means
 if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
     from gtpo_verl.algorithms.registry import Algorithm
 
+# what a report reads of a record
+_RECORDED: dict[str, Any] = {
+    **dict.fromkeys(("versions", "settings", "checksums", "code"), dict),
+    **dict.fromkeys(("notes", "arms", "attempts", "overrides"), list),
+    **dict.fromkeys(("name", "status", "created", "command", "reason", "hardware"), str),
+    "seed": int | str,
+}
 UNKNOWN_SOURCE = "unknown"  # as verl names the source of rows without one
 
+_LARGEST = 1e100  # of a metric; what is above, such as ±1e308, overflows in differences and axes
+_LAST_STEP = 10**12
 _THRESHOLD = "algorithm.correct_threshold"
 _DEFAULT_THRESHOLD = 1.0  # where no configuration was recorded: a sample is correct with full marks
 _LOGGED_ACCURACY = (
@@ -284,6 +292,11 @@ def _run(path: Path, trainings: list[Training], record: Mapping[str, Any], missi
 def _read_record(path: Path) -> dict[str, Any]:
     file = path / RECORD_FILE
     record = _read_object(file) if file.is_file() else {}
+    for name, kinds in _RECORDED.items():
+        if not isinstance(record.get(name), kinds | None):
+            raise UserError(
+                f"{file}: {name} is {record[name]!r:.40}: repair it, or remove the file to report without it"
+            )
     if record.get("status") == "running" and is_abandoned(path):
         return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     return record
@@ -292,7 +305,7 @@ def _read_record(path: Path) -> dict[str, Any]:
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON ({error}): repair it, or remove it to report without it") from error
     if not isinstance(value, dict):
         raise UserError(f"{file} holds no JSON object: repair it, or remove it to report without it")
@@ -379,7 +392,7 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
         if entry is None:
             torn += 1
             continue
-        if not (isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("data"), dict)):
+        if not (isinstance(entry, dict) and _is_step(entry.get("step")) and isinstance(entry.get("data"), dict)):
             raise UserError(f'{file}, line {number}: expected {{"step": ..., "data": {{...}}}} as verl logs it')
         step = entry["step"]
         abandoned = [later for later in metrics if later > step]
@@ -387,7 +400,7 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
             del metrics[later]
         dropped += len(abandoned)
         values = {key: value for key, value in entry["data"].items() if isinstance(value, int | float)}
-        finite = {key: float(value) for key, value in values.items() if math.isfinite(value)}
+        finite = {key: float(value) for key, value in values.items() if abs(value) <= _LARGEST}
         not_finite += len(values) - len(finite)
         metrics.setdefault(step, {}).update(finite)
     notes = []
@@ -396,8 +409,12 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     if dropped:
         notes.append(f"{_count(dropped, 'step')} logged before a resume from an earlier checkpoint left out")
     if not_finite:
-        notes.append(f"{_count(not_finite, 'metric value')} not finite (NaN or infinite) and left out")
+        notes.append(f"{_count(not_finite, 'metric value')} not finite (NaN, infinite or beyond 1e100) and left out")
     return metrics, notes
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and 0 <= value <= _LAST_STEP
 
 
 def _read_validations(
@@ -407,7 +424,7 @@ def _read_validations(
     threshold = float(config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
     last_step = max(metrics)
     logged = list(logged_accuracies({key for data in metrics.values() for key in data}))
-    files = {int(file.stem): file for file in directory.glob("*.jsonl") if file.stem.isdecimal()}
+    files = {int(file.stem): file for file in directory.glob("*.jsonl") if file.stem.isdecimal() and file.is_file()}
     validations: dict[str, list[Validation]] = {}
     notes: list[str] = []
     unassigned = []
@@ -459,7 +476,7 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
         acc = line.get("acc")
         if not isinstance(acc, int | float | None):
             raise UserError(f"{file}, line {number}: acc is {acc!r}, expected the verifier's verdict, a number")
-        if acc is None or not math.isfinite(acc):
+        if acc is None or not abs(acc) <= _LARGEST:
             acc = None
             without += 1
         source, cluster, prompt = line.get("data_source"), line.get("cluster"), _prompt_key(line)
@@ -506,9 +523,9 @@ def _read_config(file: Path) -> dict[str, Any]:
         return {}
     try:
         config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+        return dict(flatten(config)) if isinstance(config, dict) else {}
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise UserError(f"{file} is not valid YAML: repair it, or remove it to report without it") from error
-    return dict(flatten(config)) if isinstance(config, dict) else {}
 
 
 def _listed(steps: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_files import write_model
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.cli import main
@@ -28,11 +29,7 @@ from gtpo_verl.tasks.prepare import locate
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """Looks like a model in Hugging Face format, as far as this needs it."""
-    directory = tmp_path / "model"
-    directory.mkdir()
-    (directory / "config.json").write_text("{}")
-    (directory / "model.safetensors").write_bytes(b"weights")
-    return directory
+    return write_model(tmp_path / "model")
 
 
 @pytest.fixture
@@ -99,13 +96,16 @@ def test_megatrons_weights_are_a_level_deeper(run_dir: Path) -> None:
     assert subject.output == run_dir / "evaluation" / "global_step_1"
 
 
-@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "how"),
+    [("fsdp", r"gtpo-verl export .* merges"), ("megatron", r"model_merger merge --backend megatron")],
+)
+def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path, backend: str, how: str) -> None:
     (run_dir / "model" / "model.safetensors").unlink()
     checkpoint = run_dir / "checkpoints" / "global_step_1"
     if backend == "megatron":
         (checkpoint / "actor" / "model" / "dist_ckpt").mkdir(parents=True)
-    with pytest.raises(UserError, match=rf"verl\.model_merger merge --backend {backend}"):
+    with pytest.raises(UserError, match=how):
         find_subject(str(checkpoint))
 
 

@@ -32,6 +32,7 @@ def test_every_setting_of_an_algorithm_is_used_by_it(name: str) -> None:
 HANDED_ON = {
     "actor_rollout_ref.actor.megatron.override_transformer_config": "Megatron's model provider",
     "actor_rollout_ref.rollout.engine_kwargs.vllm": "vLLM's argument parser, which refuses an unknown name",
+    "guards.bounds": "gtpo_verl/runs/guards.py, which refuses an unknown name",
     "ray_kwargs.ray_init.runtime_env.env_vars.KMP_BLOCKTIME": "the OpenMP runtime under torch",
     "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "the OpenMP runtime under torch",
     "ray_kwargs.ray_init.runtime_env.env_vars.OMP_WAIT_POLICY": "the OpenMP runtime under torch",
@@ -71,6 +72,8 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": f"{_MEGATRON}:272",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:273",
     "actor_rollout_ref.actor.megatron.seed": f"{_MEGATRON}:195",
+    # in a reward worker, and by the preflight before the recorder
+    "guards.reward_timeout": "gtpo_verl/integrations/reward_loop.py",
     # a critic
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from model_files import write_model
 from ray_head import Head, ray_head
 
 import gtpo_verl
@@ -58,7 +59,7 @@ def jobs(head: Head, monkeypatch: pytest.MonkeyPatch) -> Jobs:
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     shared = tmp_path_factory.mktemp("shared")
-    (shared / "config.json").write_text("{}")
+    write_model(shared)
     row = {
         "prompt": [{"role": "user", "content": "1+1"}],
         "data_source": "s",

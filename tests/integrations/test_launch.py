@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import launch
 from gtpo_verl.integrations.admission import DevicesTakenError
+from gtpo_verl.integrations.waiting import StepGivenUpError
 
-RUN = OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local"}}})
+RUN = OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local"}}, "trainer": {"run_dir": "outputs/run"}})
 TAKEN = "torch.distributed.DistNetworkError: port: 35003, code: -98, name: EADDRINUSE, message: address already in use"
 
 
@@ -47,9 +48,31 @@ def test_nothing_is_started_three_times_or_for_another_reason(
     jobs: list[BaseException | None], ends: list[str], left: int
 ) -> None:
     jobs += [failed(text) for text in ends]
-    with pytest.raises(RayTaskError):
+    with pytest.raises(
+        UserError, match=r"^RuntimeError: in a worker\. The stack trace is at the end of outputs/run/train"
+    ):
         launch.run_job(RUN)
     assert len(jobs) == left
+
+
+def test_a_process_that_died_is_one_line_and_its_trace_goes_to_the_log(
+    jobs: list[BaseException | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside = RayTaskError("update", "Traceback of forty lines\nValueError: of a worker", ValueError("of a worker"))
+    jobs += [RayActorError(), RayTaskError("run", "", inside)]
+    with pytest.raises(UserError, match=r"^a process of the run died; .*resumes from the last checkpoint\.$"):
+        launch.run_job(RUN)
+    with pytest.raises(UserError, match=r"^ValueError: of a worker\. The stack trace"):
+        launch.run_job(RUN)
+    assert "Traceback of forty lines" in capsys.readouterr().err
+
+
+def test_a_step_that_was_given_up_on_request_is_no_failure(
+    jobs: list[BaseException | None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs += [RayTaskError("run", "", StepGivenUpError("the run was asked to stop: the step was given up."))]
+    launch.run_job(RUN)
+    assert "the step was given up" in capsys.readouterr().out
 
 
 def taken() -> RayTaskError:

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.carry_over import SAMPLING_FILE, remove_outdated, restore_groups, save_groups
+from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
@@ -119,6 +119,7 @@ def make_run() -> Iterator[MakeRun]:
         max_age: int = 0,
         mini_batch: int = 1,
         order: random.Random | None = None,
+        max_failed_share: float = 1.0,
     ) -> Run:
         prompts = Prompts(pattern, order)
         stock = ReplayBuffer(
@@ -140,6 +141,7 @@ def make_run() -> Iterator[MakeRun]:
             carry_over_max_age=max_age,
             correct_threshold=1.0,
             mini_batch_size=mini_batch,
+            max_failed_share=max_failed_share,
         )
         if order is not None:
             wait = buffer._wait_for_next_poll
@@ -210,6 +212,20 @@ def test_a_group_with_a_failed_rollout_is_judged_by_what_is_left_of_it(make_run:
 def test_rollouts_that_all_fail_end_the_run_without_a_budget_too(make_run: MakeRun) -> None:
     run = make_run(itertools.repeat((-1, -1, -1)), budget=0)
     with pytest.raises(UserError, match="step 1: the rollouts of all 4 groups failed"):
+        run.step()
+
+
+@pytest.mark.parametrize(("share", "ends"), [(0.5, True), (0.8, False)])
+def test_a_step_whose_rollouts_mostly_fail_ends_the_run_before_its_update(
+    make_run: MakeRun, share: float, ends: bool
+) -> None:
+    """A dead reward worker fails every group that it gets."""
+    failed = (-1, -1, -1)
+    run = make_run(itertools.cycle([failed, failed, failed, MIXED]), budget=0, max_failed_share=share)
+    if not ends:
+        assert len(run.step()[0]) == BATCH
+        return
+    with pytest.raises(UserError, match=r"step 1: the rollouts of 3 of 4 groups failed, .*max_failed_share=0\.5"):
         run.step()
 
 
@@ -482,16 +498,3 @@ def test_groups_without_the_columns_of_this_run_are_refused(make_run: MakeRun, t
         UserError, match=r"made with algorithm\.entropy\.source=actor, and this run has rollout or both"
     ):
         restore_groups(tmp_path, "train", with_entropies=True)
-
-
-def test_saved_groups_go_when_verl_has_removed_their_weights(tmp_path: Path) -> None:
-    for step, weights in ((1, False), (2, True), (3, False)):
-        folder = tmp_path / f"global_step_{step}"
-        save_groups(folder, "train", (1, 1))
-        if weights:
-            (folder / "actor").mkdir()
-    remove_outdated(tmp_path / "global_step_3")  # verl may still be writing the latest
-    assert sorted(file.parent.name for file in tmp_path.glob(f"*/{SAMPLING_FILE}")) == [
-        "global_step_2",
-        "global_step_3",
-    ]

@@ -3,6 +3,8 @@ real ones.
 """
 
 import json
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 import transfer_queue as tq
+from checkpoint_writer import write_fsdp
 from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo import core_algos
@@ -19,11 +23,15 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations import liveness
 from gtpo_verl.integrations import trainer as ours
 from gtpo_verl.integrations.carry_over import restore_groups
 from gtpo_verl.integrations.entropy_source import SOURCES
+from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
-from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, reward_infos
+from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, put_rows, reward_infos
+from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
+from gtpo_verl.runs.directory import MetricsRecorder
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -35,13 +43,18 @@ class Trainer(ours.CreditAssignmentMixin):
         defaults = {"adv_estimator": "grpo", "correct_threshold": 1.0, "overlong_filtering": False}
         self.entropy_source = SOURCES["actor"]
         self.run_dir = run_dir
+        self.trainer_mode = "sync"
         self.global_steps = 1
         self._checkpointed = None
+        self._not_logged = None
+        self._skips_update = False
+        self.not_finite = NotFinite(run_dir, "stop", 1)
         self.config = OmegaConf.create(
             {
                 "algorithm": defaults | algorithm,
                 "actor_rollout_ref": {
-                    "actor": {"policy_loss": {"loss_mode": "vanilla"}, "loss_agg_mode": "token-mean"}
+                    "actor": {"policy_loss": {"loss_mode": "vanilla"}, "loss_agg_mode": "token-mean"},
+                    "rollout": {"calculate_log_probs": False},
                 },
                 "data": {"max_response_length": LIMIT},
                 "reward": {"reward_kwargs": {"max_resp_len": LIMIT, "overlong_buffer_cfg": {"enable": False}}},
@@ -59,6 +72,8 @@ def put(lengths: dict[str, int], correct: set[str]) -> KVBatchMeta:
         {
             "response_mask": torch.ones(length, dtype=torch.int64),
             "entropy": torch.full((length,), 0.5),
+            "old_log_probs": torch.full((length,), -1.0),
+            "responses": torch.ones(length, dtype=torch.int64),
             "rm_scores": torch.tensor([0.0] * (length - 1) + [1.0 if key in correct else -1.0]),
             "extra_fields": {"reward_extra_info": {"acc": float(key in correct)}},
         }
@@ -175,6 +190,66 @@ def test_a_missing_column_is_named() -> None:
     assert reward_infos("train", batch.keys) == [{"acc": 0.0}]
 
 
+# -------------------------------------------------------------------- values that are not finite
+
+
+COLUMNS = {"rm_scores": "the reward function returned it", "old_log_probs": "logits", "entropy": "logits"}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.usefixtures("verls_grpo")
+def test_a_batch_that_is_not_finite_ends_the_run_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
+) -> None:
+    batch = put(LENGTHS, {"a_0_0"})
+    put_rows("train", column, {"a_1_0": torch.tensor([0.5, float("nan"), 0.5])})
+    saved: list[int] = []
+    monkeypatch.setattr(Trainer, "_save_before_the_end", lambda self: saved.append(self.global_steps))
+    with pytest.raises(
+        NotFiniteError, match=rf"step 1: {column} of 1 of 5 .*\(a_1_0\); likely cause: .*{COLUMNS[column]}"
+    ):
+        Trainer(tmp_path)._compute_advantage(batch, {})
+    kept = torch.load(tmp_path / "not_finite" / "1.pt")
+    assert kept["keys"] == batch.keys
+    assert kept[column][1].isnan().tolist() == [False, True, False]
+    assert set(kept) >= {"rm_scores", "old_log_probs", "entropy", "responses", "response_mask"}
+    assert saved == [1], "what was trained before is saved"
+
+
+@pytest.mark.usefixtures("verls_grpo")
+def test_a_batch_that_is_not_finite_may_be_skipped_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    updates: list[int] = []
+    monkeypatch.setattr(PPOTrainer, "_update_actor", lambda self, batch, metrics: updates.append(1) or batch)
+    monkeypatch.setattr(Trainer, "_save_before_the_end", lambda self: None)
+    trainer = Trainer(tmp_path)
+    trainer.not_finite = NotFinite(tmp_path, "skip", 1)
+    batch = put(LENGTHS, {"a_0_0"})
+    put_rows("train", "entropy", {"a_1_0": torch.full((3,), float("inf"))})
+    metrics: dict[str, float] = {}
+    trainer._update_actor(trainer._compute_advantage(batch, metrics), metrics)
+    assert (updates, metrics["training/skipped_updates"]) == ([], 1)
+    assert not fetch(batch, "advantages")[0].any(), "verl logs them"
+    with pytest.raises(NotFiniteError, match=r"guards\.max_skipped_steps=1"):
+        trainer._compute_advantage(batch, {})
+    put_rows("train", "entropy", {"a_1_0": torch.full((3,), 0.5)})
+    trainer._update_actor(trainer._compute_advantage(batch, {}), {})
+    assert updates == [1]
+
+
+@pytest.mark.usefixtures("verls_grpo")
+def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def update(self: Any, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        metrics["actor/grad_norm"] = float("nan")
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update)
+    trainer = Trainer(tmp_path)
+    batch = trainer._compute_advantage(put(LENGTHS, {"a_0_0"}), {})
+    with pytest.raises(NotFiniteError, match=r"actor/grad_norm of the update is NaN or infinite"):
+        trainer._update_actor(batch, {})
+    assert set(torch.load(tmp_path / "not_finite" / "1.pt")) >= {"advantages", "old_log_probs", "keys"}
+
+
 # -------------------------------------------------------------------- overlong filtering
 
 
@@ -287,3 +362,106 @@ def test_without_a_trained_step_nothing_is_saved(spent: Trainer, tmp_path: Path)
     with pytest.raises(BudgetSpentError):
         spent.step({}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+# -------------------------------------------------------------------- checkpoints
+
+
+@pytest.fixture
+def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    """A trainer whose verl part saves a complete checkpoint, or is killed before the tracker."""
+    trainer = Trainer(tmp_path)
+    trainer.config.trainer.merge_with({"max_actor_ckpt_to_keep": 1, "default_local_dir": str(tmp_path / "checkpoints")})
+    trainer.replay_buffer = None
+
+    def save(self: Any) -> None:
+        assert self.config.trainer.max_actor_ckpt_to_keep is None, "verl would remove the old one too early"
+        write_fsdp(Path(self.config.trainer.default_local_dir), self.global_steps, tracked=self.global_steps != 3)
+        if self.global_steps == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(PPOTrainer, "_save_checkpoint", save)
+    return trainer
+
+
+def test_the_old_checkpoint_goes_when_the_new_one_is_the_last(saving: Trainer, tmp_path: Path) -> None:
+    """Also those of earlier attempts, which verl does not know."""
+    for saving.global_steps in (1, 2):
+        saving._save_checkpoint()
+    assert list(checkpoints(tmp_path / "checkpoints")) == [2]
+    assert saving.config.trainer.max_actor_ckpt_to_keep == 1
+    saving.global_steps = 3
+    with pytest.raises(KeyboardInterrupt):
+        saving._save_checkpoint()
+    assert find_start(tmp_path / "checkpoints", Layout("fsdp", 1)).folder == tmp_path / "checkpoints" / "global_step_2"
+    resumed = Trainer(tmp_path)
+    resumed.config, resumed.global_steps, resumed.replay_buffer = saving.config, 4, None
+    resumed._save_checkpoint()
+    assert list(checkpoints(tmp_path / "checkpoints")) == [4]
+
+
+def test_a_step_that_was_saved_and_not_logged_is_logged_when_it_resumes(
+    saving: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(self: Any) -> None:
+        self.global_steps = 2
+
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
+    saving.config.trainer.merge_with({"resume_mode": "auto", "del_local_ckpt_after_load": False})
+    saving.recorder = MetricsRecorder(tmp_path)
+    saving.recorder.write(1, {"actor/grad_norm": 0.1})
+    saving.global_steps = 2
+    saving._not_logged = {"actor/grad_norm": 0.5, "table": {1: 2}}, {"b": 2}
+    saving._save_checkpoint()
+    for _ in range(2):  # nothing is doubled
+        saving._load_checkpoint()
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        {"step": 1, "data": {"actor/grad_norm": 0.1}},
+        {"step": 2, "data": {"actor/grad_norm": 0.5}},
+    ]
+    assert json.loads((tmp_path / "groups.jsonl").read_text()) == {"step": 2, "groups": {"b": 2}}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_stop_is_saved_once_and_before_the_engines_wake(
+    saving: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(PPOTrainer, "on_step_end", lambda self: done.append("weights sent"))
+    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self: done.append("saved"))
+    saving.global_steps, saving.total_training_steps = 2, 9
+    saving.on_step_end()
+    assert (done, saving.total_training_steps) == (["weights sent"], 9)
+    (tmp_path / "STOP").touch()
+    saving._checkpointed = 2 if saved else 1
+    saving.on_step_end()
+    assert done[1:] == (["weights sent"] if saved else ["saved", "weights sent"])
+    assert saving.total_training_steps == 2
+
+
+# -------------------------------------------------------------------- processes
+
+
+def test_a_worker_that_was_killed_is_named_and_a_busy_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Worker:
+        def work(self) -> None:
+            time.sleep(600)
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
+    idle, busy, dead = (ray.remote(num_cpus=0)(Worker).remote() for _ in range(3))
+    ray.get([actor.__ray_ready__.remote() for actor in (idle, busy, dead)])
+    busy.work.remote()
+    monkeypatch.setattr(liveness, "ANSWER_TIMEOUT", 2.0)
+    monkeypatch.setattr(Trainer, "_rollout_server_managers", lambda self: [])
+    trainer = Trainer(tmp_path)
+    trainer.actor_rollout_wg = SimpleNamespace(_workers=[busy])
+    trainer.check_processes()
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=[idle, dead])
+    ray.kill(dead)
+    with pytest.raises(
+        UserError, match=r"^reward worker 1: its Ray actor has ended\. .* resumes from the last checkpoint"
+    ):
+        trainer.check_processes()
+    ray.kill(busy)

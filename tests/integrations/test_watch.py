@@ -76,7 +76,7 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
         def init(self) -> None:
             time.sleep(60)
 
-        def check_servers(self) -> None:
+        def check_processes(self) -> None:
             gone()
 
     monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)

@@ -254,3 +254,20 @@ def test_a_training_says_so_too_before_anything_starts(capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     assert "algorithm.gtpo.alpha2=0.3 has no effect: this run trains DAPO" in printed.out
     assert "no model" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "contents", "size"),
+    [
+        (["backend=fsdp"], ["model", "optimizer", "extra"], "393.2 GB"),  # 12 bytes for each of 32.76 billion
+        (["backend=fsdp"], ["model", "optimizer", "extra", "hf_model"], "524.2 GB"),
+        (["backend=megatron"], ["model", "optimizer", "extra"], "458.7 GB"),  # weights in bfloat16, float32 masters
+    ],
+)
+def test_a_checkpoint_costs_what_its_contents_do(
+    run: Run, overrides: list[str], contents: list[str], size: str
+) -> None:
+    config = run("setting=paper_gtpo_32b", *overrides, {f"{ACTOR}.checkpoint.save_contents": contents})
+    (found,) = [message for message in messages(config, "note") if message.startswith("a checkpoint")]
+    assert f" is {size}, " in found
+    assert ("`gtpo-verl export` makes it" in found) is ("hf_model" in contents)

@@ -50,7 +50,7 @@ def test_values_that_are_no_finite_numbers_are_left_out(tmp_path: Path):
     file = write_metrics(tmp_path / "metrics.jsonl", '{"step": 1, "data": {"a": NaN, "b": null, "c": "text", "d": 1}}')
     metrics, notes = read_metrics(file)
     assert metrics == {1: {"d": 1.0}}
-    assert notes == ["1 metric value not finite (NaN or infinite) and left out"]
+    assert notes == ["1 metric value not finite (NaN, infinite or beyond 1e100) and left out"]
 
 
 @pytest.mark.parametrize("line", ['{"loss": 1}', "[1, 2]", '{"step": "1", "data": {}}', '{"step": 1, "data": 3}'])
@@ -320,3 +320,41 @@ def test_files_that_verl_itself_writes(tmp_path: Path, monkeypatch: pytest.Monke
     assert arm.metrics == {0: {"val-core/x/acc/mean@2": 0.5}, 1: {"actor/entropy": 0.25}}
     (validation,) = arm.validations["x"]  # verl's lines name no source: it is the only one in the metrics
     assert (validation.accuracy.tolist(), validation.samples) == ([0.5], 2)
+
+
+# -------------------------------------------------------------------- files that nobody wrote by intention
+
+
+STEP = '{"step": 1, "data": {"val/sums/mean@1": 0.5}}\n'
+BIG = "1" + "0" * 400
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", f'{{"step": {BIG}, "data": {{}}}}\n'.encode(), "line 1: expected"),
+        ("metrics.jsonl", b'{"step": -1, "data": {}}\n', "line 1: expected"),
+        ("config.yaml", b"\x00\xff\xfe", "config.yaml is not valid YAML"),
+        ("config.yaml", b"&a\nx: *a\n", "config.yaml is not valid YAML"),
+        ("config.yaml", b"x: &a\n  y: *a\n", "config.yaml is not valid YAML"),
+        ("run.json", b"[" * 100_000, "run.json is not valid JSON"),
+        ("run.json", b'{"versions": [1]}', r"run.json: versions is \[1\]"),
+        ("run.json", b'{"notes": 5}', "run.json: notes is 5"),
+        ("run.json", b'{"status": 5, "name": {"a": 1}}', "run.json: (status|name) is"),
+    ],
+)
+def test_a_file_of_another_form_is_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(STEP)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_run(tmp_path)
+
+
+def test_absurd_values_and_nested_lines_are_left_out(tmp_path: Path) -> None:
+    nested = '{"step": 1, "data": ' + '{"a":' * 50_000 + "1" + "}" * 50_000 + "}\n"
+    line = f'{{"step": 1, "data": {{"a": {BIG}, "b": 1e308, "c": -1e308, "d": 2}}}}\n'
+    (tmp_path / "metrics.jsonl").write_text(nested + line + STEP)
+    (tmp_path / "validation" / "1.jsonl").mkdir(parents=True)
+    [training] = read_run(tmp_path).trainings
+    assert training.metrics == {1: {"d": 2.0, "val/sums/mean@1": 0.5}}
+    assert "3 metric values not finite (NaN, infinite or beyond 1e100) and left out" in training.notes

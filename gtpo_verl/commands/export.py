@@ -1,0 +1,74 @@
+"""``gtpo-verl export``: the weights of a checkpoint in Hugging Face format, by verl's own merger.
+
+A checkpoint contains what a training resumes from. Its shards become one model when somebody needs it, instead of at
+every save, where one rank would write all weights while the others wait.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.checkpoints import Layout, checkpoints, fault, tracked_step
+from gtpo_verl.runs.directory import MODEL_LINK, link_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``."""
+    parser.add_argument(
+        "run", type=Path, help="a run's directory (its last checkpoint), or RUN/checkpoints/global_step_N"
+    )
+    parser.add_argument("--cpu", action="store_true", help="initialise on the CPU, for models larger than its memory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the weights into the checkpoint and link them as ``RUN/model``; returns the exit code.
+
+    Raises:
+        UserError: there is no such checkpoint, it is not complete, or it is not FSDP's.
+    """
+    folder = _checkpoint(args.run)
+    actor = folder / "actor"
+    if (actor / "ckpt_contents.json").is_file():
+        raise UserError(
+            f"{folder} was saved by Megatron, whose checkpoints have the weights in {actor}/model/huggingface."
+        )
+    broken = fault(folder, Layout("fsdp", ranks=0, contents=("model",)))
+    if broken:
+        raise UserError(f"{folder}: {broken}.")
+    merged = actor / ".export"
+    shutil.rmtree(merged, ignore_errors=True)
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    command += ["--local_dir", str(actor), "--target_dir", str(merged), *["--use_cpu_initialization"] * args.cpu]
+    if subprocess.run(command, check=False, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode:
+        raise UserError("verl's merger failed; its output above says why.")
+    weights = actor / "huggingface"
+    weights.mkdir(exist_ok=True)
+    for file in sorted(merged.iterdir(), key=lambda file: file.suffix == ".json"):  # the list of weights after them
+        file.replace(weights / file.name)
+    merged.rmdir()
+    print(f"Weights in Hugging Face format: {weights}")
+    run_dir = folder.parent.parent
+    if link_model(run_dir):
+        print(f"Linked: {run_dir / MODEL_LINK}")
+    return 0
+
+
+def _checkpoint(given: Path) -> Path:
+    if given.name.startswith("global_step_"):
+        return given
+    directory = given / "checkpoints"
+    try:
+        step = tracked_step(directory)
+    except ValueError as error:
+        raise UserError(f"{error}: name a checkpoint of {directory}, {_listed(directory)}.") from error
+    if step is None:
+        raise UserError(f"{given} has no finished checkpoint: name one of {directory}, {_listed(directory)}.")
+    return directory / f"global_step_{step}"
+
+
+def _listed(directory: Path) -> str:
+    return ", ".join(folder.name for folder in checkpoints(directory).values()) or "which is empty"

@@ -1,0 +1,102 @@
+"""How long a replay buffer waits for rollouts.
+
+verl's buffers poll TransferQueue without a limit: a rollout that never ends, for whatever reason, hangs the run, and a
+request to stop waits with it.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from gtpo_verl.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+STOP_PATIENCE = 60.0  # seconds without a response after which a request to stop gives the step up
+NOT_POLLED = 60.0  # seconds between two polls of one wait at most: what is longer was no waiting
+SAID_AT = (1 / 16, 1 / 4, 1 / 2)  # of the limit: when it is said what is waited for
+
+
+class StepGivenUpError(UserError):
+    """The run was asked to stop, and its step does not end."""
+
+
+class BoundedWait:
+    """Takes the place of a buffer's ``_wait_for_next_poll``; every change in TransferQueue starts the time again.
+
+    Args:
+        buffer: verl's, of any mode.
+        limit: seconds without a response or an ended group after which the run ends; None for no limit.
+        stopping: whether the run was asked to stop.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        limit: float | None,
+        stopping: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._buffer = buffer
+        self._limit = limit
+        self._stopping = stopping
+        self._clock = clock
+        self._wait = buffer._wait_for_next_poll
+        self._seen: Hashable = None
+        self._since = self._polled = clock()
+        self._said = 0
+
+    def __call__(self, partition_id: str, last_debug_time: float) -> float:
+        """Wait for the next poll.
+
+        Raises:
+            UserError: nothing has changed for the limit, and what is waited for.
+            StepGivenUpError: the run was asked to stop, and nothing has changed for `STOP_PATIENCE`.
+        """
+        now = self._clock()
+        seen = partition_id, self._ended(partition_id), len(self._buffer.partitions[partition_id])
+        if seen != self._seen or now - self._polled > NOT_POLLED:
+            self._seen, self._since, self._said = seen, now, 0
+        self._polled = now
+        self._check(partition_id, now - self._since)
+        return self._wait(partition_id, last_debug_time)
+
+    def _ended(self, partition_id: str) -> tuple[int, int]:
+        buffer = self._buffer
+        return len(buffer.finished_keys[partition_id]), len(buffer.failure_keys[partition_id])
+
+    def _check(self, partition_id: str, quiet: float) -> None:
+        if quiet > STOP_PATIENCE and self._stopping():
+            raise StepGivenUpError(
+                f"{self._waits_for(partition_id)} for {quiet:.0f} s, and the run was asked to stop: the step was given "
+                "up."
+            )
+        if self._limit is None:
+            return
+        if quiet > self._limit:
+            raise UserError(
+                f"{self._waits_for(partition_id)} for {quiet:.0f} s, the limit of guards.stall_timeout: a reward "
+                "function or a tool that never returns, an engine that hangs, or a longer generation than expected "
+                "(then raise the limit). The same command resumes from the last checkpoint."
+            )
+        if self._said < len(SAID_AT) and quiet > SAID_AT[self._said] * self._limit:
+            self._said += 1
+            logger.warning("%s for %.0f s.", self._waits_for(partition_id), quiet)
+
+    def _waits_for(self, partition_id: str) -> str:
+        buffer: Any = self._buffer
+        running = sorted(buffer.running_keys[partition_id] | buffer.pending_keys[partition_id])
+        named = ", ".join(running[:3]) + (", ..." if len(running) > 3 else "")
+        what = "validation" if partition_id == "val" else "training"
+        return f"waiting for {len(running)} groups of the {what} ({named}): no response has arrived"
+
+
+def bound_wait(buffer: ReplayBuffer, limit: float | None, stopping: Callable[[], bool]) -> BoundedWait:
+    """Let a buffer wait no longer than ``limit`` seconds for the next response."""
+    wait = BoundedWait(buffer, limit, stopping)
+    vars(buffer)["_wait_for_next_poll"] = wait
+    return wait

@@ -1,0 +1,239 @@
+"""Checkpoints as verl 0.9.1 writes them: which one a training goes on from, and which may be removed.
+
+A checkpoint is ``global_step_N/`` with ``actor/``, ``data.pt`` and, in the asynchronous modes, ``transfer_queue/``; the
+tracker beside it names the last one. verl believes the tracker: it takes a missing folder for a new training, and finds
+out in the middle of loading that a file was cut off.
+"""
+
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.files import write_text
+
+TRACKER = "latest_checkpointed_iteration.txt"
+VERL_CONTENTS = ("model", "optimizer", "extra")  # verl's default; hf_model is the fourth
+_FSDP_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+_NAME = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the run that resumes expects of a checkpoint.
+
+    strategy: the actor's, ``fsdp``, ``fsdp2`` or ``megatron``; checkpoints of others are not looked into.
+    ranks: of the actor; FSDP loads the shards of as many.
+    contents: what is loaded, verl's ``checkpoint.load_contents``.
+    """
+
+    strategy: str
+    ranks: int
+    contents: Collection[str] = VERL_CONTENTS
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a training starts.
+
+    folder: the checkpoint; None starts from the first step. message: what is said about it, empty if nothing.
+    """
+
+    folder: Path | None
+    message: str = ""
+
+
+def checkpoints(directory: Path) -> dict[int, Path]:
+    """{step: folder} of the checkpoints in a directory, complete or not, in order of steps."""
+    if not directory.is_dir():
+        return {}
+    named = ((_NAME.fullmatch(entry.name), entry) for entry in directory.iterdir() if entry.is_dir())
+    return dict(sorted((int(match[1]), folder) for match, folder in named if match))
+
+
+def tracked_step(directory: Path) -> int | None:
+    """The step that the tracker names; None where there is no tracker.
+
+    Raises:
+        ValueError: it holds no number; the message says what it holds.
+    """
+    file = directory / TRACKER
+    if not file.exists():
+        return None
+    text = file.read_bytes()
+    if not text.strip().isdigit():
+        raise ValueError(f"{file} is empty" if not text.strip() else f"{file} holds {text[:20]!r} instead of a step")
+    return int(text)
+
+
+def repair_tracker(folder: Path) -> None:
+    """Let the tracker name this checkpoint, from which verl then resumes."""
+    write_text(folder.parent / TRACKER, folder.name.removeprefix("global_step_"))
+
+
+def fault(folder: Path, layout: Layout) -> str | None:
+    """What is wrong with a checkpoint, or None; reads the ends of its files, not the whole.
+
+    A file that torch has written ends with its table of contents, so one that was cut off is recognised.
+    """
+    if not folder.is_dir():
+        return "there is no such folder"
+    if layout.strategy == "megatron":
+        found = _megatron_fault(folder / "actor")
+    elif layout.strategy in ("fsdp", "fsdp2"):
+        found = _fsdp_fault(folder / "actor", layout)
+    else:
+        found = None if (folder / "actor").is_dir() else "actor/ is missing"
+    if found:
+        return found
+    if (folder / "transfer_queue.tmp").exists() and not (folder / "transfer_queue").exists():
+        return "transfer_queue/ was not written to the end"
+    return next(_bad_files(folder, [folder / "data.pt", *folder.glob("sampling.pt")]), None)
+
+
+def _fsdp_fault(actor: Path, layout: Layout) -> str | None:
+    file = actor / "fsdp_config.json"
+    if not file.is_file():
+        return "actor/fsdp_config.json is missing: it was not written to the end"
+    try:
+        ranks = int(json.loads(file.read_text())["world_size"])
+    except (ValueError, KeyError, TypeError):
+        return "actor/fsdp_config.json was not written to the end"
+    kinds = [name for part, name in _FSDP_FILES.items() if part in layout.contents]
+    shards = [actor / f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks) for kind in kinds]
+    return next(_bad_files(actor.parent, shards), None)
+
+
+def _megatron_fault(actor: Path) -> str | None:
+    # verl writes this list of contents last, by renaming
+    file = actor / "ckpt_contents.json"
+    if not file.is_file():
+        return "actor/ckpt_contents.json is missing: it was not written to the end"
+    try:
+        contents = json.loads(file.read_text())["contents"].values()
+        missing = [part["path"] for part in contents if not (actor / part["path"]).exists()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "actor/ckpt_contents.json is not readable"
+    return f"actor/{missing[0]} is missing" if missing else None
+
+
+def _bad_files(folder: Path, files: list[Path]) -> Iterator[str]:
+    for file in files:
+        name = file.relative_to(folder)
+        if not file.is_file():
+            yield f"{name} is missing"
+            continue
+        try:
+            zipfile.ZipFile(file).close()
+        except (zipfile.BadZipFile, OSError, ValueError):
+            yield f"{name} was cut off" if file.stat().st_size else f"{name} is empty"
+
+
+def check_ranks(folder: Path, layout: Layout) -> None:
+    """Check that this run's backend and number of ranks can load a checkpoint.
+
+    Raises:
+        UserError: they cannot, with how to convert it.
+    """
+    actor = folder / "actor"
+    fsdp, megatron = actor / "fsdp_config.json", actor / "ckpt_contents.json"
+    if layout.strategy in ("fsdp", "fsdp2") and fsdp.is_file():
+        ranks = json.loads(fsdp.read_text())["world_size"]
+        if ranks == layout.ranks:
+            return
+        problem = f"was saved by {ranks} ranks, and this run has {layout.ranks}: FSDP's shards fit their number alone"
+    elif layout.strategy in ("fsdp", "fsdp2") and megatron.is_file():
+        problem = "was saved by Megatron, and this run has FSDP"
+    elif layout.strategy == "megatron" and fsdp.is_file():
+        problem = "was saved by FSDP, and this run has Megatron"
+    else:
+        return
+    backend = "megatron" if megatron.is_file() else "fsdp"
+    raise UserError(
+        f"{folder} {problem}. Train on as it was saved, or start a new run from its weights, without the optimizer's "
+        f"state: `python -m verl.model_merger merge --backend {backend} --local_dir {actor} --target_dir MODEL`, then "
+        "actor_rollout_ref.model.path=MODEL with another trainer.run_dir."
+    )
+
+
+def find_start(directory: Path, layout: Layout) -> Start:
+    """Find the checkpoint from which a training with ``resume_mode=auto`` goes on; nothing is changed.
+
+    It is the one that the tracker names. Where that is not complete, or the tracker is not readable, it is the newest
+    complete one that is not newer, with a message.
+
+    Args:
+        directory: where the checkpoints are.
+        layout: of the run.
+
+    Raises:
+        UserError: there are checkpoints, and none can be resumed from; or this run cannot load the one there is.
+    """
+    found = checkpoints(directory)
+    try:
+        tracked, problem = tracked_step(directory), ""
+    except ValueError as error:
+        tracked, problem = None, str(error)
+    if tracked is not None:
+        folder = directory / f"global_step_{tracked}"
+        broken = fault(folder, layout)
+        if not broken:
+            check_ranks(folder, layout)
+            return Start(folder)
+        problem = f"{directory / TRACKER} names global_step_{tracked}: {broken}"
+    faults = {step: fault(folder, layout) for step, folder in found.items()}
+    usable = [step for step, broken in faults.items() if not broken and (tracked is None or step <= tracked)]
+    if usable:
+        check_ranks(found[usable[-1]], layout)
+        listed = ", ".join(f"global_step_{step}" for step in usable)
+        problem = problem or f"{directory} has no {TRACKER}"
+        return Start(found[usable[-1]], f"{problem}. Resuming from global_step_{usable[-1]}; complete: {listed}.")
+    if not problem and not found:
+        return Start(None)
+    listed = "; ".join(
+        f"global_step_{step}: {broken or 'newer than the tracker says'}" for step, broken in faults.items()
+    )
+    if not problem and len(found) == 1:  # killed while it saved for the first time: nothing was promised
+        return Start(None, f"{listed}: the first checkpoint was not finished. Training from the first step.")
+    raise UserError(
+        f"{problem or f'{directory} has no {TRACKER}'}; no checkpoint is complete ({listed or 'there is none'}). To "
+        f"train from the first step, remove {directory} or set another trainer.run_dir."
+    )
+
+
+def check_folder(folder: Path, layout: Layout) -> None:
+    """Check a checkpoint that the user names with ``trainer.resume_from_path``.
+
+    Raises:
+        UserError: it is not complete, or this run cannot load it.
+    """
+    if not _NAME.fullmatch(folder.name):
+        raise UserError(f"trainer.resume_from_path={folder}: name a checkpoint, .../global_step_N.")
+    broken = fault(folder, layout)
+    if broken:
+        usable = [path.name for path in checkpoints(folder.parent).values() if not fault(path, layout)]
+        raise UserError(
+            f"trainer.resume_from_path={folder}: {broken}. Complete in {folder.parent}: {', '.join(usable) or 'none'}."
+        )
+    check_ranks(folder, layout)
+
+
+def prune(directory: Path, keep: int | None) -> list[int]:
+    """Remove the oldest checkpoints up to the one that the tracker names, which stays; returns their steps.
+
+    Args:
+        directory: where the checkpoints are.
+        keep: how many of them stay; None or 0 for all.
+    """
+    latest = tracked_step(directory)
+    if not keep or latest is None:
+        return []
+    old = [step for step in checkpoints(directory) if step <= latest][:-keep]
+    for step in old:
+        # The tracker names a later one, so a removal that is interrupted loses nothing.
+        shutil.rmtree(directory / f"global_step_{step}")
+    return old

@@ -1,0 +1,40 @@
+"""The shards of a checkpoint become a model when somebody asks for it."""
+
+from pathlib import Path
+
+import pytest
+from checkpoint_writer import write_fsdp
+
+from gtpo_verl.cli import main
+
+
+def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path)]) == 2
+    assert "has no finished checkpoint" in capsys.readouterr().err
+    folder = write_fsdp(tmp_path / "checkpoints", 4)
+    (folder / "actor" / "model_world_size_1_rank_0.pt").unlink()
+    assert main(["export", str(tmp_path)]) == 2
+    assert "model_world_size_1_rank_0.pt is missing" in capsys.readouterr().err
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("")
+    assert main(["export", str(tmp_path)]) == 2
+    assert "is empty: name a checkpoint of" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_weights_are_those_of_the_shards(tmp_path: Path) -> None:
+    """By verl's merger, in a process of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from gtpo_verl.tasks.model import build_model, build_tokenizer
+
+    folder = write_fsdp(tmp_path / "checkpoints", 4)
+    model = build_model(seed=0)
+    torch.save(model.state_dict(), folder / "actor" / "model_world_size_1_rank_0.pt")
+    model.config.save_pretrained(folder / "actor" / "huggingface")
+    build_tokenizer().save_pretrained(folder / "actor" / "huggingface")
+    assert main(["export", str(tmp_path)]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    exact = model.state_dict()
+    for name, weight in loaded.state_dict().items():
+        torch.testing.assert_close(weight, exact[name].float(), atol=2e-2, rtol=1e-2)  # verl's merger writes bfloat16

@@ -1,0 +1,107 @@
+"""A replay buffer waits for rollouts as long as something comes, and no longer than its limit for the next."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.reward_loop import GroupRewardLoopWorker, Scorable
+from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, StepGivenUpError, bound_wait
+
+
+class Rollouts:
+    """verl's buffer with a clock that advances 10 seconds a poll, and what has ended so far."""
+
+    def __init__(self, limit: float | None, *, stopping: bool = False) -> None:
+        self.buffer: Any = ReplayBuffer(
+            trainer_mode="sync",
+            trainer_config=OmegaConf.create({}),
+            max_off_policy_threshold=None,
+            max_off_policy_strategy="drop",
+            sampler_kwargs=OmegaConf.create({}),
+        )
+        self.now = 0.0
+        self.buffer._wait_for_next_poll = self.poll
+        self.buffer.running_keys["train"] = {"000003-000001", "000003-000002"}
+        self.wait = BoundedWait(self.buffer, limit, lambda: stopping, lambda: self.now)
+
+    def poll(self, partition_id: str, last: float) -> float:
+        self.now += 10
+        return last
+
+    def wait_for(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self.now < until:
+            self.wait("train", 0.0)
+
+
+def test_nothing_for_the_limit_ends_the_run_with_what_is_waited_for() -> None:
+    rollouts = Rollouts(100)
+    with pytest.raises(UserError, match=r"waiting for 2 groups of the training \(000003-000001, 000003-000002\)"):
+        rollouts.wait_for(200)
+    assert rollouts.now == 110
+
+
+@pytest.mark.parametrize("kind", ["finished", "failed", "response"])
+def test_whatever_ends_starts_the_time_again(kind: str) -> None:
+    rollouts = Rollouts(100)
+    for number in range(5):
+        rollouts.wait_for(90)
+        if kind == "response":
+            rollouts.buffer.partitions["train"][f"000003-000001_{number}_0"] = {}
+        else:
+            keys = rollouts.buffer.finished_keys if kind == "finished" else rollouts.buffer.failure_keys
+            keys["train"].add(str(number))
+    assert rollouts.now == 450
+
+
+def test_time_between_two_waits_does_not_count() -> None:
+    rollouts = Rollouts(100)
+    for _ in range(3):
+        rollouts.wait_for(90)
+        rollouts.now += 1000  # an update, with the same numbers before and after it
+
+
+def test_without_a_limit_it_waits() -> None:
+    Rollouts(None).wait_for(100_000)
+
+
+def test_a_request_to_stop_gives_up_a_step_that_does_not_end() -> None:
+    rollouts = Rollouts(None, stopping=True)
+    with pytest.raises(StepGivenUpError, match="the run was asked to stop"):
+        rollouts.wait_for(1000)
+    assert STOP_PATIENCE < rollouts.now <= STOP_PATIENCE + 20
+
+
+def test_what_is_waited_for_is_said_before_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(UserError):
+        Rollouts(1600).wait_for(2000)
+    said = [record.message for record in caplog.records if record.name.startswith("gtpo_verl")]
+    assert [message.rsplit(" for ", 1)[1] for message in said] == ["110 s.", "410 s.", "810 s."]
+
+
+def test_verls_buffer_asks_before_it_sleeps() -> None:
+    rollouts = Rollouts(100)
+    wait = bound_wait(rollouts.buffer, 0.0, lambda: False)
+    assert rollouts.buffer._wait_for_next_poll is wait
+
+
+def test_a_reward_function_that_never_returns_fails_its_response_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def verify(self: Any, data: Any) -> dict[str, Any]:
+        tokens = data.batch["responses"][0].tolist()
+        await asyncio.sleep(60 if tokens == [3] else 0)
+        return {"reward_score": 1.0}
+
+    monkeypatch.setattr(RewardLoopWorker, "compute_score", verify)
+    worker = GroupRewardLoopWorker.__new__(GroupRewardLoopWorker)
+    worker._limit = 0.2
+    responses = [Scorable(np.array([1]), np.array([token]), 2, {}, {}) for token in (2, 3, 4)]
+    first, hung, last = asyncio.run(worker.compute_scores(responses))
+    assert first == last == {"reward_score": 1.0}
+    assert isinstance(hung, TimeoutError)
+    assert "guards.reward_timeout=0.2" in str(hung)

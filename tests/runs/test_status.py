@@ -1,0 +1,77 @@
+"""``gtpo-verl status`` says where a run is, and of a dead one why it died."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_writer import write_fsdp
+
+from gtpo_verl.cli import main
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import MetricsRecorder, record_phase
+from gtpo_verl.runs.lock import training_lock
+from gtpo_verl.runs.status import status_of
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A training of 10 steps that has logged 3 of them."""
+    record(tmp_path, "running")
+    (tmp_path / "config.yaml").write_text("trainer: {total_training_steps: 10}\n")
+    recorder = MetricsRecorder(tmp_path)
+    for step in (1, 2, 3):
+        recorder.write(step, {"timing_s/step": 20.0, "training/accuracy": step / 10, "actor/grad_norm": 0.25})
+    record_phase(tmp_path, 4, "generating")
+    write_fsdp(tmp_path / "checkpoints", 2)
+    return tmp_path
+
+
+def record(run_dir: Path, status: str, reason: str | None = None) -> None:
+    (run_dir / "run.json").write_text(json.dumps({"attempts": [{}], "status": status, "reason": reason}))
+
+
+def test_a_run_that_trains(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = "gtpo_verl WARNING: first\nother\ngtpo_verl WARNING: second\ngtpo_verl WARNING: first\n"
+    (run_dir / "train.log").write_text(log)
+    with training_lock(run_dir):
+        status = status_of(run_dir)
+        assert main(["status", str(run_dir)]) == 0
+    assert status.state == "running"
+    assert status.why.startswith("step 4: generating for ")
+    assert status.lines["step"] == "3 of 10"
+    assert status.lines["time left"] == "2 min"
+    assert status.lines["checkpoints"] == "global_step_2; a restart goes on from global_step_2"
+    assert status.warnings == ("first", "second")
+    printed = capsys.readouterr().out
+    assert "accuracy 0.30" in printed
+    assert "actor/grad_norm 0.25" in printed
+
+
+def test_a_run_that_was_killed_says_where_and_what_its_log_says(run_dir: Path) -> None:
+    """By a process that holds the lock and is killed with it."""
+    code = (
+        "import os, sys; from pathlib import Path; from gtpo_verl.runs.lock import training_lock\n"
+        "with training_lock(Path(sys.argv[1])): os._exit(9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run_dir)], check=False)
+    (run_dir / "train.log").write_text("step 3\nOSError: [Errno 28] No space left on device\n")
+    status = status_of(run_dir)
+    assert status.state == "interrupted"
+    assert status.why.endswith("in step 4, generating; the log says: the disk is full")
+    assert "time left" not in status.lines
+
+
+def test_an_end_that_was_recorded_is_repeated(run_dir: Path) -> None:
+    record(run_dir, "failed", "vLLM died (server 0).")
+    assert (status_of(run_dir).state, status_of(run_dir).why) == ("failed", "vLLM died (server 0).")
+    assert main(["status", str(run_dir)]) == 1
+
+
+def test_a_directory_without_a_training_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"it has no run\.json"):
+        status_of(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        status_of(tmp_path)
