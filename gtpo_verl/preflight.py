@@ -90,6 +90,8 @@ def _check_seed(config: DictConfig) -> None:
 
 
 def _check_run_dir(config: DictConfig) -> None:
+    if config.trainer.run_dir is None:  # a plan has none
+        return
     run_dir = Path(config.trainer.run_dir)
     if blocked := file_in_the_way(run_dir):
         raise UserError(f"trainer.run_dir={run_dir}: {blocked} is a file, not a directory.")

@@ -196,6 +196,7 @@ def test_dapo_is_whole_in_every_arm(name: str) -> None:
 
 OURS = {  # keys that verl's YAML does not have, and who reads them
     "seed": "trainer, evaluate; verl's own seeds take its value",
+    "guards": "trainer, reward_loop, sampling",
     "algorithm.correct_threshold": "trainer._verdicts",
     "algorithm.entropy": "trainer, task_runner, preflight",
     "algorithm.filter_groups.on_budget": "sampling",

@@ -43,7 +43,7 @@ def check_with_verl(config: DictConfig) -> None:
 
 def _check_checkpoint_engine(config: DictConfig) -> None:
     """Ask verl's registry for the engine that sends weights to separate servers; each needs packages of its own."""
-    from verl.checkpoint_engine import CheckpointEngineRegistry as Registry
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry as Registry
     from verl.utils.import_utils import import_external_libs
 
     key, settings = ENGINE, config.actor_rollout_ref.rollout.checkpoint_engine

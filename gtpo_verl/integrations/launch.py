@@ -3,6 +3,7 @@
 import os
 import secrets
 import signal
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -178,6 +179,8 @@ def _in_one_line(error: Exception, config: DictConfig) -> UserError:
 
     traceback.print_exception(error)
     cause = getattr(error, "cause", None) or error
+    if isinstance(cause, RayTaskError):  # its own stack trace
+        print(cause.traceback_str, file=sys.stderr, flush=True)
     if isinstance(cause, RayActorError):
         what = "a process of the run died; it was killed, for lack of memory or by hand, or its node is gone"
     elif isinstance(cause, RayTaskError):  # of a task within the job, whose trace ends with its error

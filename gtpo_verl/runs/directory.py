@@ -30,7 +30,7 @@ PHASE_FILE = "phase.json"  # what the trainer does just now
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 MODEL_LINK = "model"
 # Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
-HF_WEIGHTS = ("actor/huggingface", "actor/model/huggingface")
+HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
 
 
 class MetricsRecorder:

@@ -136,7 +136,7 @@ def test_an_embedded_task_has_its_own_prompts(model: Path, val_file: Path, monke
 
 def test_a_run_without_a_model_a_quickstart_and_before_without_a_run(run_dir: Path, model: Path) -> None:
     (run_dir / "model").unlink()
-    with pytest.raises(UserError, match="no trained model: name a checkpoint"):
+    with pytest.raises(UserError, match="no trained model in Hugging Face format: `gtpo-verl export"):
         find_subject(str(run_dir))
     (run_dir / "config.yaml").unlink()
     with pytest.raises(UserError, match="holds several runs"):

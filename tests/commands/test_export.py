@@ -29,8 +29,9 @@ def test_the_weights_are_those_of_the_shards(tmp_path: Path) -> None:
     from gtpo_verl.tasks.model import build_model, build_tokenizer
 
     folder = write_fsdp(tmp_path / "checkpoints", 4)
-    model = build_model(seed=0)
+    model = build_model(len(build_tokenizer()), seed=0)
     torch.save(model.state_dict(), folder / "actor" / "model_world_size_1_rank_0.pt")
+    model.config.architectures = ["Qwen2ForCausalLM"]
     model.config.save_pretrained(folder / "actor" / "huggingface")
     build_tokenizer().save_pretrained(folder / "actor" / "huggingface")
     assert main(["export", str(tmp_path)]) == 0

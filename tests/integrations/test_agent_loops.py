@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -369,10 +370,12 @@ def test_many_responses_are_dealt_to_the_reward_workers(count: int, calls: list[
 
 
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
-def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatch, mode: str, tmp_path: Path) -> None:
     made = []
     monkeypatch.setattr(get_trainer_cls(mode), "_setup", lambda self: made.append(trainer_base.RewardLoopManager))
-    object.__new__(trainer_class(mode))._setup()
+    trainer = object.__new__(trainer_class(mode))
+    trainer.run_dir = tmp_path
+    trainer._setup()
     assert made == [GroupRewardLoopManager]
     assert trainer_base.RewardLoopManager is RewardLoopManager
 

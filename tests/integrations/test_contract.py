@@ -798,4 +798,5 @@ def test_both_engines_save_hugging_face_weights_where_they_are_looked_for() -> N
 
     from gtpo_verl.runs.directory import HF_WEIGHTS
 
-    assert tuple(_default_hf_model_config_path(engine, "actor") for engine in ("fsdp", "megatron")) == HF_WEIGHTS
+    found = (_default_hf_model_config_path(engine, "actor") for engine in ("fsdp", "megatron"))
+    assert tuple(map(Path, found)) == HF_WEIGHTS

@@ -37,6 +37,9 @@ class StandIn(ours.CreditAssignmentMixin):
     def on_sample_end(self) -> None:
         pass
 
+    def _enter(self, phase: str) -> None:
+        pass
+
 
 def fetch(batch: Any, *columns: str) -> tuple[torch.Tensor, ...]:
     return *(COLUMNS[column] for column in columns), MASK
@@ -127,7 +130,9 @@ def test_seconds_of_several_updates_add_up(monkeypatch: pytest.MonkeyPatch) -> N
         def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> Any:
             self._pass_seconds.update(self.actor_pass.ran(10.0, tokens=100))
             metrics["training/accuracy"] = 0.5
-            return SimpleNamespace(partition_id="train", keys=[f"a{self.local_trigger_step}_0_0"], tags=[{}])
+            return SimpleNamespace(
+                partition_id="train", keys=[f"a{self.local_trigger_step}_0_0"], tags=[{"global_steps": 1}]
+            )
 
     trainer = Updates("rollout", step=1, check_every=1)
     trainer.config.data = {"train_batch_size": 6}

@@ -95,6 +95,7 @@ def batch() -> dict[str, Any]:
 def validate(config: Any, run_dir: Path, failing: set[int]) -> dict[str, float]:
     trainer: Any = object.__new__(trainer_class("sync"))
     trainer.config = config
+    trainer.run_dir = run_dir
     trainer.global_steps = 0
     trainer.val_dataloader = [batch()]
     trainer.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, skip_special_tokens: "text")

@@ -70,7 +70,9 @@ def test_offload_takes_time_in_proportion_to_the_link(run: Run) -> None:
 
 def test_a_checkpoint_of_32b_is_what_its_tensors_take(run: Run) -> None:
     parameters = load_shape("Qwen/Qwen2.5-32B").parameters
-    config = run(LARGE)  # with weights in Hugging Face format
+    with_hf = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
+    config = run(LARGE, with_hf)
+    assert checkpoint_bytes(run(LARGE), load_shape("Qwen/Qwen2.5-32B"), parallelism(config)) == 12 * parameters
     assert checkpoint_bytes(config, load_shape("Qwen/Qwen2.5-32B"), parallelism(config)) == 16 * parameters
     assert round(16 * parameters / 1e9) == 524
     megatron = run(LARGE, "backend=megatron")
