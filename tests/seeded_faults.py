@@ -111,10 +111,10 @@ FAULTS = (
     ),
     Fault(
         "alignment",
-        "tokens of a tool get the entropies of the policy's",
+        "tokens of a tool get an entropy",
         "integrations/vllm/agent_loop.py",
-        "entropy if on else 0.0",
-        "entropy if on else 1.0",
+        "entropies[outside], versions[outside] = 0.0, -1",
+        "entropies[outside], versions[outside] = 1.0, -1",
         ("tests/integrations/vllm/test_agent_loop.py",),
     ),
     Fault(
