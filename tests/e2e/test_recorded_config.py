@@ -72,8 +72,6 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": f"{_MEGATRON}:272",
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:273",
     "actor_rollout_ref.actor.megatron.seed": f"{_MEGATRON}:195",
-    # in a reward worker, and by the preflight before the recorder
-    "guards.reward_timeout": "gtpo_verl/integrations/reward_loop.py",
     # a critic
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",
