@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gtpo_verl.tasks import task
+from gtpo_verl.tasks.prepare import prepare_task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
@@ -22,7 +23,7 @@ SIZES = [
 
 
 def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Path, tmp_path: Path) -> None:
-    prepared = task("sums").prepare(default_task_dir)
+    prepared = prepare_task(task("sums"), default_task_dir)
     output = tmp_path / "audit"
     command = [
         *(sys.executable, "-m", "gtpo_verl.cli", "audit", str(prepared.model_path), "setting=quickstart"),
