@@ -121,7 +121,7 @@ def sentences(result: Result, plan: Plan, facts: Mapping[str, Any]) -> list[str]
     if result.unscored:
         lines.append(f"With DAPO's credit at ratios of 1: {', '.join(result.unscored)}.")
     if not found.intervals:
-        lines.append("No intervals: they are over prompts, and there are fewer than 20 with contrast.")
+        lines.append("No intervals: they are over prompts, and audited responses belong to fewer than 20.")
     return lines
 
 

@@ -54,11 +54,12 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
     record = json.loads((output / "audit.json").read_text())
     measured = record["measurement"]
     assert measured["continuations"] == sum(row["trials"] for row in values)
-    # the halves are independent: they agree as well as binomial counts allow, by the intervals of both
+    # the halves are independent: they agree about as well as binomial counts of four allow
     reliability = record["reliability"]["all"]
-    (half, low, high), (binomial, *_) = reliability["half"], reliability["half_binomial"]
+    (half, *interval), (binomial, *_) = reliability["half"], reliability["half_binomial"]
     assert 0 < half < 1
-    assert low - 0.15 < binomial < high + 0.15
+    assert abs(half - binomial) < 0.4
+    assert interval == [None, None]  # too few prompts have an audited response
     assert set(record["methods"]) == {"dapo", "gtpo", "fork20", "position", "random", "oracle"}
     assert record["methods"]["dapo"]["figures"]["all"]["alignment"][0] == 0
     assert (output / "audit.html").stat().st_size > 10_000
