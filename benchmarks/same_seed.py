@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    task = prepare_task(TASK, args.dir / "task")
+    task = prepare_task(TASK, args.dir / "task", progress=False)
     common = (
         *("algo=gtpo", "setting=quickstart", "hardware=cpu", "algorithm.entropy.source=actor", f"seed={args.seed}"),
         *(f"actor_rollout_ref.model.path={task.model_path}", f"data.train_files={task.train_file}"),
