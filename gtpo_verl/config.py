@@ -219,9 +219,6 @@ def _check_single(parsed: Sequence[Override]) -> None:
                 f"{item.input_line}: a run has one value of each key. `gtpo-verl sweep` trains every value; a list is "
                 f"written {item.key_or_group}=[a,b], and a text with a comma in two kinds of quotes."
             )
-        section = "." not in item.key_or_group and item.key_or_group not in (*GROUPS, "seed")
-        if section and not item.is_delete() and not isinstance(item.value(), str | dict):
-            raise UserError(f"{item.input_line}: {item.key_or_group} is a section; set its keys, as KEY.NAME=VALUE.")
         if item.key_or_group != "algo":
             continue
         if item.is_delete():

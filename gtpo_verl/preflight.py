@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.config import files_of
+from gtpo_verl.config import check_path_in_job, files_of
 from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import file_in_the_way, read_json
 from gtpo_verl.integrations.entropy_source import entropy_source
@@ -70,8 +70,9 @@ def problems(config: DictConfig) -> tuple[list[str], list[str]]:
     return errors, notes
 
 
-def check_evaluation(config: DictConfig) -> None:
-    """Check what an evaluation needs of a configuration: lengths, the model, the validation files.
+def check_evaluation(config: DictConfig, command: str) -> None:
+    """Check what a command that samples and verifies needs of a configuration: lengths, model, verifier, validation
+    files.
 
     Raises:
         UserError: the first problem, and what to do about it.
@@ -81,6 +82,20 @@ def check_evaluation(config: DictConfig) -> None:
     _check_lengths(config)
     _check_model(config)
     check_data(config, ("val_files",))
+    if config.reward.reward_model.enable:
+        raise UserError(f"reward.reward_model.enable=true: `gtpo-verl {command}` needs a verifier, not a reward model.")
+
+
+def check_output(directory: Path) -> Path:
+    """The absolute path of a directory for results, which need not be there yet.
+
+    Raises:
+        UserError: it would be lost with a submitted job, or a file is in the way.
+    """
+    check_path_in_job("--output", directory)
+    if blocked := file_in_the_way(directory.resolve()):
+        raise UserError(f"--output {directory}: {blocked} is a file, not a directory.")
+    return directory.resolve()
 
 
 def _check_seed(config: DictConfig) -> None:

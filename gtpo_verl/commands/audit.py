@@ -5,18 +5,20 @@ import datetime as dt
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from gtpo_verl import preflight
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.config import check_path_in_job
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
+from gtpo_verl.files import local_path
 from gtpo_verl.runs.provenance import hardware, run_versions
-from gtpo_verl.runs.terminal import out, printing_to
+from gtpo_verl.runs.terminal import progress_over
+from gtpo_verl.tasks.prepare import use_embedded_prompts
 
 if TYPE_CHECKING:
     from gtpo_verl.audit.methods import Method
@@ -57,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{what} (default: {value})")
     parser.add_argument("--methods", default="", metavar="A,B", help="presets of algo= to score (default: all)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: RUN/audit/NAME, or outputs/audit-MODEL")
+    parser.add_argument(
+        "--output", type=local_path, metavar="DIR", help="default: RUN/audit/NAME, or outputs/audit-MODEL"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print cost and power, and stop")
     parser.add_argument("--fresh", action="store_true", help="discard an earlier audit in the output directory")
     parser.add_argument("--reanalyse", type=Path, metavar="DIR", help="compute the figures of an audit again")
@@ -74,11 +78,9 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    preflight.check_evaluation(config)
-    if config.reward.reward_model.enable:
-        raise UserError("reward.reward_model.enable=true: `gtpo-verl audit` needs a verifier, not a reward model.")
-    check_path_in_job("--output", args.output or _output(subject))
-    output = (args.output or _output(subject)).resolve()
+    use_embedded_prompts(config)
+    preflight.check_evaluation(config, "audit")
+    output = preflight.check_output(args.output or _output(subject))
     methods = _methods(args.methods, args.overrides)
     if args.dry_run:
         _print_plan(plan, config, output)
@@ -91,8 +93,10 @@ def run(args: argparse.Namespace) -> int:
     from gtpo_verl.audit.store import Store, as_facts
     from gtpo_verl.evaluation.settings import settings_of
     from gtpo_verl.integrations.checks import check_with_verl
+    from gtpo_verl.integrations.context import overlong
     from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 
+    penalty = overlong(config)
     rollout = config.actor_rollout_ref.rollout
     sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
     settings = settings_of(config) | sampling | as_facts(plan)
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         "versions": run_versions(),
         "hardware": hardware(),
         "settings": {key: value for key, value in settings.items() if ".val_kwargs." not in key},
-        "overlong": _overlong(config),
+        "overlong": penalty and list(astuple(penalty)),
         "seed": int(config.seed),
         "seconds": 0.0,
     }
@@ -143,14 +147,6 @@ def _methods(text: str, overrides: Sequence[str]) -> "list[Method]":
     return methods([name.strip() for name in text.split(",") if name.strip()], overrides)
 
 
-def _overlong(config: DictConfig) -> list[float] | None:
-    """Lengths and factor of the run's soft overlong penalty, which some methods read."""
-    settings = config.reward.reward_kwargs.overlong_buffer_cfg
-    if not settings.enable:
-        return None
-    return [config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor]
-
-
 def _print_plan(plan: Plan, config: DictConfig, output: Path) -> None:
     """Print cost and power: for the lengths of an audit that has begun, else for the limit."""
     from gtpo_verl.audit.render import print_plan
@@ -165,16 +161,6 @@ def _print_plan(plan: Plan, config: DictConfig, output: Path) -> None:
 
 def _sample(config: DictConfig, prompts: "Prompts", store: "Store", plan: Plan, *, wait: bool) -> None:
     """Sample what is not there yet, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from gtpo_verl.audit.sampling import choose_responses, missing, sample_rollouts, sample_values
     from gtpo_verl.audit.store import LOG_FILE
     from gtpo_verl.integrations.continuations import Sampler, sampler
@@ -183,19 +169,7 @@ def _sample(config: DictConfig, prompts: "Prompts", store: "Store", plan: Plan, 
     if not missing(store, plan, len(prompts), seed):
         print("Everything was sampled before.")
         return
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    log = store.directory / LOG_FILE
-    print(f"All that Ray and vLLM print is in {log}", flush=True)
-    with (
-        printing_to(log),
-        Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
-    ):
+    with progress_over(store.directory / LOG_FILE) as progress:
         bars = {"": progress.add_task("starting Ray and vLLM", total=None)}
 
         def advance(what: str, done: int, total: int) -> None:

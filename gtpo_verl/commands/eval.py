@@ -6,13 +6,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from gtpo_verl import preflight
-from gtpo_verl.config import check_path_in_job
-from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import (
     SUMMARY_FILE,
     ProblemFile,
@@ -25,11 +23,10 @@ from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
-from gtpo_verl.files import file_in_the_way, local_path
+from gtpo_verl.files import local_path
 from gtpo_verl.runs.provenance import hardware, run_versions
-from gtpo_verl.runs.terminal import out, printing_to
-from gtpo_verl.tasks import task_of
-from gtpo_verl.tasks.prepare import prepare_task
+from gtpo_verl.runs.terminal import progress_over
+from gtpo_verl.tasks.prepare import use_embedded_prompts
 
 if TYPE_CHECKING:
     from gtpo_verl.integrations.evaluate import Problems
@@ -76,14 +73,9 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    _take_embedded_prompts(config)
-    preflight.check_evaluation(config)
-    if config.reward.reward_model.enable:
-        raise UserError("reward.reward_model.enable=true: `gtpo-verl eval` needs a verifier, not a reward model.")
-    check_path_in_job("--output", args.output or subject.output)
-    output = (args.output or subject.output).resolve()
-    if blocked := file_in_the_way(output):
-        raise UserError(f"--output {output}: {blocked} is a file, not a directory.")
+    use_embedded_prompts(config)
+    preflight.check_evaluation(config, "eval")
+    output = preflight.check_output(args.output or subject.output)
 
     from gtpo_verl.integrations.launch import check_ray, export_environment
 
@@ -129,42 +121,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _take_embedded_prompts(config: DictConfig) -> None:
-    """Validate on an embedded task's own prompts where its verifier is used and no others are named; in place."""
-    task = task_of(config.reward.custom_reward_function.path)
-    if task is not None and config.data.val_files is None:
-        config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
-
-
 def _evaluate(
     config: DictConfig, problems: "Problems", todo: list[int], file: ProblemFile, *, failures_as_wrong: bool, wait: bool
 ) -> None:
     """Evaluate the rows in ``todo`` with a progress bar; each is in ``file`` as soon as it is finished."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     from gtpo_verl.integrations.evaluate import evaluate
 
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    log = file.file.with_name(LOG_FILE)
-    print(f"All that Ray and vLLM print is in {log}", flush=True)
-    with (
-        printing_to(log),
-        Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
-    ):
+    with progress_over(file.file.with_name(LOG_FILE)) as progress:
         total = len(todo) + len(file.records)
         bar = progress.add_task("starting Ray and vLLM", total=total, completed=len(file.records))
 

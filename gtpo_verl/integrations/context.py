@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
+from omegaconf import DictConfig
 
 from gtpo_verl.algorithms import Batch, length_penalty_for, response_lengths, soft_overlong_penalty
 from gtpo_verl.algorithms.config import ShapingConfig
@@ -23,6 +24,14 @@ class Overlong:
     max_length: int
     cache_length: int
     factor: float = 1.0
+
+
+def overlong(config: DictConfig) -> Overlong | None:
+    """The run's soft overlong penalty, kept in one place, the reward manager's; None where it is switched off."""
+    settings = config.reward.reward_kwargs.overlong_buffer_cfg
+    if not settings.enable:
+        return None
+    return Overlong(config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import append_json_line, write_atomically
 from gtpo_verl.integrations.carry_over import restore_groups, save_groups
-from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
+from gtpo_verl.integrations.context import CreditContext, credit_context, overlong
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sample
 from gtpo_verl.integrations.entropy_source import entropy_source
@@ -601,14 +601,6 @@ def _credit_metrics(
     found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
     found["entropy_all"] = context.entropy[mask].mean().item()
     return {f"credit/{name}": value for name, value in found.items()}
-
-
-def overlong(config: DictConfig) -> Overlong | None:
-    """The run's soft overlong penalty, kept in one place, the reward manager's; None where it is switched off."""
-    settings = config.reward.reward_kwargs.overlong_buffer_cfg
-    if not settings.enable:
-        return None
-    return Overlong(config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor)
 
 
 def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:

@@ -11,9 +11,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LOG_FILE = "train.log"
 LOG_FORMAT = "gtpo_verl %(levelname)s: %(message)s"  # of this package's loggers in a run's processes
@@ -65,6 +68,36 @@ def printing_to(log: Path) -> Iterator[None]:
             sys.stderr.flush()
             os.dup2(terminal[0], 1)
             os.dup2(terminal[1], 2)
+
+
+@contextmanager
+def progress_over(log: Path) -> "Iterator[Progress]":
+    """A progress display on the terminal, while all that the block prints goes to the end of a file."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    print(f"All that Ray and vLLM print is in {log}", flush=True)
+    with (
+        printing_to(log),
+        Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=out()),
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as progress,
+    ):
+        yield progress
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def warm_start(
         lambda step: min(1.0, (step + 1) / recipe.warmup_steps) * 0.5 * (1 + math.cos(math.pi * step / recipe.steps)),
     )
     for _ in range(recipe.steps):
-        input_ids, labels = collate(tokenizer, list(islice(pairs, recipe.batch_size)))
+        input_ids, labels = _collate(tokenizer, list(islice(pairs, recipe.batch_size)))
         # Padding is on the right and attention is causal: no real position sees it, so no mask is needed.
         hidden = model.model(input_ids=input_ids[:, :-1]).last_hidden_state  # (batch, length - 1, 128)
         targets = labels[:, 1:]
@@ -177,7 +177,7 @@ def _sample_equal_lengths(
     return torch.stack(sampled, dim=1)
 
 
-def collate(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+def _collate(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``input_ids`` and ``labels`` (batch, length), padded on the right; prompts and padding carry no label.
 
     ``pairs`` holds (prompt, continuation); an end of sequence follows every continuation.

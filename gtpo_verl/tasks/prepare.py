@@ -24,10 +24,11 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json, write_json
 from gtpo_verl.runs.lock import preparing
 from gtpo_verl.runs.statistics import cluster_standard_error
-from gtpo_verl.tasks import EmbeddedTask, Task, WarmStart
+from gtpo_verl.tasks import EmbeddedTask, Task, WarmStart, task_of
 from gtpo_verl.tasks.split import Partition, demonstration_stream, partition
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepared task needs neither
+    from omegaconf import DictConfig
     from rich.console import Console
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -98,6 +99,13 @@ def prepare_task(
     assert made is not None
     console.print(f"Task: ready in {directory}")
     return made
+
+
+def use_embedded_prompts(config: "DictConfig") -> None:
+    """Validate on an embedded task's own prompts where its verifier is used and no others are named; in place."""
+    task = task_of(config.reward.custom_reward_function.path)
+    if task is not None and config.data.val_files is None:
+        config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
 
 
 def locate(directory: Path) -> Task:

@@ -282,6 +282,12 @@ def test_what_is_refused_in_one_line(
     assert error.count("\n") == 1
 
 
+def test_results_are_not_written_to_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", "model", "--output", "s3://bucket/audit"])
+    assert "argument --output: s3://bucket/audit is remote storage" in capsys.readouterr().err
+
+
 def test_analysing_again_needs_no_model(finished: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--reanalyse", str(finished.directory), "--methods", "fork20"]) == 0
     printed = capsys.readouterr().out

@@ -12,7 +12,6 @@ from model_files import write_model
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.cli import main
-from gtpo_verl.commands import eval as eval_command
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation import summarize
@@ -22,8 +21,7 @@ from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import configuration, find_subject
 from gtpo_verl.report import plots
 from gtpo_verl.report.pass_at_k import pass_at_k_figure
-from gtpo_verl.tasks import task
-from gtpo_verl.tasks.prepare import locate
+from gtpo_verl.tasks import prepare, task
 
 
 @pytest.fixture
@@ -120,16 +118,16 @@ def test_a_model_directory_takes_settings_like_train(model: Path, val_file: Path
 def test_an_embedded_task_has_its_own_prompts(model: Path, val_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is not made here, which takes minutes."""
     asked = []
-    monkeypatch.setattr(eval_command, "prepare_task", lambda *task: asked.append(task) or locate(task[1]))
+    monkeypatch.setattr(prepare, "prepare_task", lambda *task: asked.append(task) or prepare.locate(task[1]))
     subject, own = find_subject(str(model)), f"data.val_files={val_file}"
     for name in ("sums", "countdown"):
         config = configuration(subject, ["setting=quickstart", "hardware=cpu", f"task={name}"])
-        eval_command._take_embedded_prompts(config)
+        prepare.use_embedded_prompts(config)
         assert config.data.val_files == str(Path(f"outputs/task-{name}/val.parquet").absolute())
     assert asked == [(task(name), Path(f"outputs/task-{name}")) for name in ("sums", "countdown")]
     for overrides in (["setting=quickstart", own], ["setting=small_gpu", own]):
         config = configuration(subject, ["hardware=cpu", *overrides])
-        eval_command._take_embedded_prompts(config)
+        prepare.use_embedded_prompts(config)
         assert config.data.val_files == str(val_file)
     assert len(asked) == 2
 

@@ -54,8 +54,7 @@ def advantages(config: DictConfig, recorded: dict[str, Any], entropy: torch.Tens
     import numpy as np
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
-    from gtpo_verl.integrations.context import CreditContext, credit_context
-    from gtpo_verl.integrations.trainer import overlong
+    from gtpo_verl.integrations.context import CreditContext, credit_context, overlong
 
     context = CreditContext(correct=recorded["correct"], entropy=entropy.double(), overlong=overlong(config))
     with credit_context(context):

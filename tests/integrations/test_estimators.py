@@ -16,9 +16,8 @@ from gtpo_verl import algorithms
 from gtpo_verl.algorithms import algorithm, soft_overlong_penalty
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
+from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context, overlong
 from gtpo_verl.integrations.estimators import estimator, group_ids
-from gtpo_verl.integrations.trainer import overlong
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_building_a_model_leaves_the_random_state_alone():
 
 
 def test_the_warm_start_scores_the_demonstration_and_its_end_alone(tokenizer):
-    input_ids, labels = tiny.collate(tokenizer, [("1+2\n", "#3"), ("1+2+3\n", "1+2=3;#6")])
+    input_ids, labels = tiny._collate(tokenizer, [("1+2\n", "#3"), ("1+2+3\n", "1+2=3;#6")])
     eos = tokenizer.eos_token_id
     assert input_ids[0].tolist() == [*tokenizer("1+2\n#3").input_ids, eos, *[tokenizer.pad_token_id] * 8]
     assert labels[0].tolist() == [-100] * 4 + [*tokenizer("#3").input_ids, eos] + [-100] * 8
