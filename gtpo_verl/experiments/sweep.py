@@ -26,6 +26,7 @@ from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
 from gtpo_verl.files import read_json, write_json
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.directory import CONFIG_FILE, SWEEP_FILE, flatten
+from gtpo_verl.runs.lock import is_of_lock
 from gtpo_verl.tasks import EmbeddedTask, task_of
 from gtpo_verl.tasks.prepare import locate
 
@@ -288,7 +289,7 @@ def check_directory(sweep: Sweep) -> None:
     """
     facts = read(sweep.directory)
     if facts is None:
-        if sweep.directory.is_dir() and any(item.name != "LOCK" for item in sweep.directory.iterdir()):
+        if sweep.directory.is_dir() and any(not is_of_lock(item) for item in sweep.directory.iterdir()):
             raise UserError(f"{sweep.directory} is not empty and not a sweep: choose another --dir.")
         return
     own = [axis.key for axis in sweep.axes]

@@ -84,6 +84,11 @@ def _is_running(pid: int) -> bool:
     return True
 
 
+def is_of_lock(file: Path) -> bool:
+    """Whether a file belongs to the lock of its directory, as one does that a process which was killed left behind."""
+    return file.name.removeprefix(".").startswith(LOCK_FILE)
+
+
 class LockedError(Exception):
     """The lock is held. ``owner`` is None where a process has taken it and not yet recorded itself."""
 

@@ -1,5 +1,7 @@
 """Axes in Hydra's sweep syntax, the names of the runs, and what a sweep refuses."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from gtpo_verl.config import choices, compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.axes import Axis, members, parse, split
 from gtpo_verl.experiments.cost import cost_of
+from gtpo_verl.experiments.scheduler import sweep_lock
 from gtpo_verl.experiments.sweep import (
     check_directory,
     compose_runs,
@@ -143,6 +146,20 @@ def test_a_run_with_another_configuration_is_refused_by_name_and_more_seeds_are_
         check_directory(define(["algo=dapo,gtpo", *CPU], tmp_path))
     with pytest.raises(UserError, match="is not empty and not a sweep"):
         check_directory(define(["seed=1,2", *CPU], tmp_path / "seed=1"))
+
+
+def test_a_sweep_that_was_killed_before_its_plan_was_written_goes_on(tmp_path: Path) -> None:
+    """As while the embedded task is prepared, which takes minutes."""
+    holder = (
+        "import os, pathlib, sys\n"
+        "from gtpo_verl.experiments.scheduler import sweep_lock\n"
+        "with sweep_lock(pathlib.Path(sys.argv[1])): os._exit(9)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", holder, tmp_path], check=False).returncode == 9
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["LOCK", "LOCK.json"]
+    check_directory(define(["seed=1,2", *CPU], tmp_path))
+    with sweep_lock(tmp_path):
+        pass
 
 
 def test_the_embedded_task_is_used_where_its_setting_names_no_other(tmp_path: Path) -> None:
