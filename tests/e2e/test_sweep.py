@@ -21,5 +21,7 @@ def test_a_sweep_that_is_killed_ends_with_every_run_finished_once(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout[done.stdout.index("\n{\n") :])
     assert (report["runs"], report["finished"], report["failures"], report["steps"]) == (4, 4, 0, [2])
-    keys = {key for key in report["keys_that_differ"] if "seed" not in key and not key.startswith("algorithm.gtpo.")}
+    keys = {
+        key for key in report["keys_that_differ"] if "seed" not in key.lower() and not key.startswith("algorithm.gtpo.")
+    }
     assert keys == {"algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"}
