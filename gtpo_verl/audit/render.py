@@ -26,6 +26,7 @@ EXPLORATION = (
     "The audit judges credit as the gradient of the expected reward. Credit that keeps the policy exploring need not "
     "agree with it."
 )
+WIDE = 130  # columns of a terminal in which intervals fit
 REFERENCES = {POSITION: "position alone", RANDOM: "random weights"}
 
 
@@ -75,17 +76,20 @@ def table_rows(result: Result, plan: Plan) -> list[tuple[str, list[tuple[str, st
 def print_result(result: Result, plan: Plan, facts: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the table, the reliability of the measurement, and what was left out."""
     console = console or Console(highlight=False, soft_wrap=False)
-    table = Table(box=None, header_style="dim", pad_edge=False)
+    wide = console.width >= WIDE
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading, *_ in COLUMNS:
-        table.add_column(heading, justify="right")
+    for heading in (name.replace(",", "") for name, *_ in COLUMNS):
+        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
     for name, cells in table_rows(result, plan):
         drawn = []
         for value, interval, plain in cells:
             text = Text(value, style="dim" if plain else "")
-            drawn.append(text.append(f"\n{interval}", style="dim") if interval else text)
+            drawn.append(text.append(f"\n{interval}", style="dim") if interval and wide else text)
         table.add_row(name, *drawn)
     console.print(table)
+    if result.analysis.intervals and not wide:
+        console.print("The 95 % intervals do not fit here: the page has them.")
     for line in [*sentences(result, plan, facts), EXPLORATION]:
         console.print(line, markup=False)
 

@@ -224,6 +224,8 @@ def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.
     print_result(result, PLAN, facts)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("DAPO", "GTPO", "random weights", "position alone", "8 continuations"))
+    assert "…" not in printed
+    assert all(word in printed for name, *_ in COLUMNS for word in name.replace(",", "").split())
     assert "With DAPO's credit at ratios of 1: kl_cov." in printed
     assert "3 prompts always solved and 4 never" in " ".join(printed.split())
     page = write_page(finished, PLAN, result, facts).read_text()
