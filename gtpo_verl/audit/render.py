@@ -79,8 +79,8 @@ def print_result(result: Result, plan: Plan, facts: Mapping[str, Any], console: 
     wide = console.width >= WIDE
     table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading in (name.replace(",", "") for name, *_ in COLUMNS):
-        table.add_column(heading, justify="right", min_width=max(map(len, heading.split())))
+    for heading, *_ in COLUMNS:
+        table.add_column("\n".join(heading.replace(",", "").split()), justify="right", vertical="bottom")
     for name, cells in table_rows(result, plan):
         drawn = []
         for value, interval, plain in cells:
