@@ -4,7 +4,9 @@ invariances, and batches at the edge.
 
 import itertools
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import family_loops as loops
@@ -15,6 +17,7 @@ from pairwise import pairwise
 from gtpo_verl.algorithms import AdvantageOutput, Batch, algorithm, algorithms
 
 TOLERANCE = 1e-8
+REPOSITORY = Path(__file__).parents[2]
 
 
 def name_of(value: Any) -> str:
@@ -433,3 +436,18 @@ def test_what_a_method_changed_is_counted() -> None:
     assert metrics["changed_share"] == 1
     assert metrics["factor_correct"] == pytest.approx(9 / 2 / 4)
     assert metrics["factor_wrong"] == pytest.approx(9 / 2 / 5)
+
+
+# ----------------------------------------------------------------------------------------------------- documentation
+
+OF_THE_PAPER = {"dapo", "grpo", "gtpo", "grpo_s"}
+
+
+@pytest.mark.parametrize("name", sorted(algorithms().keys() - OF_THE_PAPER))
+def test_a_method_has_a_row_in_the_docs(name: str) -> None:
+    table = (REPOSITORY / "docs" / "methods.md").read_text()
+    assert re.search(rf"^\| .*`{name}`", table, re.MULTILINE), f"docs/methods.md has no row of {name}"
+
+
+def test_the_readme_counts_the_methods() -> None:
+    assert f"one of {len(algorithms().keys() - OF_THE_PAPER)} other methods" in (REPOSITORY / "README.md").read_text()
