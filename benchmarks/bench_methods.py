@@ -66,8 +66,10 @@ def main() -> None:
     lines = [
         "# Time of the advantages, nanoseconds a valid token on one CPU core",
         "",
-        f"benchmarks/bench_methods.py, {tokens:,} valid tokens in {GROUPS * RESPONSES:,} responses, {options.rounds} "
-        "rounds.",
+        (
+            f"benchmarks/bench_methods.py, {tokens:,} valid tokens in {GROUPS * RESPONSES:,} responses, {options.rounds} "
+            "rounds."
+        ),
         "",
         "| method | median | range | `advantage_ns` in the registry |",
         "|---|---|---|---|",
