@@ -67,8 +67,8 @@ def main() -> None:
         "# Time of the advantages, nanoseconds a valid token on one CPU core",
         "",
         (
-            f"benchmarks/bench_methods.py, {tokens:,} valid tokens in {GROUPS * RESPONSES:,} responses, {options.rounds} "
-            "rounds."
+            f"benchmarks/bench_methods.py, {tokens:,} valid tokens in {GROUPS * RESPONSES:,} responses, "
+            f"{options.rounds} rounds."
         ),
         "",
         "| method | median | range | `advantage_ns` in the registry |",

@@ -57,6 +57,11 @@ class Shown:
     png: Mapping[str, bytes]
 
 
+def _name(model: Path) -> str:
+    """What a model is called; `model` alone, as a run's is, says nothing."""
+    return "/".join(model.parts[-2:]) if model.name == "model" else model.name
+
+
 def write_page(store: Store, plan: Plan, result: Result, facts: Mapping[str, Any]) -> Path:
     """Write ``audit.html``, which needs no other file; returns its path."""
     shown = [_shown(number, place, result) for place, number in enumerate(_chosen(result))]
@@ -68,7 +73,7 @@ def write_page(store: Store, plan: Plan, result: Result, facts: Mapping[str, Any
     labels = {name: label(name, plan) for name in credit}
     template = page_template((files("gtpo_verl.audit") / "audit.html.j2").read_text(encoding="utf-8"))
     text = template.render(
-        model=Path(str(store.facts["model"])).name,
+        model=_name(Path(str(store.facts["model"]))),
         facts=store.facts,
         measured=facts,
         verdict=verdict(result) or "How well each method's credit agrees with the true advantage of each step.",
