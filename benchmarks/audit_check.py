@@ -176,9 +176,9 @@ def report(name: str, found: dict[str, Any], result: Result) -> str:
     if reference := found["reference"]:
         lines.append(
             f"- V at {reference['prefixes']} prefixes, {reference['known']} of them 0 or 1 in both samples, against "
-            f"{reference['continuations']:.0f} other continuations each: mean z {reference['mean z']:+.2f}, mean z² {reference['mean z²']:.2f} "
-            f"(1 ± {reference['standard error']:.2f} expected), largest |z| {reference['largest']:.1f}; the errors of "
-            f"the halves correlate by {reference['correlation']:+.2f}"
+            f"{reference['continuations']:.0f} other continuations each: mean z {reference['mean z']:+.2f}, mean z² "
+            f"{reference['mean z²']:.2f} (1 ± {reference['standard error']:.2f} expected), largest |z| "
+            f"{reference['largest']:.1f}; the errors of the halves correlate by {reference['correlation']:+.2f}"
         )
     if more := found.get("doubled"):
         inside = more["compared"] - len(more["outside"])

@@ -98,6 +98,7 @@ def check_arms(run: list[str], names: Iterable[str]) -> None:
         assert foreign(differing, algorithm(name)) == set(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run", [RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in RUNS[1:])], ids=" ".join
 )
@@ -120,6 +121,7 @@ def test_every_registered_method_has_a_preset_that_the_registry_recognises(name:
     assert algorithm_of(composed(name)) is algorithm(name)
 
 
+@pytest.mark.slow
 def test_a_preset_of_another_version_is_recognised_and_another_estimator_is_not() -> None:
     assert algorithm_of(compose_config(["algo=gtpo_v2"])).name == "gtpo"
     assert algorithm_of(compose_config(["algo=dapo", "algorithm.adv_estimator=rloo"])) is None
@@ -229,6 +231,7 @@ def verls_keys() -> set[str]:
         return set(flat(compose("ppo_trainer")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: set[str]) -> None:
     """A misspelt key in a group file composes without a word, so every key must be verl's or in the list above."""
@@ -237,6 +240,7 @@ def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: s
     assert unknown == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
@@ -256,6 +260,7 @@ def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: st
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_composing_imports_neither_verl_nor_ray() -> None:
     compose = "from gtpo_verl.config import compose_config; compose_config()"
     code = f"import sys; {compose}; print([m for m in ('verl', 'ray', 'vllm') if m in sys.modules])"
@@ -384,6 +389,7 @@ def test_a_new_key_needs_a_plus_except_where_verl_hands_a_section_on() -> None:
     assert config.actor_rollout_ref.model.override_config.a.b == 2
 
 
+@pytest.mark.slow
 def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
     def names(*overrides: str) -> tuple[str, str]:
         config = compose_config(overrides)
@@ -403,6 +409,7 @@ SEEDS = (
 )
 
 
+@pytest.mark.slow
 def test_one_key_sets_every_seed_and_a_seed_of_verls_can_still_be_set() -> None:
     config = compose_config(["seed=7", "data.seed=3"])
     prepare(config, [])

@@ -175,6 +175,7 @@ IGNORED = [  # a setting that changes training with the first algorithms and not
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "read", "ignored"), IGNORED, ids=[case[0] for case in IGNORED])
 def test_a_setting_of_verls_that_the_estimator_ignores_is_refused(
     composed: Composer, change: str, read: tuple[str, ...], ignored: tuple[str, ...]

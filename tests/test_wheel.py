@@ -36,6 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     return zipfile.Path(file)
 
 
+@pytest.mark.slow
 def test_every_module_configuration_and_data_file_is_inside(wheel: zipfile.Path) -> None:
     held = set(wheel.root.namelist())
     files = [path for path in (ROOT / "gtpo_verl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 
@@ -21,6 +23,7 @@ assert out.advantages[0, 0] > 0 > out.advantages[1, 0]
 """
 
 
+@pytest.mark.slow
 def test_the_algorithms_need_torch_alone():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ def composed(name: str):
     return compose_config([f"algo={name}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TABLE)
 def test_preset_is_the_published_version(name: str):
     config, (kind, settings) = composed(name), TABLE[name]

@@ -124,6 +124,7 @@ def other_package(monkeypatch: pytest.MonkeyPatch):
     algorithms.cache_clear()
 
 
+@pytest.mark.slow
 def test_another_package_brings_a_method_by_an_entry_point(other_package) -> None:
     other_package(sign=SIGN)
     assert list(algorithms())[-1] == "sign"

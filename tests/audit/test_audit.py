@@ -106,6 +106,7 @@ def result(finished: Store) -> Result:
 # -------------------------------------------------------------------- sampling
 
 
+@pytest.mark.slow
 def test_a_stopped_audit_goes_on_and_samples_nothing_twice(finished: Store, tmp_path: Path) -> None:
     asked: list[tuple[int, ...]] = []
     for stop_after in (10, 60, 200, None):
@@ -135,6 +136,7 @@ def test_other_settings_are_refused_and_fresh_discards(finished: Store, tmp_path
         reopen(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_the_counts_are_those_of_the_chosen_points(finished: Store, result: Result) -> None:
     chosen = result.chosen
     values = measured(finished, chosen)
@@ -203,6 +205,7 @@ def test_the_plan_knows_cost_and_power(capsys: pytest.CaptureFixture[str]) -> No
 # -------------------------------------------------------------------- figures
 
 
+@pytest.mark.slow
 def test_credit_as_it_enters_the_gradient() -> None:
     A = np.array([[1.0, 1.0, 0.0], [-2.0, 0.0, 0.0]])
     mask = np.array([[True, True, False], [True, False, False]])
@@ -217,6 +220,7 @@ def test_credit_as_it_enters_the_gradient() -> None:
         methods(["gtpoo"])
 
 
+@pytest.mark.slow
 def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.CaptureFixture[str]) -> None:
     facts = measurement(finished, result) | {"solved": 3, "never": 4}
     assert facts["responses_audited"] == len(result.chosen.rows) <= 48
@@ -290,6 +294,7 @@ def test_results_are_not_written_to_an_address(capsys: pytest.CaptureFixture[str
     assert "argument --output: s3://bucket/audit is remote storage" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_analysing_again_needs_no_model(finished: Store, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "--reanalyse", str(finished.directory), "--methods", "fork20"]) == 0
     printed = capsys.readouterr().out

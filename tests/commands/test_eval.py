@@ -115,6 +115,7 @@ def test_a_model_directory_takes_settings_like_train(model: Path, val_file: Path
     assert config.data.max_response_length == 32
 
 
+@pytest.mark.slow
 def test_an_embedded_task_has_its_own_prompts(model: Path, val_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is not made here, which takes minutes."""
     asked = []
@@ -192,6 +193,7 @@ def test_other_weights_and_other_data_are_other_settings(run_dir: Path, val_file
     assert [line.split()[0] for line in differences(before, settings())] == ["data.val_files"]
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said_before_anything_starts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

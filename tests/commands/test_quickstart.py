@@ -22,6 +22,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sums", "countdown"])
 @pytest.mark.parametrize(("arguments", "verdicts"), [((), "compute_score"), (("--random-verdicts",), "random_verdict")])
 def test_overrides_compose_to_a_training_on_the_task(tmp_path: Path, arguments: tuple, verdicts: str, name: str):
@@ -51,6 +52,7 @@ def test_an_unfinished_run_of_the_same_request_resumes(tmp_path: Path, status: s
         assert quickstart._run_directory(tmp_path, {"steps": 1}, fresh=True)[0] != directory
 
 
+@pytest.mark.slow
 def test_two_that_are_started_in_one_second_have_a_directory_each(tmp_path: Path):
     assert len({quickstart._run_directory(tmp_path, {}, fresh=True)[0] for _ in range(2)}) == 2
 

@@ -64,6 +64,7 @@ def test_a_dead_address_is_one_line(
     assert line.startswith(f"error: no Ray cluster answers at {address} ")
 
 
+@pytest.mark.slow
 def test_a_server_that_is_silent_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

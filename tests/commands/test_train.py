@@ -7,6 +7,7 @@ import pytest
 from gtpo_verl.cli import main
 
 
+@pytest.mark.slow
 def test_the_configuration_is_printed_as_hydra_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--cfg", "algo=gtpo", "-p", "algorithm.gtpo", "hardware=cpu"]) == 0
     assert "alpha2: 0.1" in capsys.readouterr().out

@@ -40,6 +40,7 @@ def dump(tmp_path: Path) -> WriteDump:
     return write
 
 
+@pytest.mark.slow
 def test_the_table_the_share_and_the_examples(
     dump: WriteDump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_report_that_cannot_be_written_is_said_before_the_work(dump: WriteDump
     assert cli.main(["verify", str(dump(BOTH)), "--json", str(tmp_path / "absent" / "report.json")]) == 2
 
 
+@pytest.mark.slow
 def test_the_run_found_correct_what_reached_its_threshold(dump: WriteDump, tmp_path: Path) -> None:
     """``acc`` of 0.6 is correct in a run with a threshold of 0.5, and in no other."""
     response, truth, _ = BOTH

@@ -162,6 +162,7 @@ def test_a_sweep_that_was_killed_before_its_plan_was_written_goes_on(tmp_path: P
         pass
 
 
+@pytest.mark.slow
 def test_the_embedded_task_is_used_where_its_setting_names_no_other(tmp_path: Path) -> None:
     sweep, task = embedded_task(define(["seed=1,2", *CPU], tmp_path / "sweep"))
     assert task is not None

@@ -220,6 +220,7 @@ class Cluster:
         pass
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(
     outcomes=st.lists(st.integers(0, 3), max_size=8),

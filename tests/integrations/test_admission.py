@@ -30,6 +30,7 @@ def test_a_reward_model_of_its_own_takes_its_own_devices() -> None:
     assert devices(training_bundles(composed(*reward))) == [(1.0, 3.0), (2.0, 6.0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "servers"), [(1, [(1.0, 2.0)] * 8), (2, [(2.0, 4.0)] * 4), (8, [(4.0, 8.0)] * 2)])
 def test_servers_of_their_own_take_a_bundle_a_replica_and_node(
     parallel: int, servers: list[tuple[float, float]]

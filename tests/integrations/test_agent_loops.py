@@ -459,6 +459,7 @@ def test_an_exception_is_its_members_own() -> None:
     assert isinstance(second, ValueError)
 
 
+@pytest.mark.slow
 def test_if_the_call_fails_all_fail() -> None:
     lots, results = gathered([brings("a"), brings("all")])
     assert lots == [["a", "all"]]

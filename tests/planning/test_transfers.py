@@ -68,6 +68,7 @@ def test_offload_takes_time_in_proportion_to_the_link(run: Run) -> None:
     assert without.offload == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_32b_is_what_its_tensors_take(run: Run) -> None:
     parameters = load_shape("Qwen/Qwen2.5-32B").parameters
     with_hf = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"

@@ -65,6 +65,7 @@ def written(tmp_path_factory, run_writer):
     return write_report([path], path)
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_that_loads_nothing(written):
     page = Page(written.html)
     assert page.open == []
@@ -144,6 +145,7 @@ def test_table_fits_a_terminal_of_eighty_columns(written):
     assert str(written.html) in table
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_said_so_at_the_top(runs):
     path = runs.run(arms=["dapo", "gtpo"], planned=["dapo", "gtpo", "grpo_s"], status="interrupted", bare=True)
     result = write_report([path], path)
@@ -184,6 +186,7 @@ def test_verls_own_log_of_one_training_is_enough(tmp_path):
     assert "command, versions and hardware are not known" in text
 
 
+@pytest.mark.slow
 def test_several_data_sources_are_never_pooled(runs):
     """AIME rises, MATH falls: each has its verdict, rows, panel and table, and nothing mentions all 530 prompts."""
     path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), prompts=530, bare=True)
@@ -202,6 +205,7 @@ def test_several_data_sources_are_never_pooled(runs):
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["aime", "math"]
 
 
+@pytest.mark.slow
 def test_runs_side_by_side(runs, monkeypatch):
     first, second = (runs.run(name, arms=[arm], bare=True) for name, arm in (("first", "dapo"), ("second", "gtpo")))
     monkeypatch.chdir(runs.root.parent)

@@ -165,6 +165,7 @@ def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_comparisons_are_per_source(runs):
     path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), bare=True)
     assert [comparison.source for comparison in comparisons(path)] == ["aime", "math"]
@@ -183,6 +184,7 @@ def test_samples_that_name_no_source_are_not_pooled_over_several(runs):
     assert "do not name their data source, and several were logged (aime, amc)" in text
 
 
+@pytest.mark.slow
 def test_intervals_are_over_clusters_where_the_data_names_them(runs):
     """Ten prompts of a cluster are equally hard: taken as independent, they give an interval that is too narrow."""
     runs.arm(runs.root / "clustered", per_cluster=10, samples=8, bare=True)

@@ -44,6 +44,7 @@ def test_all_problems_are_there_once():
     assert len({prompt(problem) for problem in PROBLEMS}) == len(PROBLEMS)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32), train=st.integers(24, 5000), val=st.integers(1, 2000))
 def test_parts_are_complete_and_share_no_multiset_of_operands(seed: int, train: int, val: int):
     parts = partition(seed, train, val)

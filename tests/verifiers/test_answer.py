@@ -73,6 +73,7 @@ PIECES = st.one_of(
 TEXT = st.lists(PIECES, max_size=25).map("".join)
 
 
+@pytest.mark.slow
 @settings(max_examples=1500, deadline=None)
 @given(before=TEXT, answer=TEXT, marked=st.booleans(), truth=st.one_of(st.none(), TEXT), strict=st.booleans())
 def test_the_verdict_is_verls(before: str, answer: str, marked: bool, truth: str | None, strict: bool) -> None:

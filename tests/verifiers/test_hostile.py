@@ -142,6 +142,7 @@ def resident(process: psutil.Process) -> int:
         return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["answer", pytest.param("boxed", marks=pytest.mark.slow)])
 def test_one_of_each_kind(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

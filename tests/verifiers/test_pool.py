@@ -59,6 +59,7 @@ def test_what_a_verifier_does_costs_one_sample(make_pool: MakePool, statement: s
     assert pool.counts == {"samples": 3, failure: 1}
 
 
+@pytest.mark.slow
 def test_a_sample_with_an_endless_neighbour_is_not_affected(make_pool: MakePool) -> None:
     pool = make_pool(workers=2, timeout=1.0)
     hanging = pool.submit("while True: pass", "")
@@ -66,6 +67,7 @@ def test_a_sample_with_an_endless_neighbour_is_not_affected(make_pool: MakePool)
     assert hanging.result()["verifier_failure"] == "timeout"
 
 
+@pytest.mark.slow
 def test_the_time_of_a_sample_does_not_include_those_before_it(make_pool: MakePool) -> None:
     pool = make_pool(workers=1, timeout=1.0)
     waiting = [pool.submit("time.sleep(0.2); " + GOOD, "") for _ in range(8)]
@@ -80,6 +82,7 @@ def test_a_sample_that_leaves_much_memory_behind_gets_its_process_replaced(make_
     assert len(set(pids)) >= 2
 
 
+@pytest.mark.slow
 def test_when_all_processes_die_at_once_the_samples_are_judged_by_new_ones(make_pool: MakePool) -> None:
     pool = make_pool(workers=2)
     child = int(pool.judge("", "")["pred"])
@@ -102,6 +105,7 @@ def test_a_child_that_dies_while_it_has_nothing_to_do_costs_no_sample(make_pool:
     assert pool.judge(GOOD, "") == RIGHT
 
 
+@pytest.mark.slow
 def test_stopped_processes_are_taken_for_stuck(make_pool: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gtpo_verl.verifiers.pool.GRACE", 0.5)
     pool = make_pool(workers=1, timeout=0.5)
@@ -145,6 +149,7 @@ def test_closing_leaves_no_process(make_pool: MakePool) -> None:
     wait_until(lambda: all(gone(process.pid) for process in family))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", ["time.sleep(0)", "while True: pass"])
 def test_a_caller_that_is_killed_leaves_no_process(make_pool: MakePool, tmp_path: Path, busy: str) -> None:
     """As a reward worker of Ray is killed: no handler of the caller runs."""

@@ -71,6 +71,7 @@ def run(config: DictConfig, tokenizer: PreTrainedTokenizerFast, *samples: tuple[
     return asyncio.run(all_at_once())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "right", "wrong"),
     [("answer", "Answer: 7", "Answer: 8"), ("boxed", r"so \boxed{14/2}", r"so \boxed{8}")],
@@ -121,6 +122,7 @@ def test_a_reward_function_that_says_nothing_of_failures_has_no_share_of_them() 
     assert verifier_failures([{"score": 1.0, "acc": 1.0}]) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_keys_of_the_config_are_the_functions_arguments(rule: str) -> None:
     """Same names and same defaults: what the YAML shows is what a call without it would do."""
@@ -132,6 +134,7 @@ def test_the_keys_of_the_config_are_the_functions_arguments(rule: str) -> None:
     assert dict(function.reward_kwargs) == ours
 
 
+@pytest.mark.slow
 def test_a_misspelt_key_is_an_error() -> None:
     with pytest.raises(UserError, match=r"reward_kwargs\.timeot: no such key"):
         compose_config(["verifier=boxed", "reward.custom_reward_function.reward_kwargs.timeot=1"])
