@@ -13,7 +13,7 @@ import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice
-from gtpo_verl.algorithms.grpo import DAPO
+from gtpo_verl.algorithms.grpo import DAPO, check_rewards
 
 CHANGED = 1e-5  # of A0, what is more than round-off
 SCOPES = ("batch", "group", "response")
@@ -31,10 +31,16 @@ def dtype_of(batch: Batch) -> torch.dtype:
 
 
 def shaped_reward(batch: Batch) -> torch.Tensor:
-    """R (B,): the reward with the length penalty."""
+    """R (B,): the reward with the length penalty.
+
+    Raises ValueError for a response with tokens whose reward is not finite or beyond `LARGEST_REWARD`.
+    """
     assert batch.rewards is not None
     R = batch.rewards.detach().to(dtype_of(batch))
-    return R if batch.length_penalty is None else R + batch.length_penalty.to(R.dtype)
+    if batch.length_penalty is not None:
+        R = R + batch.length_penalty.to(R.dtype)
+    check_rewards(torch.where((batch.response_mask != 0).any(1), R, 0.0).tolist())
+    return R
 
 
 def dapo_advantages(batch: Batch) -> torch.Tensor:
@@ -46,25 +52,28 @@ def dapo_advantages(batch: Batch) -> torch.Tensor:
 
 
 def entropies(batch: Batch) -> torch.Tensor:
-    """H (B, T); round-off below 0 is 0."""
+    """H (B, T), at least float32; round-off below 0 is 0."""
     assert batch.entropy is not None
-    return torch.where(batch.response_mask != 0, batch.entropy.detach(), 0.0).clamp(min=0)
+    return torch.where(batch.response_mask != 0, _at_least_float32(batch.entropy.detach()), 0.0).clamp(min=0)
 
 
 def log_probs(batch: Batch) -> torch.Tensor:
-    """log π (B, T); round-off above 0 is 0.
+    """log π (B, T), at least float32; round-off above 0 is 0.
 
     Raises ValueError for log-probabilities inside the mask that are not finite, with the first row and position.
     """
     assert batch.old_log_probs is not None
     mask = batch.response_mask != 0
-    if batch.old_log_probs.shape != mask.shape:
-        raise ValueError(f"old_log_probs must be {tuple(mask.shape)}, got shape {tuple(batch.old_log_probs.shape)}")
-    values = torch.where(mask, batch.old_log_probs.detach(), 0.0)
+    values = torch.where(mask, _at_least_float32(batch.old_log_probs.detach()), 0.0)
     if not bool(values.isfinite().all()):
         row, position = (~values.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"old_log_probs of row {row}, position {position} is {values[row, position].item()}")
     return values.clamp(max=0)
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    """Sums and quotients of half precision leave its range at 65,504."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def probabilities(batch: Batch) -> torch.Tensor:

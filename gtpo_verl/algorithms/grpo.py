@@ -1,6 +1,7 @@
 """GRPO and DAPO: one reward a response, normalised in its group (the baselines GTPO and GRPO-S are compared with)."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from gtpo_verl.algorithms._packed.layout import (
     broadcast_rows,
     check_batch,
-    check_entropy_shape,
+    check_tokens,
     one_thread,
     read_layout,
 )
@@ -18,6 +19,8 @@ from gtpo_verl.algorithms._packed.tokens import Workspace, check_entropies
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.normalization import Normalizer
 from gtpo_verl.algorithms.registry import Algorithm, Style
+
+LARGEST_REWARD = 1e30  # sums of squares stay in the range of float64, sums in that of float32
 
 
 def grpo_advantages(
@@ -44,15 +47,10 @@ def grpo_advantages(
         layout = read_layout(response_mask, group, verdict)
         dtype = torch.float64 if reward.dtype == torch.float64 else torch.float32
         rewards = reward.detach().tolist()
-        bad = next(
-            (row for row in sorted(row for g in layout.groups for row in g.rows) if not math.isfinite(rewards[row])),
-            None,
-        )
-        if bad is not None:
-            raise ValueError(f"reward of row {bad} is {rewards[bad]}, it must be finite")
+        check_rewards([reward if end else 0.0 for reward, end in zip(rewards, layout.extents, strict=True)])
         recorder = Recorder(layout)
         if entropy is not None:
-            check_entropy_shape(entropy, response_mask)
+            check_tokens(entropy, response_mask)
             workspace = Workspace(layout, response_mask, torch.float32)
             rows = entropy.detach().unbind(0)
             for members in layout.groups:
@@ -73,6 +71,14 @@ def grpo_advantages(
         )
 
 
+def check_rewards(rewards: Sequence[float]) -> None:
+    """Refuse rewards (B,) that are not finite, or so large that their squares leave the range of numbers."""
+    for row, reward in enumerate(rewards):
+        if not abs(reward) <= LARGEST_REWARD:
+            most = f" and at most {LARGEST_REWARD:g} in size" if math.isfinite(reward) else ""
+            raise ValueError(f"reward of row {row} is {reward}, it must be finite{most}")
+
+
 @dataclass(frozen=True)
 class GRPOConfig:
     """GRPO and DAPO have no settings of their own in the advantage."""
@@ -80,7 +86,7 @@ class GRPOConfig:
 
 def _compute(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     assert batch.rewards is not None
-    rewards = batch.rewards
+    rewards = batch.rewards if batch.rewards.is_floating_point() else batch.rewards.float()
     if batch.length_penalty is not None:  # DAPO (13), on every response
         rewards = rewards + batch.length_penalty.to(rewards.dtype)
     return grpo_advantages(rewards, batch.response_mask, batch.group, batch.correct, batch.entropy)

@@ -17,8 +17,8 @@ from gtpo_verl.algorithms._packed.layout import (
     Layout,
     broadcast_rows,
     check_batch,
-    check_entropy_shape,
     check_penalty,
+    check_tokens,
     one_thread,
     read_layout,
 )
@@ -109,7 +109,7 @@ def grpo_s_advantages(
     responses.
     """
     check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
-    check_entropy_shape(entropy, response_mask)
+    check_tokens(entropy, response_mask)
     with torch.no_grad(), one_thread(entropy.device):
         layout = read_layout(response_mask, group, correct)
         check_penalty(length_penalty, layout)

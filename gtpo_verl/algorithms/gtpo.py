@@ -19,8 +19,8 @@ import torch
 from gtpo_verl.algorithms._packed.layout import (
     Group,
     check_batch,
-    check_entropy_shape,
     check_penalty,
+    check_tokens,
     one_thread,
     read_layout,
     zeros,
@@ -167,7 +167,7 @@ def gtpo_advantages(
     Source: early eqs. 2, 3, 4, 13 to 17, 19; late eqs. 3, 5, 6 and appendix C. Normalisation: docs/equations.md.
     """
     check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
-    check_entropy_shape(entropy, response_mask)
+    check_tokens(entropy, response_mask)
     with torch.no_grad(), one_thread(entropy.device):
         run = _Run(entropy.detach(), correct, response_mask, group, config, length_penalty)
         return run.advantages(return_shaped)

@@ -2,7 +2,7 @@
 
 import torch
 
-from gtpo_verl.algorithms._packed.layout import check_batch, check_entropy_shape, one_thread, read_layout
+from gtpo_verl.algorithms._packed.layout import check_batch, check_tokens, one_thread, read_layout
 from gtpo_verl.algorithms._packed.recorder import Recorder
 from gtpo_verl.algorithms._packed.tokens import Workspace, check_entropies
 
@@ -23,7 +23,7 @@ def credit_metrics(
     Raises ValueError for shapes that disagree and entropies that are not finite or negative.
     """
     check_batch(response_mask, group, correct=correct)
-    check_entropy_shape(entropy, response_mask)
+    check_tokens(entropy, response_mask)
     with torch.no_grad(), one_thread(advantages.device):
         layout = read_layout(response_mask, group, correct)
         recorder = Recorder(layout)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from gtpo_verl.algorithms._packed.layout import check_batch, check_tokens
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import config_from
 from gtpo_verl.errors import UserError, did_you_mean
@@ -141,6 +142,12 @@ class Algorithm:
         missing = [name for name in INPUTS if name in self.needs and getattr(batch, name) is None]
         if missing:
             raise ValueError(f"{self.name} needs {' and '.join(missing)} in the batch: Batch(..., {missing[0]}=...)")
+        if batch.correct is None:
+            raise ValueError("correct must be a bool tensor (B,), the verdict of the verifier, got None")
+        rows = {name: getattr(batch, name) for name in ("correct", "rewards", "length_penalty")}
+        check_batch(batch.response_mask, batch.group, **rows)
+        for name in {"entropy", "old_log_probs"} & self.needs:
+            check_tokens(getattr(batch, name), batch.response_mask, name)
         return self.compute(batch, self.config() if config is None else config)
 
 

@@ -373,3 +373,16 @@ def test_responses_without_spread_have_none_however_far_apart_they_are():
     mask, group = torch.ones(4, 20480, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
     out = gtpo_advantages(entropy, correct, mask, group, GTPOConfig(axis="matrix"))
     assert credit_metrics(out.advantages, mask, group, correct, entropy)["advantage_spread"] == 0.0
+
+
+def test_weights_whose_squares_leave_float32() -> None:
+    """Two wrong tokens of 0 and 1 nat: 1/H is 1e30 and 1, their geometric mean 1e15, so the weights are 1e15, 1e-15."""
+    config = GTPOConfig(negatives="inverse", mean="geometric", normalization="none", entropy_floor=1e-30, axis="matrix")
+    entropy = torch.tensor([[1e-20], [0.0], [1e6]])
+    correct, mask = torch.tensor([True, False, False]), torch.ones(3, 1, dtype=torch.bool)
+    out = gtpo_advantages(entropy, correct, mask, torch.zeros(3, dtype=torch.int64), config)
+    assert out.metrics["shaped_wrong_std"] == pytest.approx(1e18 / math.sqrt(2), rel=1e-5)
+    tiny = torch.tensor([[1.0], *[[0.0]], *[[1e6]] * 11])
+    correct = torch.arange(13) == 0
+    out = gtpo_advantages(tiny, correct, torch.ones(13, 1).bool(), torch.zeros(13, dtype=torch.int64), config)
+    assert math.isfinite(out.metrics["shaped_wrong_std"])

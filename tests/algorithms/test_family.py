@@ -396,7 +396,7 @@ def test_a_log_probability_that_cannot_be_names_its_place(name: str) -> None:
     batch.old_log_probs[1, 2] = math.inf
     with pytest.raises(ValueError, match="row 1, position 2"):
         out_of(name, batch)
-    with pytest.raises(ValueError, match="old_log_probs must be"):
+    with pytest.raises(ValueError, match=r"old_log_probs has shape .* position 3 .* has no partner"):
         out_of(name, replace(batch, old_log_probs=batch.old_log_probs[:, 1:]))
 
 
@@ -451,3 +451,69 @@ def test_a_method_has_a_row_in_the_docs(name: str) -> None:
 
 def test_the_readme_counts_the_methods() -> None:
     assert f"one of {len(algorithms().keys() - OF_THE_PAPER)} other methods" in (REPOSITORY / "README.md").read_text()
+
+
+ONE = torch.tensor([1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("name", algorithms())
+@pytest.mark.parametrize(
+    "spoilt",
+    [
+        {"response_mask": None},
+        {"response_mask": [[1, 1]]},
+        {"group": None},
+        {"group": torch.tensor([0, 0])},
+        {"correct": None},
+        {"correct": torch.tensor([1, 0, 1])},
+        {"rewards": ONE[:2]},
+        {"rewards": ONE.to(torch.complex64)},
+        {"length_penalty": [0.0, 0.0, 0.0]},
+        {"length_penalty": ONE[None]},
+    ],
+    ids=lambda spoilt: " ".join(f"{key} {type(value).__name__}" for key, value in spoilt.items()),
+)
+def test_a_batch_that_does_not_fit_is_one_line_for_every_method(name: str, spoilt: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(spoilt))) as caught:
+        out_of(name, replace(fixture_f(), **spoilt))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in algorithms().items() if "rewards" in entry.needs])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
+def test_a_reward_that_cannot_be_names_its_row(name: str, bad: float) -> None:
+    rewards = fixture_f().rewards.double()
+    rewards[1] = bad
+    with pytest.raises(ValueError, match=r"reward of row 1 is .*, it must be finite"):
+        out_of(name, replace(fixture_f(), rewards=rewards))
+
+
+@pytest.mark.parametrize("name", [name for name, entry in algorithms().items() if "entropy" in entry.needs])
+def test_an_entropy_beyond_every_vocabulary_names_its_place(name: str) -> None:
+    entropy = fixture_f().entropy.double()
+    entropy[1, 2] = 1e300
+    with pytest.raises(ValueError, match="entropy of row 1, position 2 is 1e\\+300"):
+        out_of(name, replace(fixture_f(), entropy=entropy))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILY)
+def test_entropies_in_half_precision_do_not_overflow(name: str, dtype: torch.dtype) -> None:
+    """Sums of three of them are beyond 65,504, the largest number of float16."""
+    entropy = torch.full_like(fixture_f().entropy, 3e4).to(dtype)
+    assert out_of(name, replace(fixture_f(), entropy=entropy)).advantages.isfinite().all()
+
+
+def test_a_clamp_beyond_half_precision() -> None:
+    batch = fixture_f()
+    config = algorithm("eda").config(clamp=(1e-6, 1e6))
+    half = algorithm("eda").advantages(replace(batch, entropy=batch.entropy.half()), config).advantages
+    exact = algorithm("eda").advantages(replace(batch, entropy=batch.entropy.half().float()), config).advantages
+    assert torch.equal(half, exact)
+
+
+def test_rewards_that_are_whole_numbers_keep_the_fractions_of_a_penalty() -> None:
+    batch = replace(fixture_f(), length_penalty=torch.tensor([-0.5, 0.0, -0.25]))
+    whole = replace(batch, rewards=torch.tensor([1, -1, 1]))
+    same = replace(batch, rewards=torch.tensor([1.0, -1.0, 1.0]))
+    assert torch.equal(out_of("dapo", whole).advantages, out_of("dapo", same).advantages)

@@ -51,8 +51,8 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
 
     Raises ValueError that names the argument and the first row without a partner.
     """
-    if response_mask.dim() != 2:
-        raise ValueError(f"response_mask must be (B, T), got shape {tuple(response_mask.shape)}")
+    if not isinstance(response_mask, torch.Tensor) or response_mask.dim() != 2 or response_mask.is_complex():
+        raise ValueError(f"response_mask must be (B, T), a tensor of 0 and 1, got {_described(response_mask)}")
     check_group_type(group)
     size = response_mask.shape[0]
     for name, values in {"group": group, **rows}.items():
@@ -60,6 +60,8 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
             continue
         if not isinstance(values, torch.Tensor):
             raise ValueError(f"{name} must be a tensor of shape ({size},), got {type(values).__name__}")
+        if values.is_complex():
+            raise ValueError(f"{name} must be real, got {values.dtype}")
         if values.dim() != 1:
             raise ValueError(f"{name} must have shape ({size},), one value per response, got {tuple(values.shape)}")
         if len(values) != size:
@@ -76,6 +78,8 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
 
 def check_group_type(group: torch.Tensor) -> None:
     """Refuse group ids that are not an integer tensor."""
+    if group is None:
+        raise ValueError("group must be an integer tensor (B,), got None")
     if not isinstance(group, torch.Tensor):
         bad = next((i for i, ident in enumerate(group) if isinstance(ident, bool) or not isinstance(ident, int)), 0)
         raise ValueError(
@@ -88,24 +92,28 @@ def check_group_type(group: torch.Tensor) -> None:
         raise ValueError(f"group ids must be integers (int64), got {group.dtype}{where}")
 
 
-def check_entropy_shape(entropy: torch.Tensor, response_mask: torch.Tensor) -> None:
-    """Refuse entropies that are not floating point or do not have the mask's shape; names the first row or position too
-    many.
+def check_tokens(values: torch.Tensor, response_mask: torch.Tensor, name: str = "entropy") -> None:
+    """Refuse numbers of tokens, such as entropies, that are not floating point or do not have the mask's shape; names
+    the first row or position too many.
     """
-    if not entropy.is_floating_point():
-        raise ValueError(f"entropy must be floating point (nats), got {entropy.dtype}")
-    if entropy.dim() != 2:
-        raise ValueError(f"entropy must be (B, T), got shape {tuple(entropy.shape)}")
-    if entropy.shape != response_mask.shape:
-        axis = 0 if entropy.shape[0] != response_mask.shape[0] else 1
-        first = min(entropy.shape[axis], response_mask.shape[axis])
+    if not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        raise ValueError(f"{name} must be floating point (nats), got {_described(values)}")
+    if values.dim() != 2:
+        raise ValueError(f"{name} must be (B, T), got shape {tuple(values.shape)}")
+    if values.shape != response_mask.shape:
+        axis = 0 if values.shape[0] != response_mask.shape[0] else 1
+        first = min(values.shape[axis], response_mask.shape[axis])
         where = f"row {first} (position 0)" if axis == 0 else f"position {first} (from row 0 on)"
         raise ValueError(
-            f"entropy has shape {tuple(entropy.shape)} and response_mask {tuple(response_mask.shape)}: {where} has no "
+            f"{name} has shape {tuple(values.shape)} and response_mask {tuple(response_mask.shape)}: {where} has no "
             "partner"
         )
-    if entropy.device != response_mask.device:
-        raise ValueError(f"entropy is on {entropy.device} and response_mask on {response_mask.device}")
+    if values.device != response_mask.device:
+        raise ValueError(f"{name} is on {values.device} and response_mask on {response_mask.device}")
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:

@@ -79,4 +79,6 @@ def center(side: Side) -> Moments:
     mean = math.fsum(side.total("response").sums.tolist()) / len(side.values)
     side.values.sub_(mean)
     low, high, squares = torch.stack([*side.values.aminmax(), side.values.square().sum()]).tolist()
+    if math.isinf(squares):  # beyond float32, as with a floor of 1e-30 nats
+        squares = side.values.double().square().sum().item()
     return Moments(len(side.values), mean, squares, mean + low, mean + high)

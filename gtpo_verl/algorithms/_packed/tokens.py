@@ -13,6 +13,7 @@ import torch
 from gtpo_verl.algorithms._packed.layout import Group, Layout
 
 LOWEST_ENTROPY = -1e-3  # nats; bf16 round-off reaches about this far below zero
+HIGHEST_ENTROPY = 1e6  # nats; of a uniform choice from a million tokens it is 14, and sums of these stay in float32
 Place = slice | torch.Tensor  # the columns of the tokens of a response: indices (len,) where it has holes
 
 
@@ -176,16 +177,17 @@ def write_tokens(correct: Side, wrong: Side, group: Group, out_rows: tuple[torch
 
 
 def check_entropies(tokens: Tokens, entropy: torch.Tensor, response_mask: torch.Tensor) -> tuple[float, float]:
-    """Sums of the entropies of the correct and of the wrong responses, all found finite and not clearly negative.
+    """Sums of the entropies of the correct and of the wrong responses, all found finite, not clearly negative and not
+    absurd.
 
     A sum is not finite if one of its terms is not, so one pass that the metrics need anyway finds NaN and infinity.
     Raises ValueError that names row and position in the batch.
     """
-    correct, wrong, least = torch.stack(
-        [tokens.correct.values.sum(), tokens.wrong.values.sum(), tokens.values.amin()]
+    correct, wrong, least, most = torch.stack(
+        [tokens.correct.values.sum(), tokens.wrong.values.sum(), *tokens.values.aminmax()]
     ).tolist()
     lowest = torch.tensor(LOWEST_ENTROPY, dtype=entropy.dtype).item()  # -0.001 rounds downwards in float32
-    if not math.isfinite(correct + wrong) or least < lowest:
+    if not math.isfinite(correct + wrong) or least < lowest or most > HIGHEST_ENTROPY:
         _refuse_entropies(entropy, response_mask, lowest)
     return correct, wrong
 
@@ -205,14 +207,14 @@ def _take(values: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _refuse_entropies(entropy: torch.Tensor, response_mask: torch.Tensor, lowest: float) -> None:
-    """Name the first offending row and position; a sum of finite entropies that overflows is no offence."""
+    """Name the first offending row and position."""
     for row in range(len(entropy)):
-        values = entropy[row]
-        bad = (response_mask[row] != 0) & ~(values.isfinite() & (values >= lowest))
+        values = entropy[row].double()  # half precision does not reach the bound
+        bad = (response_mask[row] != 0) & ~((values >= lowest) & (values <= HIGHEST_ENTROPY))
         if bool(bad.any()):
             position = int(bad.nonzero()[0])
             raise ValueError(
                 f"entropy of row {row}, position {position} is {values[position].item()}: entropies inside the mask "
-                "must be "
-                f"finite and at least {LOWEST_ENTROPY} nats; check how the rollout or the actor computes them"
+                f"must be finite, at least {LOWEST_ENTROPY} and at most {HIGHEST_ENTROPY:g} nats; check how the "
+                "rollout or the actor computes them"
             )
