@@ -17,6 +17,8 @@ class UserError(Exception):
 def main_guard(command: Callable[[], int]) -> int:
     """Run a command; a :class:`UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
 
+    So does an OSError, which is about the machine: a file that may not be read, a full disk, a name that is too long.
+
     ``GTPO_VERL_TRACEBACK=1`` shows the stack trace as well.
     """
     try:
@@ -24,11 +26,23 @@ def main_guard(command: Callable[[], int]) -> int:
     except UserError as error:
         if os.environ.get("GTPO_VERL_TRACEBACK") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(str(error))
+        return 2
+    except OSError as error:
+        if os.environ.get("GTPO_VERL_TRACEBACK") == "1":
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        _say(f"{where}{error.strerror or first_line(error)}")
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def _say(message: str) -> None:
+    """One line on stderr: what names and contents of files bring along, line breaks and colours, is escaped."""
+    shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in message)
+    print(f"error: {shown}", file=sys.stderr, flush=True)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

@@ -7,8 +7,11 @@ import argparse
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from gtpo_verl.errors import UserError, first_line
 
 
 def local_path(text: str) -> Path:
@@ -55,6 +58,22 @@ def write_bytes(file: Path, content: bytes) -> None:
 def write_json(file: Path, value: Any) -> None:
     """Write a value as indented JSON, atomically."""
     write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """In the block a file of ours is read and taken apart: whatever is wrong with its content is one line.
+
+    Raises:
+        UserError: names the file; the error behind it is its cause.
+    """
+    try:
+        yield
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_line(error):.120}"
+        raise UserError(f"{file} is damaged ({what}): repair it, or remove it.") from error
 
 
 def read_json(file: Path) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl import files
+from gtpo_verl.errors import UserError
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -79,3 +80,16 @@ def test_an_option_that_names_a_place_for_results_takes_no_address(capsys: pytes
     with pytest.raises(SystemExit):
         parser.parse_args(["--output", "s3://bucket/a"])
     assert "argument --output: s3://bucket/a is remote storage" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    file.write_text('{"name": [1,\n 2')
+    with pytest.raises(UserError) as caught, files.reading(file):
+        files.read_json(file)
+    assert str(caught.value).startswith(f"{file} is damaged (JSONDecodeError: ")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="KeyError: 'steps'"), files.reading(file):
+        {}["steps"]
+    with pytest.raises(FileNotFoundError), files.reading(file):  # of the machine, not of the file's content
+        (tmp_path / "absent").read_text()

@@ -9,7 +9,7 @@ from typing import Any
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.summary import Figure, Sample, paired_changes
-from gtpo_verl.files import append_json_line, read_json, read_json_lines, write_json, write_text
+from gtpo_verl.files import append_json_line, read_json, read_json_lines, reading, write_json, write_text
 from gtpo_verl.runs.correctness import is_correct
 
 PROBLEMS_FILE = "problems.jsonl"
@@ -101,7 +101,8 @@ class ProblemFile:
             self.records: dict[int, ProblemRecord] = {}
             return
         lines = [value for _, value in read_json_lines(file)]
-        self.records = {value["row"]: _record(value) for value in lines if value is not None}
+        with reading(file):
+            self.records = {value["row"]: _record(value) for value in lines if value is not None}
         if len(lines) != len(self.records):
             write_text(file, "".join(json.dumps(_values(record)) + "\n" for record in self.records.values()))
 
@@ -160,7 +161,7 @@ def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -
     if fresh:
         problems.unlink(missing_ok=True)
     elif record.is_file() and problems.is_file():
-        changed = differences(read_json(record)["settings"], json.loads(json.dumps(facts["settings"])))
+        changed = differences(_recorded_settings(directory), json.loads(json.dumps(facts["settings"])))
         if changed:
             raise UserError(
                 f"{directory} holds an evaluation with other settings ({'; '.join(changed)}): name another --output, "
@@ -168,6 +169,11 @@ def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -
             )
     write_json(record, facts)
     return ProblemFile(problems)
+
+
+def _recorded_settings(directory: Path) -> dict[str, Any]:
+    with reading(directory / RECORD_FILE):
+        return dict(read_json(directory / RECORD_FILE)["settings"])
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -189,7 +195,7 @@ def changes_since(
     """
     if not (directory / PROBLEMS_FILE).is_file():
         return {}
-    before = read_json(directory / RECORD_FILE)["settings"]
+    before = _recorded_settings(directory)
     now = json.loads(json.dumps(settings))
     if differences(before | {"model": None}, now | {"model": None}):
         return {}

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import GROUPS, compose_config, prepare, with_hardware
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import reading
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, hf_weights
 
 BEFORE = "before"  # the evaluation of the model that a run started from
@@ -51,8 +52,10 @@ def find_subject(name: str, *, before: bool = False) -> Subject:
 def _of_run(directory: Path, *, before: bool) -> Subject:
     config_file = directory / CONFIG_FILE
     if before:
-        start: Any = OmegaConf.load(config_file)
-        return Subject(str(start.actor_rollout_ref.model.path), directory / "evaluation" / BEFORE, config_file)
+        with reading(config_file):
+            start: Any = OmegaConf.load(config_file)
+            model_before = str(start.actor_rollout_ref.model.path)
+        return Subject(model_before, directory / "evaluation" / BEFORE, config_file)
     model = directory / "model"
     if not model.is_dir():
         raise UserError(
@@ -94,8 +97,10 @@ def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
             print(note, file=sys.stderr)
         config = compose_config([*overrides, f"actor_rollout_ref.model.path={json.dumps(subject.path)}"])
     else:
-        loaded = OmegaConf.load(subject.config_file)
-        assert isinstance(loaded, DictConfig)
+        with reading(subject.config_file):
+            loaded = OmegaConf.load(subject.config_file)
+            if not isinstance(loaded, DictConfig):
+                raise ValueError("it is no configuration")
         config = override(loaded, overrides)
         config.actor_rollout_ref.model.path = subject.path
     prepare(config, overrides)

@@ -17,7 +17,7 @@ from typing import Any
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.experiments.sweep import Member, Sweep
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.runs.directory import STOP_FILE, read_record
 from gtpo_verl.runs.lock import LOCK_FILE, DirectoryLock, LockedError, live_owner
 from gtpo_verl.runs.process import STOP_SIGNALS
@@ -46,14 +46,18 @@ class Attempts:
 
 def read_attempts(directory: Path) -> dict[str, Attempts]:
     """The attempts at every run that has had one."""
-    found: Mapping[str, Any] = read_json(directory / ATTEMPTS_FILE) or {"runs": {}}
-    return {name: Attempts(**values) for name, values in found["runs"].items()}
+    file = directory / ATTEMPTS_FILE
+    with reading(file):
+        found: Mapping[str, Any] = read_json(file) or {"runs": {}}
+        return {name: Attempts(**values) for name, values in found["runs"].items()}
 
 
 def cluster_of(directory: Path) -> str | None:
     """The dashboard of the cluster that the last attempts were submitted to; None where they were processes."""
-    found: Mapping[str, Any] = read_json(directory / ATTEMPTS_FILE) or {}
-    return found.get("cluster")
+    file = directory / ATTEMPTS_FILE
+    with reading(file):
+        found: Mapping[str, Any] = read_json(file) or {}
+        return found.get("cluster")
 
 
 def is_finished(run_dir: Path) -> bool:

@@ -23,7 +23,7 @@ from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.evaluation.paired import least_sign_flip_p
 from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.directory import CONFIG_FILE, SWEEP_FILE, flatten
 from gtpo_verl.runs.lock import is_of_lock
@@ -250,10 +250,8 @@ def read(directory: Path) -> dict[str, Any] | None:
         UserError: it is not a sweep's.
     """
     file = directory / SWEEP_FILE
-    try:
+    with reading(file):
         facts = read_json(file)
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error}): repair it, or choose another --dir.") from error
     if facts is None:
         return None
     if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
@@ -270,15 +268,16 @@ def load(directory: Path) -> Sweep:
     facts = read(directory)
     if facts is None:
         raise UserError(f"{directory} is no sweep: it has no {SWEEP_FILE}.")
-    return Sweep(
-        name=facts["name"],
-        directory=directory.resolve(),
-        axes=tuple(Axis(key, tuple(values)) for key, values in facts["axes"].items()),
-        common=tuple(facts["common"]),
-        members=tuple(Member(name, tuple(run["overrides"])) for name, run in facts["runs"].items()),
-        baseline=facts["baseline"],
-        retries=SweepFile().retries,
-    )
+    with reading(directory / SWEEP_FILE):
+        return Sweep(
+            name=facts["name"],
+            directory=directory.resolve(),
+            axes=tuple(Axis(key, tuple(values)) for key, values in facts["axes"].items()),
+            common=tuple(facts["common"]),
+            members=tuple(Member(name, tuple(run["overrides"])) for name, run in facts["runs"].items()),
+            baseline=facts["baseline"],
+            retries=SweepFile().retries,
+        )
 
 
 def check_directory(sweep: Sweep) -> None:

@@ -25,7 +25,7 @@ from gtpo_verl.integrations.reward_loop import Scorable
 from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkSample
 from gtpo_verl.integrations.vllm.requirements import KEY, truncates
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
-from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.seeds import derived
 
 AHEAD = 2  # calls in flight for each server
@@ -204,12 +204,8 @@ class Sampler:
                 "was sampled before is kept. See the traceback in audit.log."
             ) from result
         info = result["reward_extra_info"]
-        if "acc" not in info:
-            raise UserError(
-                "the reward function returns no verdict: it must return a dict with `acc` (1 for a correct answer); "
-                "reward.custom_reward_function names the function."
-            )
-        return is_correct(float(info["acc"]), self._threshold), float(info.get("score", result["reward_score"]))
+        acc = verdict(info, f"on a response to row {row} of the data")
+        return is_correct(acc, self._threshold), float(info.get("score", result["reward_score"]))
 
 
 def _joined(prefix: Prefix, sample: BulkSample) -> np.ndarray:

@@ -118,7 +118,10 @@ class NotFinite:
             )
         self.skipped += 1
         if self.skipped > self._max_skipped:
-            raise NotFiniteError(f"{problem}. More than guards.max_skipped_steps={self._max_skipped} were skipped.")
+            raise NotFiniteError(
+                f"{problem}. More than guards.max_skipped_steps={self._max_skipped} were skipped. The same command "
+                "resumes from the last checkpoint."
+            )
         logger.warning("%s. Its update is skipped, the %d. of this attempt.", problem, self.skipped)
 
 

@@ -24,7 +24,7 @@ from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, R
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.transfer_queue import parse_key, reward_infos, uid_of
-from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.correctness import is_correct, verdict
 
 logger = logging.getLogger(__name__)
 
@@ -375,9 +375,10 @@ class BudgetedReplayBuffer(ReplayBuffer):
                     f"return it for response {key}: add it to the dict that it returns, or set "
                     "algorithm.filter_groups.enable=false."
                 )
-            value = float(info[self.filter_groups_metric])
             if self.filter_groups_metric == VERDICT:
-                value = float(is_correct(value, self.correct_threshold))
+                value = float(is_correct(verdict(info, f"on response {key}"), self.correct_threshold))
+            else:
+                value = float(info[self.filter_groups_metric])
             values[uid_of(key)].append(value)
         return values
 

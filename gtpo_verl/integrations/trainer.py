@@ -57,7 +57,7 @@ from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.integrations.waiting import StepGivenUpError, bound_wait
 from gtpo_verl.runs.checkpoints import prune
-from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.runs.directory import (
     SAMPLES_FILE,
     STOP_FILE,
@@ -430,15 +430,12 @@ class CreditAssignmentMixin(PPOTrainer):
     def _verdicts(self, batch: KVBatchMeta, infos: list[dict[str, Any]]) -> torch.Tensor:
         """(B,) bool: `acc` of the verifier against `algorithm.correct_threshold`."""
         threshold = self.config.algorithm.correct_threshold
-        verdicts = []
-        for key, info in zip(batch.keys, infos, strict=True):
-            if "acc" not in info:
-                raise UserError(
-                    f"response {key} has no verdict: the reward function must return a dict with `acc` (1 for a "
-                    "correct answer) beside `score`; reward.custom_reward_function names the function."
-                )
-            verdicts.append(is_correct(float(info["acc"]), threshold))
-        return torch.tensor(verdicts)
+        return torch.tensor(
+            [
+                is_correct(verdict(info, f"on response {key}"), threshold)
+                for key, info in zip(batch.keys, infos, strict=True)
+            ]
+        )
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._enter("updating the actor")

@@ -9,11 +9,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.files import reading
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import check_batches, skips_old_log_prob
 from gtpo_verl.planning.timing import Assumption, Assumptions, forward_flops, passes_of_update
-from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
+from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.reader import read_metrics
 
 FILTER = "training/filter_groups/"
 PHASES = ("gen", "old_log_prob", "adv", "update_actor")  # as verl names them in timing_s/
@@ -83,16 +85,18 @@ class MeasuredRun:
             raise UserError(
                 f"--measured {run_dir}: no {METRICS_FILE} and config.yaml there; it must be the directory of a run."
             )
-        config: Any = OmegaConf.load(run_dir / "config.yaml")
-        lines, _ = read_metrics_from(run_dir, 0)
-        by_step = {line["step"]: line["data"] for line in lines if "timing_s/update_actor" in line["data"]}
+        with reading(run_dir / "config.yaml"):
+            config: Any = OmegaConf.load(run_dir / "config.yaml")
+            model = str(config.actor_rollout_ref.model.path)
+        logged, _ = read_metrics(run_dir / METRICS_FILE)
+        by_step = {step: dict(data) for step, data in logged.items() if "timing_s/update_actor" in data}
         if not by_step:
             raise UserError(f"--measured {run_dir}: it has no finished training step.")
         steps = [MeasuredStep(by_step[number]) for number in sorted(by_step)]
         return cls(
             name=run_dir.name,
             config=config,
-            shape=load_shape(config.actor_rollout_ref.model.path),
+            shape=load_shape(model),
             parallel=check_batches(config),
             steps=steps[1:] or steps,
         )

@@ -135,7 +135,11 @@ def status_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str | None:
         if run.status in unfinished:
             reached = [_progress(result) for result in trainings_of(arms) if result.training in run.trainings]
             reached += [f"{name} not started" for name in run.missing]
-            sentences.append(f"{run.name} {unfinished[run.status]}, so this report is partial ({', '.join(reached)}).")
+            reasons = dict.fromkeys(one.record["reason"] for one in run.trainings if one.record.get("reason"))
+            why = f" ({'; '.join(reasons)})" if reasons and run.status == "interrupted" else ""
+            sentences.append(
+                f"{run.name} {unfinished[run.status]}{why}, so this report is partial ({', '.join(reached)})."
+            )
     others = [run for run in runs if run.status not in unfinished]
     left_out = [f"{name} {why}" for name, why in missing_or_failed(others)]
     if left_out:

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 import zipfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gtpo_verl.files import write_text
 TRACKER = "latest_checkpointed_iteration.txt"
 VERL_CONTENTS = ("model", "optimizer", "extra")  # verl's default; hf_model is the fourth
 _FSDP_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+MOST_RANKS = 1_000_000  # more are not those of a training
 _NAME = re.compile(r"global_step_(\d+)")
 
 
@@ -101,10 +102,12 @@ def _fsdp_fault(actor: Path, layout: Layout) -> str | None:
         return "actor/fsdp_config.json is missing: it was not written to the end"
     try:
         ranks = int(json.loads(file.read_text())["world_size"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return "actor/fsdp_config.json was not written to the end"
+    if not 0 < ranks <= MOST_RANKS:
+        return f"actor/fsdp_config.json names {ranks} ranks"
     kinds = [name for part, name in _FSDP_FILES.items() if part in layout.contents]
-    shards = [actor / f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks) for kind in kinds]
+    shards = (actor / f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks) for kind in kinds)
     return next(_bad_files(actor.parent, shards), None)
 
 
@@ -121,7 +124,7 @@ def _megatron_fault(actor: Path) -> str | None:
     return f"actor/{missing[0]} is missing" if missing else None
 
 
-def _bad_files(folder: Path, files: list[Path]) -> Iterator[str]:
+def _bad_files(folder: Path, files: Iterable[Path]) -> Iterator[str]:
     for file in files:
         name = file.relative_to(folder)
         if not file.is_file():

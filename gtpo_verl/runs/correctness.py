@@ -1,5 +1,38 @@
 """When a response is correct: the one definition that training, validation, `eval`, `verify` and reports share."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gtpo_verl.errors import UserError
+
+
+def verdict(info: Mapping[str, Any], place: str) -> float:
+    """The ``acc`` among what the reward function returned, as a number; NaN, which is wrong, where it is None.
+
+    Args:
+        info: verl's ``reward_extra_info``: the dict that the function returned, or ``acc`` with the number.
+        place: the response, for messages.
+
+    Raises:
+        UserError: there is no ``acc``, or it is not a number.
+    """
+    if "acc" not in info:
+        raise UserError(
+            f"the reward function returned no verdict {place}: it must return a dict with `acc` (1 for a correct "
+            "answer, 0 for a wrong one) beside `score`; reward.custom_reward_function names the function."
+        )
+    acc = info["acc"]
+    if acc is None:
+        return math.nan
+    try:
+        return float(acc)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UserError(
+            f"the reward function returned acc={acc!r:.60} {place}: it must be a number, 1 for a correct answer and 0 "
+            "for a wrong one."
+        ) from error
+
 
 def is_correct(acc: float | None, threshold: float) -> bool:
     """Whether a response is correct: its ``acc`` is at least ``algorithm.correct_threshold``.

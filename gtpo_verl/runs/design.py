@@ -391,6 +391,6 @@ def exclusion(training: Training) -> str:
     """Why a training that is not complete is left out: its status, its last step, and the recorded reason."""
     words = {"interrupted": "was interrupted", "failed": "failed", "running": "has not finished"}
     attempts = training.record.get("attempts") or [{}]
-    reason = attempts[-1].get("exit_reason")
+    reason = training.record.get("reason") or attempts[-1].get("exit_reason")
     where = f"{words.get(str(training.status), str(training.status))} after step {training.last_step}"
     return f"{where} ({reason})" if reason else where

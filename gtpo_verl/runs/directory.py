@@ -8,12 +8,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+from yaml.events import CollectionEndEvent, CollectionStartEvent
+
 from gtpo_verl.files import (
     append_json_line,
     end_torn_line,
     read_json,
     read_json_lines,
     read_json_lines_from,
+    reading,
     write_atomically,
     write_json,
 )
@@ -29,6 +33,7 @@ STOP_FILE = "STOP"
 PHASE_FILE = "phase.json"  # what the trainer does just now
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 MODEL_LINK = "model"
+DEEPEST = 100  # levels of a configuration; verl's has eight
 # Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
 HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
 
@@ -89,13 +94,14 @@ def keep_step(checkpoint: Path, step: int, metrics: Mapping[str, Any], groups: d
 
 def restore_step(run_dir: Path, checkpoint: Path) -> bool:
     """Append what `keep_step` kept, where the run's files lack that step; returns whether they lacked its metrics."""
-    kept = read_json(checkpoint / STEP_FILE)
-    if kept is None:
-        return False
+    with reading(checkpoint / STEP_FILE):
+        kept = read_json(checkpoint / STEP_FILE)
+        lines = {} if kept is None else {name: (kept[name]["step"], kept[name]) for name in ("metrics", "groups")}
     lacking = []
-    for file, line in ((run_dir / METRICS_FILE, kept["metrics"]), (run_dir / GROUPS_FILE, kept["groups"])):
+    for name, (step, line) in lines.items():
+        file = run_dir / {"metrics": METRICS_FILE, "groups": GROUPS_FILE}[name]
         logged = read_json_lines(file) if file.is_file() else ()
-        if not any(isinstance(value, dict) and value.get("step") == line["step"] for _, value in logged):
+        if not any(isinstance(value, dict) and value.get("step") == step for _, value in logged):
             append_json_line(file, line)
             lacking.append(file.name)
     return METRICS_FILE in lacking
@@ -142,7 +148,25 @@ def write_record(run_dir: Path, facts: dict[str, Any]) -> None:
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
     """Read ``run.json``; None where there is none."""
-    return read_json(run_dir / RECORD_FILE)
+    with reading(run_dir / RECORD_FILE):
+        record: dict[str, Any] | None = read_json(run_dir / RECORD_FILE)
+        return None if record is None else dict(record)
+
+
+def read_config(file: Path) -> Any:
+    """Read ``config.yaml`` with libyaml, which is several times as fast, and overflows the stack on deeply nested YAML.
+
+    Raises:
+        ValueError, yaml.YAMLError: it is no YAML, or nested too deeply.
+    """
+    text = file.read_text(encoding="utf-8")
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"it is nested more than {DEEPEST} levels")
+    return yaml.load(text, Loader=loader)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -14,13 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.runs.directory import STOP_FILE
 
 LOCK_FILE = "LOCK"
@@ -69,8 +69,15 @@ def live_owner(file: Path) -> Owner | None:
 
 
 def _recorded(file: Path) -> Owner | None:
-    values = read_json(file.with_name(f"{file.name}.json"))
-    return Owner(**values) if values else None
+    record = file.with_name(f"{file.name}.json")
+    with reading(record):
+        values = read_json(record)
+        if not values:
+            return None
+        owner = Owner(**values)
+        if not 0 < owner.pid < 2**31:
+            raise ValueError(f"pid is {owner.pid}")
+        return replace(owner, heartbeat=float(owner.heartbeat))
 
 
 def _is_running(pid: int) -> bool:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import yaml
-
-from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE
+from gtpo_verl.files import reading
+from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, read_config
 from gtpo_verl.runs.reader import logged_accuracies, read_metrics
 
 RECENT = 10  # steps whose median time is that of a step to come
@@ -66,6 +65,6 @@ def _read_metrics(file: Path, changed: int, size: int) -> Mapping[int, Mapping[s
 def _read_steps(file: Path, changed: int, size: int) -> int | None:
     if not size:
         return None
-    config = yaml.load(file.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    steps = config.get("trainer", {}).get("total_training_steps")
-    return None if steps is None else int(steps)
+    with reading(file):
+        steps = read_config(file).get("trainer", {}).get("total_training_steps")
+        return None if steps is None else int(steps)

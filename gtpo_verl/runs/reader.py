@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, RECORD_FILE, SAMPLES_FILE, SWEEP_FILE, flatten
+from gtpo_verl.runs.directory import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    RECORD_FILE,
+    SAMPLES_FILE,
+    SWEEP_FILE,
+    flatten,
+    read_config,
+)
 from gtpo_verl.runs.lock import is_abandoned
 from gtpo_verl.runs.loggers import Logged, read_logger
 from gtpo_verl.runs.statistics import Floats, cluster_means
@@ -297,6 +305,8 @@ def _read_record(path: Path) -> dict[str, Any]:
             raise UserError(
                 f"{file}: {name} is {record[name]!r:.40}: repair it, or remove the file to report without it"
             )
+    if not all(isinstance(attempt, dict) for attempt in record.get("attempts") or ()):
+        raise UserError(f"{file}: attempts holds something else than attempts: repair it, or remove the file")
     if record.get("status") == "running" and is_abandoned(path):
         return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     return record
@@ -522,9 +532,10 @@ def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        config = read_config(file)
+        json.dumps(config, default=str)  # a ValueError where a list holds itself
         return dict(flatten(config)) if isinstance(config, dict) else {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
         raise UserError(f"{file} is not valid YAML: repair it, or remove it to report without it") from error
 
 

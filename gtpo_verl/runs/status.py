@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json
+from gtpo_verl.files import read_json, reading
 from gtpo_verl.runs.checkpoints import checkpoints, tracked_step
 from gtpo_verl.runs.directory import METRICS_FILE, PHASE_FILE, RECORD_FILE, STOP_FILE
 from gtpo_verl.runs.lock import LOCK_FILE, live_owner
@@ -69,10 +69,8 @@ def status_of(run_dir: Path) -> Status:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
+    with reading(file):
         value = read_json(file)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON: repair it, or remove it.") from error
     return value if isinstance(value, dict) else {}
 
 
@@ -80,8 +78,9 @@ def _phase(run_dir: Path) -> str:
     phase = _read(run_dir / PHASE_FILE)
     if not phase:
         return "starting"
-    step = f"step {phase['step']}: " if phase["step"] else ""
-    return f"{step}{phase['phase']} for {in_words(max(0.0, time.time() - phase['since']))}"
+    with reading(run_dir / PHASE_FILE):
+        step = f"step {phase['step']}: " if phase["step"] else ""
+        return f"{step}{phase['phase']} for {in_words(max(0.0, time.time() - phase['since']))}"
 
 
 def _end(run_dir: Path, record: Mapping[str, Any], log: list[str]) -> tuple[str, str]:
@@ -90,7 +89,8 @@ def _end(run_dir: Path, record: Mapping[str, Any], log: list[str]) -> tuple[str,
     if state != "running":
         return state, str(record.get("reason") or "no reason was recorded")
     doing = _read(run_dir / PHASE_FILE)
-    at = f" in step {doing['step']}, {doing['phase']}" if doing else ""
+    with reading(run_dir / PHASE_FILE):
+        at = f" in step {doing['step']}, {doing['phase']}" if doing else ""
     cause = _cause(log)
     said = f"; the log says: {cause}" if cause else ""
     return "interrupted", f"its process was killed, or its machine is gone{at}{said}"

@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json_lines
+from gtpo_verl.files import read_json_lines, reading
 from gtpo_verl.runs.correctness import is_correct
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE
 from gtpo_verl.verifiers import RULES
@@ -120,7 +120,8 @@ def threshold_of(file: Path) -> float:
     for directory in file.resolve().parents:
         config_file = directory / CONFIG_FILE
         if config_file.is_file() and (directory / RECORD_FILE).is_file():
-            return float(OmegaConf.select(OmegaConf.load(config_file), "algorithm.correct_threshold"))
+            with reading(config_file):
+                return float(OmegaConf.select(OmegaConf.load(config_file), "algorithm.correct_threshold"))
     return DEFAULT_THRESHOLD
 
 

@@ -11,6 +11,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation import summarize
 from gtpo_verl.evaluation.records import (
     PROBLEMS_FILE,
+    RECORD_FILE,
     ProblemFile,
     ProblemRecord,
     differences,
@@ -89,3 +90,23 @@ def test_differences_are_named() -> None:
         "c was 3, is 4",
         "d was not set, is 5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (PROBLEMS_FILE, '{"problem": 1}\n'),
+        (PROBLEMS_FILE, '{"row": [1]}\n'),
+        (PROBLEMS_FILE, "[1]\n"),
+        (RECORD_FILE, "{}"),
+        (RECORD_FILE, '["settings"]'),
+        (RECORD_FILE, '{"settings": 5}'),
+    ],
+)
+def test_a_damaged_evaluation_is_one_line(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / PROBLEMS_FILE).touch()
+    (tmp_path / RECORD_FILE).write_text('{"settings": {}}')
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=f"{name} is damaged") as caught:
+        open_evaluation(tmp_path, {"settings": {}}, fresh=False)
+    assert "\n" not in str(caught.value)

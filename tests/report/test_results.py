@@ -333,3 +333,22 @@ def test_differing_settings_need_two_configurations(runs):
 @pytest.mark.parametrize(("share", "text"), [(0.0415, "+4.2"), (-0.0415, "−4.2"), (0.0, "+0.0")])
 def test_points(share: float, text: str):
     assert points(share) == text
+
+
+def test_an_interrupted_run_says_why(runs):
+    path = runs.run(arms=["gtpo"], status="complete", prompts=20) / "gtpo"
+    record = {"name": "gtpo", "status": "interrupted", "reason": "Ctrl-C"}
+    (path / "run.json").write_text(json.dumps(record))
+    assert status_of(path) == (
+        "quickstart/gtpo was interrupted (Ctrl-C), so this report is partial (GTPO at step 60 of 60)."
+    )
+    (path / "run.json").write_text(json.dumps(record | {"status": "failed", "reason": "vLLM died"}))
+    assert status_of(path) == "Not complete: gtpo failed after step 60 (vLLM died); shown as far as they came."
+
+
+def test_a_run_whose_disk_was_full_says_that_it_was_killed(runs):
+    """Its record could not be written and says running; its process is gone."""
+    path = runs.run(arms=["gtpo"], status="complete", prompts=20) / "gtpo"
+    (path / "run.json").write_text(json.dumps({"name": "gtpo", "status": "running", "attempts": [{}]}))
+    (path / "LOCK.json").write_text(json.dumps({"host": "node7", "pid": 1, "heartbeat": 0.0, "token": "theirs"}))
+    assert "was interrupted (it was killed, or its machine is gone)" in status_of(path)

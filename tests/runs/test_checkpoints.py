@@ -159,3 +159,11 @@ def test_what_is_removed_lies_before_what_the_tracker_names(saved: Path) -> None
     (saved / TRACKER).write_text("12")
     assert prune(saved, 1) == [8]
     assert tracked_step(saved) == 12
+
+
+@pytest.mark.parametrize("ranks", ["1e30", "1e999", "0", "-1", "null", '"x"', "1" + 400 * "0", "[" * 100_000])
+def test_an_absurd_number_of_ranks_is_a_fault(saved: Path, ranks: str) -> None:
+    """Shards of as many ranks were listed: with 10^30 of them a start took all memory."""
+    folder = next(iter(checkpoints(saved).values()))
+    (folder / "actor" / "fsdp_config.json").write_text(f'{{"world_size": {ranks}}}')
+    assert "actor/fsdp_config.json" in fault(folder, FSDP)

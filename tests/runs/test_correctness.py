@@ -1,8 +1,11 @@
 """Correct is ``acc`` at or above the threshold, and nothing else."""
 
+import math
+
 import pytest
 
-from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.errors import UserError
+from gtpo_verl.runs.correctness import is_correct, verdict
 
 
 @pytest.mark.parametrize(
@@ -11,3 +14,20 @@ from gtpo_verl.runs.correctness import is_correct
 )
 def test_correct_is_at_or_above_the_threshold(acc: float | None, threshold: float, correct: bool) -> None:
     assert is_correct(acc, threshold) is correct
+
+
+def test_a_verdict_is_a_number() -> None:
+    assert [verdict({"acc": acc}, "here") for acc in (1, True, 0.5, "1")] == [1.0, 1.0, 0.5, 1.0]
+    assert math.isnan(verdict({"acc": None}, "here"))
+
+
+@pytest.mark.parametrize("acc", ["yes", "", [1], {"acc": 1}, 10**400])
+def test_what_is_no_number_is_refused(acc: object) -> None:
+    with pytest.raises(UserError, match=r"returned acc=.* on response 7: it must be a number") as e:
+        verdict({"acc": acc}, "on response 7")
+    assert "\n" not in str(e.value)
+
+
+def test_a_response_without_a_verdict_is_refused() -> None:
+    with pytest.raises(UserError, match="no verdict on response 7: it must return a dict with `acc`"):
+        verdict({"score": 1.0}, "on response 7")

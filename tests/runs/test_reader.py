@@ -337,9 +337,12 @@ BIG = "1" + "0" * 400
         ("config.yaml", b"\x00\xff\xfe", "config.yaml is not valid YAML"),
         ("config.yaml", b"&a\nx: *a\n", "config.yaml is not valid YAML"),
         ("config.yaml", b"x: &a\n  y: *a\n", "config.yaml is not valid YAML"),
+        ("config.yaml", b"x: " + b"[" * 100_000, "config.yaml is not valid YAML"),
+        ("config.yaml", b"x: &a [*a]\n", "config.yaml is not valid YAML"),
         ("run.json", b"[" * 100_000, "run.json is not valid JSON"),
         ("run.json", b'{"versions": [1]}', r"run.json: versions is \[1\]"),
         ("run.json", b'{"notes": 5}', "run.json: notes is 5"),
+        ("run.json", b'{"attempts": [1]}', "run.json: attempts holds something else"),
         ("run.json", b'{"status": 5, "name": {"a": 1}}', "run.json: (status|name) is"),
     ],
 )

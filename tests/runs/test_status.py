@@ -73,5 +73,34 @@ def test_a_directory_without_a_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it has no run\.json"):
         status_of(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UserError, match="not valid JSON"):
+    with pytest.raises(UserError, match="is damaged"):
         status_of(tmp_path)
+
+
+DAMAGE = {
+    "run.json": [b"[" * 100_000, b"\xff\xfe\x00", b'{"attempts": 1e999'],
+    "phase.json": [b"\xff\xfe\x00", b'{"step": 1}', b'{"phase": 1}'],
+    "LOCK.json": [
+        b"[" * 100_000,
+        b"[1]",
+        b'{"": null}',
+        b'{"host": "a", "pid": 1, "heartbeat": "x", "token": ""}',
+        b'{"host": "a", "pid": 1e30, "heartbeat": 1, "token": ""}',
+    ],
+    "config.yaml": [
+        b"\xff\xfe\x00",
+        b"a: &a [*a",
+        b"[1]",
+        b"[" * 100_000,
+        b"- " * 100_000,
+        b"trainer: {total_training_steps: .inf}",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, one) for name, all_ in DAMAGE.items() for one in all_])
+def test_a_damaged_file_is_one_line(name: str, content: bytes, run_dir: Path) -> None:
+    (run_dir / name).write_bytes(content)
+    with pytest.raises(UserError, match=name) as caught:
+        status_of(run_dir)
+    assert "\n" not in str(caught.value)

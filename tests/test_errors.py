@@ -1,0 +1,27 @@
+"""What the command line shows of an error."""
+
+import pytest
+
+from gtpo_verl.errors import UserError, main_guard
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("do this"), "error: do this\n"),
+        (UserError("x\ny \x1b[31m does not exist: é"), "error: x\\ny \\x1b[31m does not exist: é\n"),
+        (PermissionError(13, "Permission denied", "/some/file"), "error: /some/file: Permission denied\n"),
+        (OSError(28, "No space left on device"), "error: No space left on device\n"),
+    ],
+)
+def test_what_a_user_can_put_right_is_one_line(
+    error: Exception, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command() -> int:
+        raise error
+
+    assert main_guard(command) == 2
+    assert capsys.readouterr().err == line
+    monkeypatch.setenv("GTPO_VERL_TRACEBACK", "1")
+    with pytest.raises(type(error)):
+        main_guard(command)
