@@ -29,6 +29,7 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from gtpo_verl import seeds, versions
 from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.limits import check_limits
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -180,7 +181,7 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
         _check_layout(parsed, search_path)
         try:
             config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group that is a number
             raise _explain(error, search_path) from error
         _check_types(parsed, search_path)
     return config
@@ -254,8 +255,6 @@ def _check_types(parsed: Sequence[Override], search_path: tuple[str, ...]) -> No
     defaults = _defaults((*search_path, *groups))
     for item in changes:
         value = item.value()
-        if isinstance(value, str) and "${" in value:
-            continue
         inside = next((key for key in defaults if key.startswith(f"{item.key_or_group}.")), None)
         off = value is None and "." in item.key_or_group  # such as guards.bounds.NAME=null
         if inside is not None and not off and not isinstance(value, dict):
@@ -263,6 +262,10 @@ def _check_types(parsed: Sequence[Override], search_path: tuple[str, ...]) -> No
                 f"{item.input_line}: {item.key_or_group} is a section; set one of its keys, such as {inside}."
             )
         default = defaults.get(item.key_or_group)
+        if isinstance(value, str) and "${" in value:
+            continue
+        if isinstance(value, list | dict) and isinstance(default, bool | int | float | str):
+            raise UserError(f"{item.input_line}: it must be a single value (without the override it is {default}).")
         if not isinstance(value, str):
             continue
         if isinstance(default, bool):
@@ -321,8 +324,11 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass.
 
     Raises:
-        UserError: results would go to remote storage.
+        UserError: results would go to remote storage, or a number or a path is none.
     """
+    _check_interpolations(config, overrides)
+    check_limits(config)
+    _check_paths(config)
     for name in OUTPUTS:
         place = config.trainer.get(name)
         if place is not None and "://" in place:  # every writer, verl's and ours, would make a local directory of it
@@ -357,6 +363,29 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     if config.algorithm.entropy.source == "rollout":
         # verl's name for "old log-probs are the rollout's": the pass that would compute the actor's is skipped.
         config.algorithm.rollout_correction.bypass_mode = True
+
+
+def _check_interpolations(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse an override that takes its value from a key that does not exist."""
+    if not any("${" in override for override in overrides):
+        return
+    try:
+        OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise UserError(f"these overrides do not compose: {' '.join(str(error).split())}") from error
+
+
+def _check_paths(config: DictConfig) -> None:
+    """Refuse a number or a list in the place of a path; verl's YAML has no types."""
+    for key in (*(f"trainer.{name}" for name in OUTPUTS), "actor_rollout_ref.model.path"):
+        value = OmegaConf.select(config, key)
+        if not isinstance(value, str | None):
+            raise UserError(f"{key}={value}: it must be a path, as text.")
+    for key in ("data.train_files", "data.val_files"):
+        value = OmegaConf.select(config, key)
+        files = list(value) if OmegaConf.is_list(value) else [value]
+        if not all(isinstance(file, str) for file in files) and value is not None:
+            raise UserError(f"{key}={value}: it must be a file, or a list of files in brackets: [A.parquet,B.parquet].")
 
 
 def nodes_of(config: DictConfig) -> int:

@@ -19,7 +19,7 @@ from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import file_in_the_way, read_json
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import check_rollout
-from gtpo_verl.planning.limits import check_limits
+from gtpo_verl.limits import check_limits
 from gtpo_verl.planning.step import check_batches
 from gtpo_verl.runs import checkpoints
 from gtpo_verl.runs.checkpoints import Layout, Start
@@ -62,7 +62,14 @@ def problems(config: DictConfig) -> tuple[list[str], list[str]]:
     """Check a configuration without model, files and verl; returns errors, at most one per kind of check, and notes."""
     errors: list[str] = []
     notes: list[str] = []
-    for examine in (_check_seed, _check_guards, _check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
+    for examine in (
+        _check_seed,
+        _check_guards,
+        _check_algorithm,
+        _check_backend,
+        _check_entropy_source,
+        _check_sizes,
+    ):
         try:
             notes.extend(examine(config) or ())
         except UserError as error:
@@ -71,8 +78,8 @@ def problems(config: DictConfig) -> tuple[list[str], list[str]]:
 
 
 def check_evaluation(config: DictConfig, command: str) -> None:
-    """Check what a command that samples and verifies needs of a configuration: lengths, model, verifier, validation
-    files.
+    """Check what a command that samples and verifies needs of a configuration: lengths, model, verifier. Its validation
+    files come later: those of an embedded task are made first.
 
     Raises:
         UserError: the first problem, and what to do about it.
@@ -81,7 +88,6 @@ def check_evaluation(config: DictConfig, command: str) -> None:
     check_limits(config)
     _check_lengths(config)
     _check_model(config)
-    check_data(config, ("val_files",))
     if config.reward.reward_model.enable:
         raise UserError(f"reward.reward_model.enable=true: `gtpo-verl {command}` needs a verifier, not a reward model.")
 

@@ -26,6 +26,14 @@ def good(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0, "acc": 1.0}
 def number(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
+def text(data_source, solution_str, ground_truth, extra_info=None):
+    return "right"
+def not_finite(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float("nan"), "acc": 1.0}
+def no_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"acc": 1.0}
+def odd_verdict(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 1.0, "acc": [1.0]}
 async def slow_but_good(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": 1.0, "acc": 1.0}
 def knows_sums(data_source, solution_str, ground_truth, extra_info=None):
@@ -156,14 +164,12 @@ def test_a_sound_run_passes(composed: Composer) -> None:
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:
-    if change.startswith("algorithm.gtpo.clip_kappa"):
-        config = composed(change, "algorithm.gtpo.alpha1=0.9")
-    elif change.startswith("reward.reward_model.enable"):
-        config = composed(change, "reward.custom_reward_function.path=null")
-    else:
-        config = composed(change)
+    others = {
+        "algorithm.gtpo.clip_kappa": ["algorithm.gtpo.alpha1=0.9"],
+        "reward.reward_model.enable": ["reward.custom_reward_function.path=null"],
+    }
     with pytest.raises(UserError) as caught:
-        preflight.check(config)
+        preflight.check(composed(change, *others.get(change.partition("=")[0], [])))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -280,6 +286,10 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
             "no verdict on the first prompt of data_source='sums' in data.train_files=",
         ),
         ("reward.custom_reward_function.name=crashes", "ZeroDivisionError"),
+        ("reward.custom_reward_function.name=text", "gives 'right' on the first prompt"),
+        ("reward.custom_reward_function.name=not_finite", "the reward must be a finite number"),
+        ("reward.custom_reward_function.name=no_score", "add `score`"),
+        ("reward.custom_reward_function.name=odd_verdict", "acc=[1.0] on the first prompt"),
         ("reward.custom_reward_function.name=absent", "could not be loaded"),
         ("reward.custom_reward_function.path=null", "no verifier for the first prompt of data_source='sums'"),
         ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
@@ -461,7 +471,7 @@ def _cut(file: Path) -> None:
     [
         (lambda model: (model / "config.json").write_text('{"model_type":'), r"config\.json is not readable"),
         (lambda model: (model / "config.json").write_text("[]"), r"config\.json is not readable"),
-        (lambda model: (model / "tokenizer.json").unlink(), "has no tokenizer"),
+        (lambda model: [file.unlink() for file in model.glob("tokenizer*")], "has no tokenizer"),
         (lambda model: (model / "model.safetensors").unlink(), "has no weights"),
         (lambda model: _cut(model / "model.safetensors"), r"model\.safetensors was cut off"),
         (lambda model: (model / "model.safetensors").write_bytes(b""), r"model\.safetensors is no safetensors file"),
@@ -495,3 +505,53 @@ def test_a_model_that_cannot_be_loaded_is_named(
 def test_limits_and_places_that_make_no_sense_are_named(composed: Composer, change: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         preflight.check(composed(change))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda model: (model / "config.json").write_text("{}"), "cannot read the configuration in"),
+        (
+            lambda model: (model / "config.json").write_text('{"model_type": "no such"}'),
+            "cannot read the configuration",
+        ),
+        (lambda model: (model / "tokenizer.json").write_text('{"model": 5}'), "cannot read the tokenizer in"),
+        (lambda model: (model / "tokenizer.json").write_bytes(b"\xff\xfe"), "cannot read the tokenizer in"),
+    ],
+)
+def test_a_model_that_transformers_cannot_read_is_named_before_ray_starts(
+    composed: Composer, tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    damage(model)
+    config = composed(f"actor_rollout_ref.model.path={model}")
+    preflight.check(config)  # it needs no transformers
+    with pytest.raises(UserError, match=message) as caught:
+        checks.check_with_verl(config)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=5"], "these overrides do not compose: Config group override must be a string"),
+        (["trainer.nnodes=null"], r"trainer\.nnodes=null: it must be from 1 to"),
+        (["actor_rollout_ref.rollout.n=1.5"], r"actor_rollout_ref\.rollout\.n=1\.5: it must be from 1 to"),
+        (["data.max_response_length=null"], r"data\.max_response_length=null: it must be from 1"),
+        (["actor_rollout_ref.rollout.max_num_seqs=[1]"], "it must be a single value"),
+        (["actor_rollout_ref.rollout.temperature=nan"], "it must be a finite number that is not negative"),
+        (["algorithm.entropy.check_every=null"], r"algorithm\.entropy\.check_every=null: it must be a number of steps"),
+        (["algorithm.correct_threshold=inf"], r"algorithm\.correct_threshold=inf: it must be a finite number"),
+        (["data.train_batch_size=1" + 50 * "0"], r"data\.train_batch_size=10{39}\.\.\.: it must be"),
+        (["actor_rollout_ref.model.path=5"], r"actor_rollout_ref\.model\.path=5: it must be a path"),
+        (["trainer.default_local_dir=0.5"], r"trainer\.default_local_dir=0\.5: it must be a path"),
+        (["data.val_files=[1]"], r"data\.val_files=\[1\]: it must be a file, or a list of files"),
+        (["trainer.project_name=${nope}"], "Interpolation key 'nope' not found"),
+        (["data=${seed}"], "these overrides do not compose"),
+    ],
+    ids=lambda value: value[0][:60] if isinstance(value, list) else "",
+)
+def test_a_value_of_another_kind_is_one_line(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        prepare(compose_config(overrides), overrides)
+    assert "\n" not in str(caught.value)

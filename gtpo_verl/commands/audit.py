@@ -16,6 +16,7 @@ from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
 from gtpo_verl.files import local_path
+from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -78,9 +79,11 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    use_embedded_prompts(config)
     preflight.check_evaluation(config, "audit")
     output = preflight.check_output(args.output or _output(subject))
+    check_model(config)
+    use_embedded_prompts(config)  # which takes minutes: what can be checked before is
+    preflight.check_data(config, ("val_files",))
     methods = _methods(args.methods, args.overrides)
     if args.dry_run:
         _print_plan(plan, config, output)

@@ -24,6 +24,7 @@ from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
 from gtpo_verl.files import local_path
+from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -73,9 +74,11 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    use_embedded_prompts(config)
     preflight.check_evaluation(config, "eval")
     output = preflight.check_output(args.output or subject.output)
+    check_model(config)
+    use_embedded_prompts(config)  # which takes minutes: what can be checked before is
+    preflight.check_data(config, ("val_files",))
 
     from gtpo_verl.integrations.launch import check_ray, export_environment
 

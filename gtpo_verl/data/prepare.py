@@ -220,7 +220,15 @@ def _write_parquet(output: Path, columns: dict[str, list[Any]]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    write_atomically(output, lambda path: pq.write_table(pa.table(columns), path))
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pa.array(values)
+        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the column {name} cannot be written: {first_line(error)}. All its values need one type, such as text."
+            ) from error
+    write_atomically(output, lambda path: pq.write_table(pa.table(arrays), path))
 
 
 def _checksum(file: Path) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def read(
             layout = Layout.of(file, list(values), problem_column, answer_column)
         try:
             row = _from_verl(values) if layout.problem is None else _from_columns(values, layout)
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise UserError(
                 f"{file}, row {number}: {type(error).__name__}: {error}; expected {_expected(layout)}."
             ) from error
@@ -166,7 +166,9 @@ def _from_verl(values: dict[str, Any]) -> Row:
     from gtpo_verl.data.prompts import unwrap
 
     prompt = [{"role": str(message["role"]), "content": str(message["content"])} for message in values["prompt"]]
-    question = next(message["content"] for message in reversed(prompt) if message["role"] == "user")
+    question = next((message["content"] for message in reversed(prompt) if message["role"] == "user"), None)
+    if question is None:
+        raise TypeError("prompt has no message of role user")
     index = (values.get("extra_info") or {}).get("index")
     identity = None if index is None else str(index)
     return Row(unwrap(question)[0], values["reward_model"]["ground_truth"], identity, prompt, dict(values))

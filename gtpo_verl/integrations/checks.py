@@ -2,13 +2,16 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from gtpo_verl.config import files_of
 from gtpo_verl.errors import UserError, did_you_mean, first_line, within
+from gtpo_verl.runs.correctness import verdict
 from gtpo_verl.verifiers.reward import close_pools
 from gtpo_verl.versions import installed_version
 
@@ -37,8 +40,34 @@ def check_with_verl(config: DictConfig) -> None:
     _check_name("actor_rollout_ref.actor.policy_loss.loss_mode", mode, core_algos.POLICY_LOSS_REGISTRY)
     if config.trainer.v1.trainer_mode == "separate_async":
         _check_checkpoint_engine(config)
+    check_model(config)
     if not config.reward.reward_model.enable:
         _check_verifier(config)
+
+
+def check_model(config: DictConfig) -> None:
+    """Read the configuration and the tokenizer of a local model as verl's workers will, minutes after the start.
+
+    Raises:
+        UserError: transformers cannot read them.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = config.actor_rollout_ref.model
+    if not Path(model.path).is_dir():
+        return
+    for what, kind, key in (
+        ("configuration", AutoConfig, "hf_config_path"),
+        ("tokenizer", AutoTokenizer, "tokenizer_path"),
+    ):
+        place = model.get(key) or model.path
+        try:
+            kind.from_pretrained(place, trust_remote_code=bool(model.get("trust_remote_code")))
+        except Exception as error:
+            raise UserError(
+                f"actor_rollout_ref.model.path={model.path}: transformers cannot read the {what} in {place} "
+                f"({type(error).__name__}: {first_line(error)}): copy the model again."
+            ) from error
 
 
 def _check_checkpoint_engine(config: DictConfig) -> None:
@@ -114,6 +143,7 @@ def _check_verdict(verifier: Callable[..., Any], place: str, row: dict[str, Any]
     except Exception as error:
         raise UserError(f"the verifier fails on {place} with {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(result, dict):
+        _check_score(result, place)
         return
     if result.get("verifier_failure"):
         raise UserError(
@@ -122,9 +152,26 @@ def _check_verdict(verifier: Callable[..., Any], place: str, row: dict[str, Any]
         )
     if "acc" not in result:
         raise UserError(
-            f"the verifier returns {', '.join(sorted(result))} and no verdict on {place}: add `acc` (1 for a correct "
-            "answer, 0 for a wrong one) to the dict that it returns."
+            f"the verifier returns {', '.join(sorted(map(str, result)))} and no verdict on {place}: add `acc` (1 for a "
+            "correct answer, 0 for a wrong one) to the dict that it returns."
         )
+    verdict(result, f"on {place}")
+    if "score" not in result:
+        raise UserError(
+            f"the verifier returns {', '.join(sorted(map(str, result)))} and no score on {place}: add `score`, the "
+            "reward, to the dict that it returns."
+        )
+    _check_score(result["score"], place)
+
+
+def _check_score(score: Any, place: str) -> None:
+    """Refuse a reward that is no finite number."""
+    try:
+        finite = math.isfinite(score)
+    except (TypeError, ValueError, OverflowError):
+        finite = False
+    if not finite:
+        raise UserError(f"the verifier gives {score!r:.60} on {place}: the reward must be a finite number.")
 
 
 def _call(verifier: Callable[..., Any], arguments: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.planning.limits import check_limits
+from gtpo_verl.limits import check_limits
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 
 

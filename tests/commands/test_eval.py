@@ -249,3 +249,23 @@ def test_the_change_since_before_needs_the_same_settings(
     print_changes(changes)
     assert capsys.readouterr().out.startswith("sums: 25.0 % since before the training, 95 % interval ")
     assert changes_since(tmp_path / "before", settings | {"n": 3}, samples, **limits) == {}
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_before_the_task_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An embedded task's prompts come with a warm start of its model, which takes minutes."""
+    monkeypatch.setattr(prepare, "prepare_task", lambda *_: pytest.fail("the task was prepared"))
+    broken = write_model(tmp_path / "broken")
+    (broken / "config.json").write_text("{")
+    chosen = ["setting=quickstart", "hardware=cpu"]
+    assert main(["eval", str(broken), *chosen]) == 2
+    assert "config.json is not readable" in capsys.readouterr().err
+    model = write_model(tmp_path / "model")
+    assert main(["eval", str(model), *chosen, "actor_rollout_ref.rollout.val_kwargs.n=0"]) == 2
+    assert "val_kwargs.n=0: it must be from 1 to 65,536" in capsys.readouterr().err
+    assert main(["eval", str(model), *chosen, "--output", str(model / "config.json" / "below")]) == 2
+    assert "is a file, not a directory" in capsys.readouterr().err
+    (model / "tokenizer.json").unlink()
+    assert main(["eval", str(model), *chosen]) == 2
+    assert "transformers cannot read the tokenizer" in capsys.readouterr().err

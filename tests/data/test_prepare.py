@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -298,3 +299,32 @@ def test_an_unknown_instruction_is_left_alone_or_refused() -> None:
     assert restyle("Find $x$. Think!", None) == "Find $x$. Think!"
     with pytest.raises(UserError, match="leave --style out"):
         restyle("Find $x$. Think!", "boxed")
+
+
+SYSTEM, USER = ([{"role": role, "content": "a"}] for role in ("system", "user"))
+OTHER = [{"role": "user", "content": "b"}]
+TRUTH = {"ground_truth": "1"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": SYSTEM, "reward_model": TRUTH}], "no message of role user"),
+        (
+            [{"prompt": USER, "reward_model": TRUTH}, {"prompt": OTHER, "reward_model": {"ground_truth": 2}}],
+            "the column reward_model cannot be written: .* need one type",
+        ),
+        ([{"prompt": USER, "reward_model": "1"}], "expected verl's schema"),
+        ([{"prompt": USER, "reward_model": TRUTH, "extra_info": "x"}], "expected verl's schema"),
+        ([{"prompt": USER, "reward_model": {"ground_truth": 10**30}}], "cannot be written"),
+    ],
+)
+def test_rows_that_fit_no_table_are_one_line(
+    rows: Rows, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    assert prepare("parquet", source, "--output", tmp_path / "out.parquet") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
+    assert re.search(message, line)
+    assert not (tmp_path / "out.parquet").exists()
