@@ -1,6 +1,6 @@
 """Hostile input by the hundred thousand: estimators, losses, rows of data, files of runs, and whole commands.
 
-    python benchmarks/fuzz.py --cases 100000 --seed 0 --dir /tmp/fuzz --output benchmarks/results/fuzz.json
+    python benchmarks/fuzz.py --cases 100000 --seed 0 --output benchmarks/results/fuzz.json
     python benchmarks/fuzz.py --only estimators:4711            one case, with its stack trace
 
 The rules: finite numbers give finite numbers; what cannot be used is refused in one line, with an exit code other than
