@@ -5,16 +5,18 @@ A group has N_on responses of the policy that generates (own rows) and N_off of 
 rows have ratios r̂ = π_θ / π_φ. docs/mixed-policy.md says what is read and what is inferred.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from gtpo_verl.algorithms._packed.moments import STD_EPSILON, Moments
-from gtpo_verl.algorithms.config import choice, number
+from gtpo_verl.algorithms.config import choice, config_from, number
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
 from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
+from gtpo_verl.errors import UserError
 
 _CHOICES = {
     "mode": ("off", "mix", "zero", "both"),
@@ -93,6 +95,18 @@ class GuideConfig:
         if all(verdicts):
             return 0
         return self.mixed if any(verdicts) else self.reserved
+
+
+def guide_config(settings: Mapping[str, Any]) -> GuideConfig:
+    """The guide of a run, from `algorithm.guide`.
+
+    Raises:
+        UserError: an unknown key or an impossible value.
+    """
+    try:
+        return config_from(GuideConfig, settings)
+    except ValueError as error:
+        raise UserError(f"algorithm.guide: {error}") from error
 
 
 # -------------------------------------------------------------------- advantages

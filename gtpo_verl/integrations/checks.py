@@ -7,7 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.config import files_of
+from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError, did_you_mean, first_line, within
 from gtpo_verl.verifiers.reward import close_pools
 from gtpo_verl.versions import installed_version
@@ -25,7 +27,8 @@ VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes fir
 
 
 def check_with_verl(config: DictConfig) -> None:
-    """Check registered names, the checkpoint engine, and that the verifier gives a verdict on every data source.
+    """Check registered names, the checkpoint engine, the responses of a guide, and that the verifier gives a verdict on
+    every data source.
 
     Raises:
         UserError: the first problem, and what to do about it.
@@ -37,8 +40,28 @@ def check_with_verl(config: DictConfig) -> None:
     _check_name("actor_rollout_ref.actor.policy_loss.loss_mode", mode, core_algos.POLICY_LOSS_REGISTRY)
     if config.trainer.v1.trainer_mode == "separate_async":
         _check_checkpoint_engine(config)
+    _check_guide(config)
     if not config.reward.reward_model.enable:
         _check_verifier(config)
+
+
+def _check_guide(config: DictConfig) -> None:
+    """Read every response of the guide as the rollout will, with the model's tokenizer."""
+    guide = guide_config(config.algorithm.guide)
+    model = config.actor_rollout_ref.model
+    path = str(model.get("tokenizer_path") or model.path)
+    if guide.mode == "off" or "://" in path:
+        return
+    from verl.utils import hf_tokenizer
+
+    tokenizer = hf_tokenizer(path, trust_remote_code=model.get("trust_remote_code", False))
+    for file in files_of(config.data.train_files):
+        if "://" in file or not file.endswith(".parquet"):
+            continue
+        limit = config.data.max_response_length
+        prompts, found = check_traces(file, limit=limit, with_log_probs=guide.ratio == "phi", tokenizer=tokenizer)
+        if found < prompts:
+            print(f"note: data.train_files={file} has responses of the guide to {found} of {prompts} prompts.")
 
 
 def _check_checkpoint_engine(config: DictConfig) -> None:

@@ -24,6 +24,8 @@ LOOPS = {
     "stare_c2": loops.stare_o1,
     "psr": loops.w_reinforce,
     "nsr": loops.w_reinforce,
+    "dapo_mixed": loops.dapo,  # without a guide
+    "luffy": loops.dr_grpo,
 }
 OTHERS = ("gtpo", "grpo_s", "random20")  # the golden run has the first two
 
