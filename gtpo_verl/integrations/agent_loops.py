@@ -197,7 +197,7 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
     def _reserve(self, prompt: dict[str, Any], step: int) -> Reserve | None:
         """The reserve of a group in training; None where the guide takes no part or has no response to this prompt."""
         over = self._guide.last_step is not None and step > self._guide.last_step
-        if self._guide.mode == "off" or over or not prompt.get(RESPONSES):
+        if self._guide.mode == "off" or over or prompt.get(RESPONSES) is None:
             return None
         rollout = self.config.actor_rollout_ref.rollout
         size = prompt.get("__rollout_n__", rollout.n)
