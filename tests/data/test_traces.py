@@ -98,3 +98,34 @@ def test_what_cannot_be_used_is_refused_with_its_row(
 
 def test_columns_and_types_need_no_tokenizer(tmp_path: Path) -> None:
     assert check_traces(file_of(tmp_path, guide_responses=[["abcdef"]]), limit=4, with_log_probs=False) == (0, 0)
+
+
+@pytest.mark.slow
+def test_verls_data_set_brings_them_to_the_agent_loops(tmp_path: Path) -> None:
+    """Lists of different lengths, and prompts without any, by the way a batch takes to the workers."""
+    import pickle
+
+    import numpy as np
+    from omegaconf import OmegaConf
+    from tensordict import NonTensorStack
+    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+    from verl.utils.tensordict_utils import get_tensordict
+
+    from gtpo_verl.tasks.model import build_tokenizer
+
+    responses: list[Any] = [["ab", "abc"], None, ["a"]]
+    log_probs = [texts and [[-0.5] * (len(text) + 1) for text in texts] for texts in responses]
+    prompts = [[{"role": "user", "content": "1+1"}]] * 3
+    file = file_of(tmp_path, prompt=prompts, guide_responses=responses, guide_log_probs=log_probs)
+    settings = OmegaConf.create({"cache_dir": str(tmp_path), "filter_overlong_prompts": False})
+    data = RLHFDataset(data_files=[file], tokenizer=build_tokenizer(), config=settings)
+    batch = collate_fn([data[row] for row in range(3)]) | {"uid": np.array(list("abc"), dtype=object)}
+    found = []
+    for part in get_tensordict(batch).chunk(2):
+        sent = pickle.loads(pickle.dumps(part))
+        columns = {name: column for name, column in sent.items() if isinstance(column, NonTensorStack)}
+        for row in range(len(sent)):
+            prompt = {name: column[row].data for name, column in columns.items()}  # as verl's worker has it
+            found.append(traces_of(prompt, TOKENIZER, 4, seed=0))
+    assert [sorted(len(trace.ids) for trace in traces) for traces in found] == [[3, 4], [], [2]]
+    assert found[2] == [Trace([0, END], [-0.5, -0.5])]
