@@ -229,13 +229,15 @@ def _check_single(parsed: Sequence[Override]) -> None:
 
 
 def _store_algorithms() -> None:
-    """Put the settings of every registered method under ``algorithm.<name>``, for `algorithms` in the defaults of
-    train.yaml.
+    """Put the settings of every registered method under ``algorithm.<name>``, and those of the guide under
+    ``algorithm.guide``, for `algorithms` in the defaults of train.yaml.
     """
     from gtpo_verl.algorithms import algorithms
     from gtpo_verl.algorithms.config import run_settings
+    from gtpo_verl.algorithms.mixed_policy import GuideConfig
 
     settings = {name: run_settings(entry.config) for name, entry in algorithms().items()}
+    settings["guide"] = run_settings(GuideConfig)
     node = {"algorithm": {name: values for name, values in settings.items() if values}}
     ConfigStore.instance().store(name="algorithms", node=node, package="_global_", provider="gtpo_verl.algorithms")
 

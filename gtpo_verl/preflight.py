@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import check_path_in_job, files_of
+from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import file_in_the_way, read_json
 from gtpo_verl.integrations.entropy_source import entropy_source
@@ -159,6 +160,7 @@ def _check_algorithm(config: DictConfig) -> list[str]:
     chosen = algorithm_of(config)
     _check_ignored(config, chosen)
     _check_penalty(config, chosen)
+    _check_guide(config)
     if chosen is not None:
         notes.extend(_without_effect(config, chosen))
     return notes + _check_dynamic_sampling(config)
@@ -228,6 +230,79 @@ def _check_penalty(config: DictConfig, chosen: Algorithm | None) -> None:
             f"reward.reward_manager.name={manager.name} applies no overlong penalty: set it to dapo, or "
             f"{overlong}.enable=false."
         )
+
+
+def _check_guide(config: DictConfig) -> None:
+    """Check that this run can have rows of a guide, and divide by their probabilities."""
+    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
+
+    guide = guide_config(config.algorithm.guide)
+    if guide.mode == "off":
+        return
+    key, settings, rollout = f"algorithm.guide.mode={guide.mode}", config.algorithm, config.actor_rollout_ref.rollout
+    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if (settings.adv_estimator, loss) != ("grpo", "mixed"):
+        raise UserError(
+            f"{key} needs the loss and the advantages of mixed-policy DAPO: choose algo=dapo_mixed or algo=luffy "
+            f"(algorithm.adv_estimator is {settings.adv_estimator}, policy_loss.loss_mode {loss})."
+        )
+    if guide.reserved >= rollout.n:
+        raise UserError(
+            f"{key} may give {guide.reserved} of the actor_rollout_ref.rollout.n={rollout.n} responses of a group to "
+            "the guide, and the policy's own decide whether: lower algorithm.guide.n_off or n_zero, or raise n."
+        )
+    for name, value, needed, why in (
+        ("trainer.v1.trainer_mode", config.trainer.v1.trainer_mode, "sync", "the guide's rows have no weight version"),
+        ("reward.reward_model.enable", config.reward.reward_model.enable, False, "verdicts are needed in the rollout"),
+        (
+            "distillation.enabled",
+            (config.get("distillation") or {}).get("enabled", False),
+            False,
+            "it has a loss of its own",
+        ),
+        (
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+            rollout.get("enable_rollout_routing_replay", False),
+            False,
+            "no rollout has routed the guide's tokens",
+        ),
+        (
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+            rollout.agent.get("agent_loop_manager_class"),
+            None,
+            "this project's own gives rows to the guide",
+        ),
+    ):
+        if value != needed:
+            raise UserError(f"{key} does not go with {name}={value} ({why}): set it to {_written(needed)}.")
+    if entropy_source(config).skips_actor_pass:
+        raise UserError(
+            f"{key} does not go with algorithm.entropy.source=rollout (no rollout has measured the guide's rows): set "
+            "it to both or actor."
+        )
+    if guide.adv_scope == "on_only" and settings.use_kl_in_reward:
+        raise UserError(
+            "algorithm.guide.adv_scope=on_only does not read the KL term of algorithm.use_kl_in_reward=true: set it to "
+            "false, or adv_scope=union."
+        )
+    if guide.ratio == "phi":
+        _check_guide_probabilities(rollout)
+
+
+def _check_guide_probabilities(rollout: DictConfig) -> None:
+    """Check that the policy's probabilities and the guide's are of whole distributions."""
+    for name, needed in (("top_p", 1.0), ("top_k", -1), ("calculate_log_probs", True)):
+        if rollout[name] != needed:
+            raise UserError(
+                f"algorithm.guide.ratio=phi divides by the guide's probabilities, which are those of the whole "
+                f"distribution: set actor_rollout_ref.rollout.{name}={_written(needed)} (it is {rollout[name]}), or "
+                "algorithm.guide.ratio=one and algorithm.guide.clip=none."
+            )
+
+
+def _written(value: Any) -> str:
+    """A value as an override has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _check_dynamic_sampling(config: DictConfig) -> list[str]:
@@ -513,6 +588,8 @@ def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_fi
                 )
             for problem in _schema_problems(table.schema_arrow, config.data.prompt_key):
                 raise UserError(f"data.{key}={file}: {problem}")
+            if key == "train_files":
+                _check_guide_columns(config, file)
             if table.metadata.num_rows == 0:
                 raise UserError(f"data.{key}={file} has no rows.")
             if (
@@ -524,6 +601,16 @@ def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_fi
                     f"data.{key}={file} has {table.metadata.num_rows} prompts, fewer than "
                     f"data.train_batch_size={config.data.train_batch_size}."
                 )
+
+
+def _check_guide_columns(config: DictConfig, file: str) -> None:
+    """Check that the guide's columns are there; ``integrations.checks`` reads them, once there is a tokenizer."""
+    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
+
+    guide = guide_config(config.algorithm.guide)
+    if guide.mode != "off":
+        limit = config.data.max_response_length
+        check_traces(file, limit=limit, with_log_probs=guide.ratio == "phi")
 
 
 def _schema_problems(schema: Any, prompt_key: str) -> Iterator[str]:

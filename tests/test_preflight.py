@@ -64,6 +64,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ] * 64
     for name in ("train", "val"):
         pd.DataFrame(rows).to_parquet(directory / f"{name}.parquet")
+    pd.DataFrame([row | {"guide_responses": ["1+1=2"]} for row in rows]).to_parquet(directory / "traces.parquet")
     pd.DataFrame(rows).drop(columns="reward_model").to_parquet(directory / "no_reward_model.parquet")
     pd.DataFrame(rows[:3]).to_parquet(directory / "small.parquet")
     pd.DataFrame([row | {"prompt": "1+1"} for row in rows]).to_parquet(directory / "text_prompt.parquet")
@@ -193,6 +194,65 @@ def test_a_setting_of_verls_that_the_estimator_ignores_is_refused(
             preflight.check(composed(change, f"algo={name}"))
         assert str(caught.value).startswith(f"{change} has no effect with algorithm.adv_estimator=")
         assert "\n" not in str(caught.value)
+
+
+GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("algo=dapo", "choose algo=dapo_mixed or algo=luffy"),
+        ("algo=gtpo", "choose algo=dapo_mixed or algo=luffy"),
+        ("data.train_files=DIR/train.parquet", "has no column guide_responses"),
+        ("algo=dapo_mixed", "has no column guide_log_probs"),
+        ("algorithm.guide.source=server", "algorithm.guide: source must be one of traces"),
+        ("algorithm.guide.n_of=2", "algorithm.guide: there is no setting 'n_of'; did you mean n_off"),
+        ("algorithm.guide.n_off=8", "may give 8 of the actor_rollout_ref.rollout.n=8 responses of a group"),
+        ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode=colocate_async"),
+        ("reward.reward_model.enable=true", "does not go with reward.reward_model.enable=True"),
+        ("+distillation.enabled=true", "set it to false"),
+        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=true", "no rollout has routed the guide's tokens"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B", "set it to null"),
+        ("algorithm.entropy.source=rollout", "no rollout has measured the guide's rows"),
+    ],
+)
+def test_a_guide_that_cannot_be_is_refused_in_one_line(composed: Composer, change: str, message: str) -> None:
+    mode = "algorithm.guide.mode=mix"
+    config = composed(*GUIDED, mode, change.lstrip("+"))
+    with pytest.raises(UserError) as caught:
+        preflight.check(config)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", ["top_p=0.9", "top_k=50", "calculate_log_probs=false"])
+def test_a_ratio_to_the_guide_needs_whole_distributions(composed: Composer, change: str) -> None:
+    changes = (f"actor_rollout_ref.rollout.{change}", "algorithm.entropy.source=actor")
+    with pytest.raises(
+        UserError, match=rf"ratio=phi .* set actor_rollout_ref\.rollout\.{change.partition('=')[0]}=.*=one"
+    ):
+        preflight.check(composed("algo=dapo_mixed", "data.train_files=DIR/traces.parquet", *changes))
+    preflight.check(composed(*GUIDED, *changes))
+
+
+def test_a_guide_that_can_be_passes(composed: Composer) -> None:
+    preflight.check(composed(*GUIDED))
+    preflight.check(composed("algo=dapo_mixed", "algorithm.guide.mode=off"))
+    on_only = "algorithm.guide.adv_scope=on_only"
+    preflight.check(composed(*GUIDED, on_only))
+    with pytest.raises(UserError, match=r"adv_scope=on_only does not read the KL term"):
+        preflight.check(composed(*GUIDED, on_only, "algorithm.use_kl_in_reward=true"))
+
+
+def test_the_guides_responses_are_read_with_the_models_tokenizer(composed: Composer, tmp_path: Path) -> None:
+    from gtpo_verl.tasks.model import build_tokenizer
+
+    build_tokenizer().save_pretrained(tmp_path)
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    checks.check_with_verl(composed(*GUIDED, model))
+    with pytest.raises(UserError, match=r"row 0: a response of the guide has 6 tokens, .*max_response_length is 5"):
+        checks.check_with_verl(composed(*GUIDED, model, "data.max_response_length=5"))
 
 
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg.enable"

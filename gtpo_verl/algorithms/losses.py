@@ -1,5 +1,5 @@
 """The clipped surrogates: per token (GTPO, DAPO) and per sequence (GRPO-S, GSPO), and variants of the former that treat
-clipped tokens otherwise (CE-GPPO, ASPO) or have a clip range for each (DCPO).
+clipped tokens otherwise (CE-GPPO, ASPO), have a clip range for each (DCPO), or rows of a guiding policy (mixed).
 
 All return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and
 metrics as tensors without gradient. Masked positions may hold anything, NaN included, and receive no gradient.
@@ -176,6 +176,45 @@ def dcpo_clip_loss(
     old = torch.where(response_mask != 0, old_log_prob.detach(), 0.0)
     low, high = dcpo_clip_ranges(old, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     return token_loss(log_prob, old_log_prob, advantages, response_mask, 1 - low, high - 1, clip_ratio_c)
+
+
+def mixed_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    guide: torch.Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    clip_ratio_c: float | None = None,
+    clip: str = "dapo",
+    shape_gamma: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """`token_loss` on own rows; on guide rows the same (`clip=dapo`), or -r̂ A without a clip, or with the shaping
+    -f(r̂) A, f(r̂) = r̂ / (r̂ + γ).
+
+    log_prob, old_log_prob, advantages, response_mask: (B, T); `old_log_prob` is the denominator: of own rows the old
+    policy's, of guide rows what `GuideConfig.ratio` says, 0 for π_φ = 1. guide: (B,) bool.
+    clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `token_loss`. clip, shape_gamma: as in `GuideConfig`.
+    Returns the losses (B, T), 0 outside the mask, and the metrics of `token_loss` over the tokens of own rows.
+    Raises ValueError for impossible clip ratios.
+    Source: inferred for arXiv 2507.12931; the shaping and eq. 4, after which it is inferred, are LUFFY's (arXiv
+    2504.14945). docs/mixed-policy.md.
+    """
+    mask = response_mask != 0
+    on_guide = guide[:, None] & mask
+    losses, metrics = token_loss(
+        log_prob, old_log_prob, advantages, mask & ~on_guide, clip_ratio_low, clip_ratio_high, clip_ratio_c
+    )
+    if clip == "dapo":
+        of_guide, _ = token_loss(
+            log_prob, old_log_prob, advantages, on_guide, clip_ratio_low, clip_ratio_high, clip_ratio_c
+        )
+    else:
+        A = torch.where(on_guide, advantages, 0.0).detach()
+        weight = _log_ratio(log_prob, old_log_prob, on_guide).exp()
+        of_guide = -A * (weight if shape_gamma is None else weight / (weight + shape_gamma))
+    return torch.where(on_guide, of_guide, losses), metrics
 
 
 def _ratio_and_advantages(

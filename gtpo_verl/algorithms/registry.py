@@ -50,6 +50,8 @@ _BUILT_IN = (
     "gtpo_verl.algorithms.clipping:CE_GPPO",
     "gtpo_verl.algorithms.clipping:ASPO",
     "gtpo_verl.algorithms.clipping:DCPO_CLIP",
+    "gtpo_verl.algorithms.mixed_policy:DAPO_MIXED",
+    "gtpo_verl.algorithms.mixed_policy:LUFFY",
 )
 
 

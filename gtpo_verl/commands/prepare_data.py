@@ -54,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-source", metavar="NAME", help="the name under which metrics are logged")
     parser.add_argument("--problem-column", metavar="NAME", help="default: problem or question")
     parser.add_argument("--answer-column", metavar="NAME", help="default: answer")
+    parser.add_argument(
+        "--guide-column",
+        metavar="NAME",
+        help="responses of a guiding policy, a text or a list for each problem: becomes guide_responses",
+    )
     parser.add_argument("--revision", default="main", metavar="COMMIT", help="of the repository on the hub")
     parser.add_argument("--force", action="store_true", help="prepare again, even if nothing has changed")
 
@@ -80,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         data_source=args.data_source,
         problem_column=args.problem_column,
         answer_column=args.answer_column,
+        guide_column=args.guide_column,
         revision=args.revision,
     )
     if not args.force and is_current(request):

@@ -11,6 +11,7 @@ from typing import Any
 from gtpo_verl import __version__
 from gtpo_verl.data.prompts import restyle, unwrap, wrap
 from gtpo_verl.data.sources import Dataset, Row, read, row_count
+from gtpo_verl.data.traces import RESPONSES
 from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.files import read_json, write_atomically, write_json
 
@@ -24,7 +25,8 @@ class Request:
 
     ``files``: local files; without any, those of ``dataset`` from the hub, at ``revision``. ``against``: files whose
     problems are left out. ``style``: see :mod:`gtpo_verl.data.prompts`, None leaves prompts unchanged. ``conflicts``:
-    ``drop`` or ``first``, for a problem that occurs with different answers.
+    ``drop`` or ``first``, for a problem that occurs with different answers. ``guide_column``: of responses of a guiding
+    policy, which becomes ``guide_responses``.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Request:
     data_source: str | None = None
     problem_column: str | None = None
     answer_column: str | None = None
+    guide_column: str | None = None
     revision: str = "main"
 
     @property
@@ -53,6 +56,7 @@ class Request:
             "data_source": self.data_source,
             "columns": [self.problem_column, self.answer_column],
             "revision": None if self.files else self.revision,
+            **({"guide_column": self.guide_column} if self.guide_column else {}),
         }
 
 
@@ -205,6 +209,8 @@ def _table(
             extra = dict(row.rest.get("extra_info") or {})
         question = next(message["content"] for message in reversed(prompt) if message["role"] == "user")
         styles[unwrap(question)[1] or "their own"] += 1
+        if row.guide is not None:
+            record[RESPONSES] = row.guide
         record["reward_model"] = {"style": "rule"} | (row.rest.get("reward_model") or {}) | {"ground_truth": row.answer}
         # index is the row number, as in verl's own data sets; the identifier of the source is kept as id
         record["extra_info"] = extra | {"index": index} | ({"id": row.identity} if named else {})
@@ -241,5 +247,5 @@ def _read_with_progress(file: Path, request: Request) -> Iterator[Row]:
     from rich.progress import track
 
     aime = request.dataset is not None and request.dataset.aime
-    rows = read(file, request.problem_column, request.answer_column, aime=aime)
+    rows = read(file, request.problem_column, request.answer_column, aime=aime, guide_column=request.guide_column)
     return iter(track(rows, f"Reading {file.name}", total=row_count(file), transient=True))

@@ -45,7 +45,8 @@ DATASETS = {
 class Row:
     """One row: the problem, its answer, its identifier in the source.
 
-    ``prompt`` and ``rest`` (all its columns) are set for a row in verl's schema only.
+    ``prompt`` and ``rest`` (all its columns) are set for a row in verl's schema only. ``guide``: responses of a guiding
+    policy, None where there is no column of them.
     """
 
     problem: str
@@ -53,6 +54,7 @@ class Row:
     identity: str | None
     prompt: list[dict[str, str]] | None = None
     rest: dict[str, Any] = field(default_factory=dict)
+    guide: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,14 @@ def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
 
 
 def read(
-    file: Path, problem_column: str | None = None, answer_column: str | None = None, *, aime: bool = False
+    file: Path,
+    problem_column: str | None = None,
+    answer_column: str | None = None,
+    *,
+    aime: bool = False,
+    guide_column: str | None = None,
 ) -> Iterator[Row]:
-    """Read the rows of a parquet or JSONL file, one at a time.
+    """Read the rows of a parquet or JSONL file, one at a time; ``guide_column`` has responses of a guiding policy.
 
     Raises:
         UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
@@ -108,6 +115,9 @@ def read(
             raise UserError(
                 f"{file}, row {number}: {type(error).__name__}: {error}; expected {_expected(layout)}."
             ) from error
+        if guide_column is not None:
+            row.guide = _responses(values, guide_column, f"{file}, row {number}")
+            row.rest.pop(guide_column, None)  # under its new name alone
         if aime:
             row.answer = _aime_answer(row.answer, f"{file}, row {number}")
         yield row
@@ -180,6 +190,20 @@ def _from_columns(values: dict[str, Any], layout: Layout) -> Row:
         raise TypeError(f"{layout.problem} is {type(problem).__name__}")
     identity = values.get(layout.identity) if layout.identity else None
     return Row(problem.strip(), _text(answer), None if identity is None else str(identity))
+
+
+def _responses(values: dict[str, Any], column: str, place: str) -> list[Any]:
+    """Responses of a guiding policy: texts, or lists of token ids; a text alone is a list of one."""
+    if column not in values:
+        raise UserError(f"--guide-column {column}: {place} has no such column; it has {', '.join(values)}.")
+    found = values[column]
+    responses = [found] if isinstance(found, str) else list(found or [])
+    kinds = {type(response) for response in responses}
+    if not kinds <= {str} and not kinds <= {list}:
+        raise UserError(
+            f"--guide-column {column}: {place} must hold a text, a list of texts, or a list of lists of token ids."
+        )
+    return responses
 
 
 def _text(answer: Any) -> str:

@@ -5,6 +5,8 @@
 * A loop is constructed from its class, without hydra where its entry has no settings.
 * The garbage collector does not walk through what was loaded before the first response.
 
+With `algorithm.guide`, the last responses of a group may be the guide's (`guide`).
+
 Rows, columns and failures are verl's. A loop of a user's own runs as in verl's worker.
 """
 
@@ -13,8 +15,9 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -37,9 +40,12 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
+from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve, config_of
 from gtpo_verl.integrations.reward_loop import Scorable, never_collect_what_is_loaded
-from gtpo_verl.integrations.streams import with_stream
+from gtpo_verl.integrations.streams import COLUMN, with_stream
 from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop
+from gtpo_verl.seeds import derived
 
 logger = logging.getLogger(__name__)
 
@@ -124,15 +130,32 @@ class Gathering:
 
 
 class Group:
-    """What the responses of one prompt share; in a validation all prompts share the gatherings of scores and rows."""
+    """What the responses of one prompt share; in a validation all prompts share the gatherings of scores and rows.
 
-    def __init__(self, scores: Gathering, rows: Gathering) -> None:
-        self.scores = scores
+    With a reserve there are two gatherings of scores: one for the sessions that it waits for, `late_scores` for those
+    that it holds.
+    """
+
+    def __init__(
+        self,
+        scores: Gathering,
+        rows: Gathering,
+        reserve: Reserve | None = None,
+        late_scores: Gathering | None = None,
+    ) -> None:
+        self._scores = scores
         self.rows = rows
+        self.reserve = reserve
+        self._late_scores = late_scores
         self._first_prompt: tuple[Any, asyncio.Future[list[int]]] | None = None
 
-    def expect(self) -> None:
-        self.scores.expect()
+    def scores(self, session: int) -> Gathering:
+        """The gathering to which a session brings its response to be scored."""
+        held = self.reserve is not None and self.reserve.holds(session)
+        return self._late_scores if held and self._late_scores is not None else self._scores
+
+    def expect(self, session: int) -> None:
+        self.scores(session).expect()
         self.rows.expect()
 
     def share_prompt(self, loop: AgentLoopBase) -> None:
@@ -161,34 +184,49 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
         # many prompts of few responses, which are all waited for
         self._of_validation = Gathering(self._request_scores, PATIENCE), Gathering(_put_validation, PATIENCE)
         self._scores_groups = self.processor is None and handles and hasattr(handles[0], "compute_scores")
+        self._guide = config_of(self.config)
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
-        of_training = Gathering(self._request_scores, PATIENCE), Gathering(_put_training)
-        group = Group(*(self._of_validation if trajectory["validate"] else of_training))
+        if trajectory["validate"]:
+            group = Group(*self._of_validation)
+        else:
+            scores, late_scores = (Gathering(self._request_scores, PATIENCE) for _ in range(2))
+            group = Group(scores, Gathering(_put_training), self._reserve(prompt, trajectory["step"]), late_scores)
         await super()._run_prompt(prompt | {GROUP: group}, sampling_params, trajectory, trace)
+
+    def _reserve(self, prompt: dict[str, Any], step: int) -> Reserve | None:
+        """The reserve of a group in training; None where the guide takes no part or has no response to this prompt."""
+        over = self._guide.last_step is not None and step > self._guide.last_step
+        if self._guide.mode == "off" or over or prompt.get(RESPONSES) is None:
+            return None
+        rollout = self.config.actor_rollout_ref.rollout
+        size = prompt.get("__rollout_n__", rollout.n)
+        if size <= self._guide.reserved:
+            return None
+        seed = derived(int(prompt.get(COLUMN, 0)), "guide")
+        with_log_probs = self._guide.ratio == "phi"
+        traces = partial(traces_of, prompt, self.tokenizer, rollout.response_length, seed, with_log_probs)
+        return Reserve(self._guide, size, self.config.algorithm.correct_threshold, traces)
 
     def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, trace: bool = True, **columns: Any
     ) -> Awaitable[None]:
         # No coroutine: verl calls it for all responses of a group before the first of them starts.
         group: Group = columns.pop(GROUP)
-        group.expect()
+        group.expect(columns["session_id"])
+        for column in (RESPONSES, LOG_PROBS):  # also where there is no guide: no row carries them
+            columns.pop(column, None)
         return self._respond(group, sampling_params, trajectory, trace, columns)
 
     async def _respond(
         self, group: Group, sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool, columns: Any
     ) -> None:
         """Generate, score and write one response of a group."""
-        name = columns.pop("agent_name")
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace), group.rows.seat() as write:
-            with group.scores.seat() as score:
-                loop = self._agent_loop(name, group)
-                output = await loop.run(with_stream(sampling_params, columns), **columns)
-                outputs = output if isinstance(output, list) else [output]
-                if not outputs:
-                    logger.warning("Empty output for prompt %s_%s", columns["uid"], columns["session_id"])
-                    return
-                await self._score(outputs, columns, score)
+            outputs = await self._of_guide(group, columns) or await self._own(group, sampling_params, columns)
+            if not outputs:
+                logger.warning("Empty output for prompt %s_%s", columns["uid"], columns["session_id"])
+                return
             await self._compute_teacher_logprobs(
                 outputs[-1],
                 prompt_ids=outputs[-1].prompt_ids,
@@ -197,6 +235,42 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
                 sample_kwargs=columns,
             )
             await write(self._rows(outputs, columns))
+
+    async def _own(
+        self, group: Group, sampling_params: dict[str, Any], columns: dict[str, Any]
+    ) -> list[AgentLoopOutput]:
+        """Generate and score one response of the policy; empty where its loop returns none."""
+        session = columns["session_id"]
+        awaited = group.reserve.awaited(session) if group.reserve else nullcontext(_no_verdict)
+        with awaited as judge, group.scores(session).seat() as score:
+            loop = self._agent_loop(columns.pop("agent_name"), group)
+            output = await loop.run(with_stream(sampling_params, columns), **columns)
+            outputs = output if isinstance(output, list) else [output]
+            if outputs:
+                await self._score(outputs, columns, score)
+                judge(outputs)
+            return outputs
+
+    async def _of_guide(self, group: Group, columns: dict[str, Any]) -> list[AgentLoopOutput]:
+        """Score the guide's response for a session that waits, and rename the session; empty where it is the
+        policy's.
+        """
+        session, reserve = columns["session_id"], group.reserve
+        if reserve is None or not reserve.holds(session):
+            return []
+        output = await reserve.response(session)
+        if output is None:
+            return []
+        theirs = {name: value for name, value in columns.items() if name not in ("agent_name", COLUMN)}
+        theirs["session_id"] = FIRST_SESSION + session
+        with group.scores(session).seat() as score:
+            await self._score([output], theirs, score)
+        if reserve.drop_wrong and not reserve.is_correct(output):
+            group.scores(session).expect()
+            return []
+        columns.clear()
+        columns.update(theirs)
+        return [output]
 
     def _agent_loop(self, name: str, group: Group) -> AgentLoopBase:
         assert name in _agent_loop_registry, f"no agent loop {name} among {sorted(_agent_loop_registry)}"
@@ -296,6 +370,10 @@ def _construct(config: Any, **arguments: Any) -> AgentLoopBase:
     """What hydra makes of an entry that has no settings of its own."""
     own = {name: value for name, value in config.items() if name != "_target_"}
     return hydra.utils.get_object(config["_target_"])(**own, **arguments)
+
+
+def _no_verdict(outputs: Sequence[AgentLoopOutput]) -> None:
+    """Where nothing waits for the verdict."""
 
 
 async def _put_training(lots: list[list[Row]]) -> list[None]:

@@ -9,7 +9,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.config import files_of
+from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError, did_you_mean, first_line, within
 from gtpo_verl.runs.correctness import verdict
 from gtpo_verl.verifiers.reward import close_pools
@@ -28,7 +30,8 @@ VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes fir
 
 
 def check_with_verl(config: DictConfig) -> None:
-    """Check registered names, the checkpoint engine, and that the verifier gives a verdict on every data source.
+    """Check registered names, the checkpoint engine, the responses of a guide, and that the verifier gives a verdict on
+    every data source.
 
     Raises:
         UserError: the first problem, and what to do about it.
@@ -41,6 +44,7 @@ def check_with_verl(config: DictConfig) -> None:
     if config.trainer.v1.trainer_mode == "separate_async":
         _check_checkpoint_engine(config)
     check_model(config)
+    _check_guide(config)
     if not config.reward.reward_model.enable:
         _check_verifier(config)
 
@@ -68,6 +72,25 @@ def check_model(config: DictConfig) -> None:
                 f"actor_rollout_ref.model.path={model.path}: transformers cannot read the {what} in {place} "
                 f"({type(error).__name__}: {first_line(error)}): copy the model again."
             ) from error
+
+
+def _check_guide(config: DictConfig) -> None:
+    """Read every response of the guide as the rollout will, with the model's tokenizer."""
+    guide = guide_config(config.algorithm.guide)
+    model = config.actor_rollout_ref.model
+    path = str(model.get("tokenizer_path") or model.path)
+    if guide.mode == "off" or "://" in path:
+        return
+    from verl.utils import hf_tokenizer
+
+    tokenizer = hf_tokenizer(path, trust_remote_code=model.get("trust_remote_code", False))
+    for file in files_of(config.data.train_files):
+        if "://" in file or not file.endswith(".parquet"):
+            continue
+        limit = config.data.max_response_length
+        prompts, found = check_traces(file, limit=limit, with_log_probs=guide.ratio == "phi", tokenizer=tokenizer)
+        if found < prompts:
+            print(f"note: data.train_files={file} has responses of the guide to {found} of {prompts} prompts.")
 
 
 def _check_checkpoint_engine(config: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""Policy losses `gtpo`, `grpo_s`, `ce_gppo`, `aspo` and `dcpo_clip` in verl's registry, averaged by verl's own
+"""Policy losses `gtpo`, `grpo_s`, `ce_gppo`, `aspo`, `dcpo_clip` and `mixed` in verl's registry, averaged by verl's own
 `agg_loss`.
 
 verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to
@@ -7,18 +7,23 @@ FSDP and on Megatron.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.utils.losses import ppo_loss
 
 from gtpo_verl.algorithms.losses import (
     Metrics,
     aspo_loss,
     ce_gppo_loss,
     dcpo_clip_loss,
+    mixed_loss,
     sequence_loss,
     token_loss,
 )
@@ -26,6 +31,7 @@ from gtpo_verl.errors import UserError
 
 GRPO_S_AGG_MODE = "seq-mean-token-mean"
 KEY = "actor_rollout_ref.actor.policy_loss"
+GUIDE_MASK = "guide_mask"  # TransferQueue's column, beside response_mask: 1 on the tokens of the guide's rows
 
 
 @dataclass
@@ -139,6 +145,73 @@ gtpo_policy_loss = _register_token_loss("gtpo", token_loss)
 _register_token_loss("ce_gppo", ce_gppo_loss, "beta1", "beta2")
 _register_token_loss("aspo", aspo_loss)
 _register_token_loss("dcpo_clip", dcpo_clip_loss)
+
+
+@dataclass(frozen=True)
+class _Guided:
+    """What verl does not pass to a policy loss: (micro-batch,) bool, the guide's rows, and how they are clipped."""
+
+    rows: torch.Tensor
+    clip: str
+    shape_gamma: float | None
+
+
+_guided: ContextVar[_Guided | None] = ContextVar("gtpo_verl_guided", default=None)
+
+
+def guided_ppo_loss(
+    config: ActorConfig,
+    model_output: dict[str, Any],
+    data: TensorDict,
+    dp_group: Any = None,
+    *,
+    clip: str,
+    shape_gamma: float | None,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """verl's `ppo_loss`, in which the policy loss `mixed` knows the guide's rows of a micro-batch.
+
+    The trainer gives it to the actor's workers, with `clip` and `shape_gamma` of `algorithm.guide`; `data` has the
+    column `guide_mask`, (T_i,) a row.
+    """
+    rows = data[GUIDE_MASK].to_padded_tensor(0).bool().any(1)
+    token = _guided.set(_Guided(rows, clip, shape_gamma))
+    try:
+        loss, metrics = ppo_loss(config, model_output, data, dp_group)
+    finally:
+        _guided.reset(token)
+    return loss, metrics
+
+
+@register_policy_loss("mixed")
+def mixed_policy_loss(
+    old_log_prob: torch.Tensor,
+    log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: DictConfig | ActorConfig | None = None,
+    rollout_is_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's; without it, all are the policy's own.
+
+    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...`
+    metrics of own rows.
+    """
+    assert config is not None
+    guided = _guided.get() or _Guided(torch.zeros(len(log_prob), dtype=torch.bool), "dapo", None)
+    losses, metrics = mixed_loss(
+        log_prob,
+        old_log_prob,
+        advantages,
+        response_mask,
+        guided.rows.to(log_prob.device),
+        clip_ratio_low=config.clip_ratio_low,
+        clip_ratio_high=config.clip_ratio_high,
+        clip_ratio_c=config.clip_ratio_c,
+        clip=guided.clip,
+        shape_gamma=guided.shape_gamma,
+    )
+    return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
 
 
 def _one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

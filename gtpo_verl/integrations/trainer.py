@@ -32,6 +32,7 @@ from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sample
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
+from gtpo_verl.integrations.guide import GuideRows, own_rows
 from gtpo_verl.integrations.liveness import ended_actors
 from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
@@ -83,6 +84,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def __init__(self, config: DictConfig) -> None:
         self.entropy_source = entropy_source(config)
+        self.guide = GuideRows(config)
         self.actor_pass = ActorPass(config.algorithm.entropy.check_every)
         self.run_dir = Path(config.trainer.run_dir)
         self.recorder = MetricsRecorder(self.run_dir)
@@ -108,6 +110,8 @@ class CreditAssignmentMixin(PPOTrainer):
         record_phase(self.run_dir, 0, "starting")
         with temporarily(trainer_base, "RewardLoopManager", GroupRewardLoopManager):
             super()._setup()
+        if self.guide.on:
+            self.actor_rollout_wg.set_loss_fn(self.guide.loss())
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = self._budgeted(super()._build_replay_buffer())
@@ -274,6 +278,13 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._enter("computing old log-probs")
+        batch = self._old_log_prob(batch, metrics)
+        if self.guide.on:
+            self.guide.replace_denominators(batch, metrics)
+        return batch
+
+    def _old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's pass, or the rollout's log-probs, as ``algorithm.entropy.source`` says."""
         if not self.entropy_source.from_rollout:
             return super()._compute_old_log_prob(batch, metrics)
         if self.entropy_source.compares:
@@ -293,7 +304,9 @@ class CreditAssignmentMixin(PPOTrainer):
         self._pass_seconds.update(self.actor_pass.ran(time.perf_counter() - started, _tokens(batch)))
         actor, rollout, versions, mask = fetch(batch, "entropy", ENTROPIES, VERSIONS)
         # Weights are sent at the end of a step, with its number; old log-probs are always of those weights.
-        metrics.update(agreement(rollout, actor, mask, current=versions == self.global_steps - 1))
+        metrics.update(
+            agreement(rollout, actor, mask & own_rows(batch.keys), current=versions == self.global_steps - 1)
+        )
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
@@ -307,6 +320,8 @@ class CreditAssignmentMixin(PPOTrainer):
         context = self._credit_context(batch, infos)
         with credit_context(context):
             batch = super()._compute_advantage(batch, metrics)
+        if self.guide.on:
+            self.guide.use_own_statistics(batch)
         metrics["training/lone_responses"] = self._zero_lone_responses(batch)
         advantages, mask = fetch(batch, "advantages")
         self._skips_update = self.not_finite.batch(self.global_steps, batch.keys, {"advantages": advantages}, mask)
@@ -315,6 +330,8 @@ class CreditAssignmentMixin(PPOTrainer):
         judged = [info for info, valid in zip(infos, real, strict=True) if valid]
         metrics.update(verifier_failures(judged) | legal_share(judged))
         metrics["training/accuracy"] = context.correct[mask.any(-1)].float().mean().item()
+        if self.guide.on:
+            metrics.update(self.guide.metrics(batch, context.correct, mask))
         self._dump_credit(batch, context, advantages, mask)
         self._keep_credit_samples(batch, context, advantages, mask)
         return batch
@@ -408,7 +425,7 @@ class CreditAssignmentMixin(PPOTrainer):
         every = self.config.trainer.test_freq
         if every <= 0 or (self.global_steps % every and self.global_steps != self.total_training_steps):
             return
-        rows = contrasting_pair([uid_of(key) for key in batch.keys], context.correct, mask)
+        rows = contrasting_pair([uid_of(key) for key in batch.keys], context.correct, mask & own_rows(batch.keys))
         keys = [batch.keys[row] for row in rows]
         if not keys:
             return
@@ -442,6 +459,8 @@ class CreditAssignmentMixin(PPOTrainer):
         metrics["training/skipped_updates"] = self.not_finite.skipped
         if self._skips_update:
             return batch
+        if self.guide.on:
+            self.guide.mark(batch)
         batch = self._update_actor_on_its_tokens(batch, metrics)
         self.not_finite.update(self.global_steps, metrics, lambda: self._contents(batch))
         metrics["training/skipped_updates"] = self.not_finite.skipped

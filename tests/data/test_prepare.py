@@ -142,6 +142,33 @@ def test_a_file_in_verls_schema_keeps_prompts_and_columns_of_its_own(write: Writ
     assert manifest(output)["summary"]["style"] == {"their own": 3}
 
 
+@pytest.mark.parametrize("schema", ["columns", "verl"])
+def test_responses_of_a_guide_are_kept(write: Write, dapo_row: DapoRow, tmp_path: Path, schema: str) -> None:
+    texts: list[Any] = ["1+1=2", ["1+1=2", "2"], [], None]
+    rows = [{"problem": f"1+{i}", "answer": f"{1 + i}", "target": text} for i, text in enumerate(texts)]
+    if schema == "verl":
+        rows = [dapo_row(f"1+{i}", f"{1 + i}") | {"target": text} for i, text in enumerate(texts)]
+    file, out = write("mine.jsonl", rows), tmp_path / "out.parquet"
+    assert prepare("parquet", file, "--guide-column", "target", "--output", out) == 0
+    assert [row["guide_responses"] for row in rows_of(out)] == [["1+1=2"], ["1+1=2", "2"], [], []]
+    assert manifest(out)["request"]["guide_column"] == "target"
+    assert prepare("parquet", out, "--output", tmp_path / "again.parquet") == 0
+    kept = [row["guide_responses"] for row in rows_of(tmp_path / "again.parquet")]
+    assert kept == [["1+1=2"], ["1+1=2", "2"], [], []], "the column of a file in verl's schema"
+
+
+@pytest.mark.parametrize(
+    ("value", "column", "message"), [("a", "traget", "has no such column"), ([1, "a"], "target", "row 0 must hold")]
+)
+def test_a_column_of_a_guide_that_cannot_be(
+    write: Write, tmp_path: Path, value: Any, column: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("mine.jsonl", [{"problem": "1+1", "answer": "2", "target": value}])
+    assert prepare("parquet", file, "--guide-column", column, "--output", tmp_path / "out.parquet") != 0
+    assert f"--guide-column {column}: " in (said := capsys.readouterr().err)
+    assert message in said
+
+
 def test_the_output_is_what_verls_data_set_reads(write: Write, math_rows: Rows, tmp_path: Path) -> None:
     from gtpo_verl import preflight
     from gtpo_verl.config import compose_config

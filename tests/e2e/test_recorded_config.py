@@ -30,6 +30,7 @@ def test_every_setting_of_an_algorithm_is_used_by_it(name: str) -> None:
 
 # What is handed on whole, to whom.
 HANDED_ON = {
+    "algorithm.guide": "GuideConfig, which refuses an unknown name",
     "actor_rollout_ref.actor.megatron.override_transformer_config": "Megatron's model provider",
     "actor_rollout_ref.rollout.engine_kwargs.vllm": "vLLM's argument parser, which refuses an unknown name",
     "guards.bounds": "gtpo_verl/runs/guards.py, which refuses an unknown name",

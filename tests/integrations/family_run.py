@@ -3,7 +3,7 @@ Ray and vLLM: ``python tests/integrations/family_run.py OUT.pt``.
 
 Model and batch are drawn from seeds, as for the golden run; here one group has no contrast. For each method: the pass
 before the update, advantages, and one update at ratios of 1; for the first method of each loss also the log-probs after
-it and another update.
+it and another update. Methods with a guide are updated once more, with every third row the guide's.
 """
 
 import os
@@ -86,12 +86,18 @@ class Actor:
         )
         return entropy, log_probs
 
-    def update(self, advantages: torch.Tensor, old_log_probs: torch.Tensor) -> dict[str, float]:
+    def update(
+        self, advantages: torch.Tensor, old_log_probs: torch.Tensor, guide: torch.Tensor | None = None
+    ) -> dict[str, float]:
+        """guide: (B, T), 1 on the tokens of the guide's rows."""
         from verl.utils import tensordict_utils as tu
+
+        from gtpo_verl.integrations.losses import GUIDE_MASK
 
         data = columns(self.batch, self.rows)
         lengths = data["responses"].offsets().diff().tolist()
-        for name, column in (("old_log_probs", old_log_probs), ("advantages", advantages)):
+        given = {"old_log_probs": old_log_probs, "advantages": advantages}
+        for name, column in (given if guide is None else given | {GUIDE_MASK: guide}).items():
             data[name] = jagged([column[row, :length].float() for row, length in zip(self.rows, lengths, strict=True)])
         tu.assign_non_tensor(
             data,
@@ -139,6 +145,19 @@ def advantages_of(
     return data.batch["advantages"].clone(), penalty
 
 
+def update_with_guide(actor: Actor, config: DictConfig, advantages: torch.Tensor) -> dict[str, Any]:
+    """An update with the loss that the trainer gives to the workers, after which they have verl's own again."""
+    from gtpo_verl.integrations.guide import GuideRows
+
+    guide = GuideRows(config)
+    _, policy = actor.measured()
+    of_guide = (torch.arange(len(policy)) % 3 == 2)[:, None].expand_as(policy)
+    denominators = torch.where(of_guide, 0.0 if guide.config.ratio == "one" else policy - 0.3, policy)
+    actor.worker.set_loss_fn(guide.loss())
+    update = actor.update(advantages, denominators, of_guide)
+    return {"log_probs": policy, "denominators": denominators, "guide": of_guide, "update": update}
+
+
 def main(out: Path) -> None:
     torch.manual_seed(0)  # clip_cov draws
     with tempfile.TemporaryDirectory() as directory:
@@ -174,6 +193,7 @@ def main(out: Path) -> None:
                 "penalty": penalty,
                 "advantages": advantages,
                 "updates": updates,
+                "guided": update_with_guide(actor, config, advantages) if entry.loss == "mixed" else None,
                 "clip": [config.actor_rollout_ref.actor[f"clip_ratio_{end}"] for end in ("low", "high", "c")],
             }
         dist.destroy_process_group()

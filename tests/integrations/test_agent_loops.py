@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transfer_queue as tq
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
     AgentLoopMetrics,
@@ -27,6 +27,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker
+from gtpo_verl.integrations.guide import FIRST_SESSION
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
 from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
@@ -164,9 +165,12 @@ Rows = tuple[str, dict[str, dict[str, Any]], dict[str, dict[str, Any]]]
 def run(config: DictConfig, reward: list[Any], runner: asyncio.Runner) -> Callable[..., Rows]:
     """Send one prompt through a worker: the status of its group, and the columns and tags of its rows by key."""
 
-    def run(worker_class: Any, answers: Answers, validate: bool = False, **prompt: Any) -> Rows:
+    def run(
+        worker_class: Any, answers: Answers, validate: bool = False, guide: dict[str, Any] | None = None, **prompt: Any
+    ) -> Rows:
         async def go() -> Rows:
-            worker = worker_class(config, answers, None, reward)
+            of_run = OmegaConf.merge(config, {"algorithm": {"guide": guide or {}}})
+            worker = worker_class(of_run, answers, None, reward)
             partition = "val" if validate else "train"
             trajectory = {"step": 3, "sample_index": 0, "rollout_n": 0, "validate": validate}
             params = {"temperature": 1.0, "logprobs": True}
@@ -347,6 +351,134 @@ def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
         assert batch.non_tensor_batch[name].dtype == value.dtype
         expected_extra = {"turn_scores": [], "global_steps": 3} if name == "tool_extra_fields" else None
         assert batch.non_tensor_batch[name].tolist() == ([expected_extra] if expected_extra else value.tolist()), name
+
+
+# -------------------------------------------------------------------- rows of a guide
+
+
+GUIDE = "9+3=12;#12"
+ALL_WRONG, SOME, ALL_CORRECT = ("7", "no", "8", "9"), ("#12", "7", "no", "9"), ("#12", "3;#12", "12", "9")
+MIX = {"mode": "mix", "ratio": "one", "clip": "none"}
+BOTH = MIX | {"mode": "both"}
+
+
+def sessions(rows: Rows) -> list[int]:
+    """Of the rows of a group, those of the guide as -1, -2, ... from the last session of the group."""
+    numbers = sorted(int(key.rsplit("_", 2)[1]) for key in rows[1])
+    return [number - FIRST_SESSION - N if number >= FIRST_SESSION else number for number in numbers]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guide", "answers", "expected"),
+    [
+        (MIX, SOME, [0, 1, 2, -1]),
+        (MIX, ALL_WRONG, [0, 1, 2, -1]),
+        (MIX, ALL_CORRECT, [0, 1, 2, 3]),
+        (MIX | {"n_off": 2}, SOME, [0, 1, -2, -1]),
+        (MIX | {"mode": "zero"}, ALL_WRONG, [0, 1, 2, -1]),
+        (MIX | {"mode": "zero"}, SOME, [0, 1, 2, 3]),
+        (MIX | {"mode": "zero"}, ALL_CORRECT, [0, 1, 2, 3]),
+        (BOTH, ALL_WRONG, [0, 1, -2, -1]),
+        (BOTH, SOME, [0, 1, 3, -2]),
+        (BOTH, ALL_CORRECT, [0, 1, 2, 3]),
+        (MIX | {"last_step": 2}, SOME, [0, 1, 2, 3]),
+        (MIX | {"last_step": 3}, SOME, [0, 1, 2, -1]),
+        ({"mode": "off"}, ALL_WRONG, [0, 1, 2, 3]),
+    ],
+)
+def test_which_rows_of_a_group_are_the_guides(
+    run: Callable[..., Rows], guide: dict[str, Any], answers: tuple[str, ...], expected: list[int]
+) -> None:
+    """A group has as many rows as ever, and the verdicts on the policy's own decide."""
+    found = run(GroupAgentLoopWorker, Answers(answers), guide=guide, guide_responses=[GUIDE, f"{GUIDE};#12"])
+    assert found[0] == "finished"
+    assert sessions(found) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ratio", ["one", "phi"])
+def test_a_row_of_the_guide_has_the_columns_of_an_own_one(run: Callable[..., Rows], ratio: str) -> None:
+    tokens = [*build_tokenizer().encode(GUIDE), build_tokenizer().eos_token_id]
+    log_probs = [-position / 16 for position in range(len(tokens))]
+    columns = {"guide_responses": [GUIDE]} | ({"guide_log_probs": [log_probs]} if ratio == "phi" else {})
+    guide = {"mode": "mix", "ratio": ratio, "clip": "none"}
+    status, rows, tags = run(GroupAgentLoopWorker, Answers(SOME), guide=guide, **{COLUMN: 5}, **columns)
+    key = f"prompt_{FIRST_SESSION + 3}_0"
+    assert (status, len(rows)) == ("finished", N)
+    row, own = rows[key], rows["prompt_0_0"]
+    assert {name: getattr(value, "dtype", None) for name, value in row.items()} == {
+        name: getattr(value, "dtype", None) for name, value in own.items()
+    }
+    assert not {"guide_responses", "guide_log_probs", COLUMN} & {name for row in rows.values() for name in row}
+    assert row["responses"].tolist() == tokens
+    assert row["response_mask"].tolist() == row["loss_mask"].tolist() == [1] * len(tokens)
+    assert torch.equal(row["prompts"], own["prompts"])
+    assert row["input_ids"].tolist() == [*own["prompts"].tolist(), *tokens]
+    assert row["rollout_log_probs"].tolist() == (log_probs if ratio == "phi" else [0.0] * len(tokens))
+    assert row["rollout_entropies"].tolist() == [0.0] * len(tokens)
+    assert row["rollout_versions"].tolist() == [-1] * len(tokens)
+    assert row["rm_scores"].tolist() == [0.0] * (len(tokens) - 1) + [1.25], "the same reward function"
+    assert row["extra_fields"]["reward_extra_info"]["acc"] == 1.0
+    assert {name: value for name, value in tags[key].items() if not name.endswith("_len")} == {
+        name: value for name, value in tags["prompt_0_0"].items() if not name.endswith("_len")
+    }, "verl's metrics need the versions of the weights as numbers"
+    assert tags[key]["response_len"] == len(tokens)
+
+
+@pytest.mark.slow
+def test_a_wrong_response_of_the_guide_may_be_replaced(run: Callable[..., Rows]) -> None:
+    for drop_wrong, expected in ((False, [0, 1, 2, -1]), (True, [0, 1, 2, 3])):
+        found = run(
+            GroupAgentLoopWorker, Answers(SOME), guide=MIX | {"drop_wrong": drop_wrong}, guide_responses=["9+3=13;#13"]
+        )
+        assert (found[0], sessions(found)) == ("finished", expected)
+        assert not any(COLUMN in row or "agent_name" in row for row in found[1].values())
+
+
+@pytest.mark.slow
+def test_too_few_responses_of_the_guide_leave_the_rows_to_the_policy(run: Callable[..., Rows]) -> None:
+    for responses, expected in (([GUIDE], [0, 1, 3, -2]), ([], [0, 1, 2, 3]), (None, [0, 1, 2, 3])):
+        found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=BOTH, guide_responses=responses)
+        assert (found[0], sessions(found)) == ("finished", expected)
+
+
+@pytest.mark.slow
+def test_without_own_responses_there_is_nothing_to_learn_from_the_guide(run: Callable[..., Rows]) -> None:
+    """The group has failed, as without a guide, and waits for nobody."""
+    answers = Answers((RuntimeError("the server died"),) * N)
+    assert run(GroupAgentLoopWorker, answers, guide=MIX, guide_responses=[GUIDE])[:2] == ("failure", {})
+    answers = Answers((RuntimeError("the server died"), "7", "no"))
+    found = run(GroupAgentLoopWorker, answers, guide=MIX, guide_responses=[GUIDE])
+    assert (found[0], sessions(found)) == ("failure", [1, 2, -1])
+
+
+@pytest.mark.slow
+def test_a_response_of_the_guide_that_cannot_be_used_fails_its_group(run: Callable[..., Rows]) -> None:
+    """Local files are checked before the run; others are not."""
+    for ratio, response in (("one", "1" * 64), ("phi", GUIDE)):  # too long; without log-probabilities
+        found = run(GroupAgentLoopWorker, Answers(SOME), guide=MIX | {"ratio": ratio}, guide_responses=[response])
+        assert (found[0], sessions(found)) == ("failure", [0, 1, 2])
+
+
+@pytest.mark.slow
+def test_a_group_as_small_as_the_guides_rows_is_the_policys(run: Callable[..., Rows]) -> None:
+    found = run(GroupAgentLoopWorker, Answers(SOME), guide=BOTH, guide_responses=[GUIDE], __rollout_n__=2)
+    assert (found[0], sessions(found)) == ("finished", [0, 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("guide", "validate"), [({"mode": "off"}, False), (BOTH, True)], ids=["no guide", "a validation"]
+)
+def test_without_a_guide_and_in_a_validation_rows_are_verls(
+    run: Callable[..., Rows], guide: dict[str, Any], validate: bool
+) -> None:
+    verls = run(VERL, Answers(ALL_WRONG), validate, __rollout_n__=N)
+    answers = Answers(ALL_WRONG)
+    ours = run(GroupAgentLoopWorker, answers, validate, guide=guide, guide_responses=[GUIDE], __rollout_n__=N)
+    assert_same(ours, verls)
+    assert len(answers.seeds) == N
 
 
 @pytest.mark.parametrize(("count", "calls"), [(1, [1]), (8, [8]), (9, [4, 5]), (100, [33, 33, 34])])

@@ -121,6 +121,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopBase.ct_merge_context_msg": "(self, previous_messages, updated_messages, runtime_token_ids, response_mask, response_logprobs=, tools=)",
         "AgentLoopBase.run": "(self, sampling_params, **kwargs)",
         "AgentLoopBase.server_manager": "attribute",
+        "AgentLoopMetrics": "class",
         "AgentLoopOutput": {"prompt_ids", "response_ids", "response_mask", "reward_score", "num_turns", "extra_fields"},
         "AgentLoopOutput.as_dict": "(self)",
         "AgentLoopOutput.model_config": "dict",
@@ -312,12 +313,18 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "RewardLoopManager": "class",
         "get_trainer_cls": "(name)",
     },
+    "verl.utils": {
+        "hf_tokenizer": "(name_or_path, correct_pad_token=, correct_gemma2=, **kwargs)",
+    },
     "verl.utils.config": {
         "omega_conf_to_dataclass": "(config, dataclass_type=)",
         "validate_config": "(config, use_reference_policy, use_critic)",
     },
     "verl.utils.dataset.rl_dataset": {
         "collate_fn": "(data_list)",
+    },
+    "verl.utils.debug.metrics": {
+        "calculate_debug_metrics": "(data)",
     },
     "verl.utils.device": {
         "auto_set_device": "(config)",
@@ -479,7 +486,6 @@ CONTRACT: dict[str, dict[str, Expected]] = {
 UNNAMED = {
     "vllm.outputs.RequestOutput",
     "verl.trainer.ppo.ray_trainer.compute_advantage",
-    "verl.workers.utils.losses.ppo_loss",
 }
 
 

@@ -24,6 +24,8 @@ LOOPS = {
     "stare_c2": loops.stare_o1,
     "psr": loops.w_reinforce,
     "nsr": loops.w_reinforce,
+    "dapo_mixed": loops.dapo,  # without a guide
+    "luffy": loops.dr_grpo,
 }
 OTHERS = ("gtpo", "grpo_s", "random20")  # the golden run has the first two
 
@@ -126,6 +128,24 @@ def test_the_second_loss_is_that_of_the_updated_policy(results: dict[str, Any], 
     first, second = (update["actor/pg_loss"] for update in found["updates"])
     assert second == pytest.approx(loss, abs=5e-5)
     assert second < first, "the update did not lower the loss"
+
+
+@pytest.mark.parametrize("name", [name for name, entry in algorithms().items() if entry.loss == "mixed"])
+def test_the_actor_divides_the_guides_rows_by_their_own_denominators(results: dict[str, Any], name: str) -> None:
+    """In micro-batches of six rows, of which two are the guide's; `luffy` shapes them, `dapo_mixed` clips them."""
+    method, mask = results["methods"][name], results["batch"]["response_mask"]
+    found, total = method["guided"], 0.0
+    for i, t in mask.nonzero().tolist():
+        a = method["advantages"][i, t].item()
+        w = math.exp((found["log_probs"][i, t] - found["denominators"][i, t]).item())
+        if name == "luffy" and found["guide"][i, t]:
+            total -= a * w / (w + 0.1)
+        else:
+            total -= loops.clipped(a, w, *method["clip"])[0]
+    divisor = len(mask) * results["limit"] if name == "luffy" else mask.sum().item()
+    assert found["update"]["actor/pg_loss"] == pytest.approx(total / divisor, abs=2e-5)
+    assert 0 < found["update"]["grad_norm"] < 1e3
+    assert found["update"]["actor/pg_clipfrac"] == 0, "of own rows, whose ratios are 1"
 
 
 @pytest.mark.parametrize("name", list(algorithms()))

@@ -16,6 +16,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import trainer as ours
 from gtpo_verl.integrations.entropy_source import SOURCES
+from gtpo_verl.integrations.guide import GuideRows
 from gtpo_verl.integrations.metrics import ActorPass
 
 COLUMNS = {
@@ -33,6 +34,7 @@ class StandIn(ours.CreditAssignmentMixin):
         self.global_steps = step
         self._pass_seconds = Counter()
         self.config = OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": source == "rollout"}}})
+        self.guide = GuideRows(self.config)
 
     def on_sample_end(self) -> None:
         pass
@@ -60,7 +62,7 @@ def old_log_probs(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(trainer: StandIn) -> tuple[list[bool], dict[str, float]]:
         passes.clear()
         metrics: dict[str, float] = {}
-        batch = SimpleNamespace(tags=[{"seq_len": 10}, {"seq_len": 30}])
+        batch = SimpleNamespace(keys=["a_0_0", "a_1_0"], tags=[{"seq_len": 10}, {"seq_len": 30}])
         trainer._pass_seconds.clear()
         assert trainer._compute_old_log_prob(batch, metrics) is batch  # type: ignore[arg-type]
         return list(passes), metrics | trainer._pass_seconds

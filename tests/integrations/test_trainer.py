@@ -27,6 +27,7 @@ from gtpo_verl.integrations import liveness
 from gtpo_verl.integrations import trainer as ours
 from gtpo_verl.integrations.carry_over import restore_groups
 from gtpo_verl.integrations.entropy_source import SOURCES
+from gtpo_verl.integrations.guide import GuideRows
 from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, put_rows, reward_infos
@@ -61,6 +62,7 @@ class Trainer(ours.CreditAssignmentMixin):
                 "trainer": {"credit_dump_freq": 0, "test_freq": -1, "default_local_dir": str(run_dir)},
             }
         )
+        self.guide = GuideRows(self.config)
 
     def on_sample_end(self) -> None:
         pass

@@ -1,0 +1,183 @@
+"""Mixed-policy DAPO: groups in which some responses are a guiding policy's. A reconstruction after the abstract of
+arXiv 2507.12931, the only part of it that was read; LUFFY (arXiv 2504.14945) is one of its settings.
+
+A group has N_on responses of the policy that generates (own rows) and N_off of a frozen policy π_φ (guide rows). Guide
+rows have ratios r̂ = π_θ / π_φ. docs/mixed-policy.md says what is read and what is inferred.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from gtpo_verl.algorithms._packed.moments import STD_EPSILON, Moments
+from gtpo_verl.algorithms.config import choice, config_from, number
+from gtpo_verl.algorithms.grpo import DAPO
+from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
+from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
+from gtpo_verl.errors import UserError
+
+_CHOICES = {
+    "mode": ("off", "mix", "zero", "both"),
+    "source": ("traces",),
+    "ratio": ("phi", "one", "old"),
+    "clip": ("dapo", "none"),
+    "adv_scope": ("union", "on_only"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuideConfig:
+    """`algorithm.guide`: which rows of a group are the guide's, and what the objective makes of them.
+
+    mode: `mix` gives the last `n_off` rows of a group to the guide unless all the others are correct; `zero` gives it
+    the last `n_zero` rows if all the others are wrong; `both` does both, and `off` neither.
+    source: where its responses are from: `traces`, a column of the training data.
+    ratio: denominator of a guide row's ratio, π_φ (`phi`), 1 (`one`), or the old policy as for own rows (`old`).
+    clip: of guide rows, the run's clip range and dual clip (`dapo`), or `none`.
+    shape_gamma: γ > 0 of the shaping f(r̂) = r̂ / (r̂ + γ) in place of r̂, without a clip; None for none.
+    adv_scope: mean and standard deviation of a group over all its rows (`union`) or its own alone (`on_only`).
+    drop_wrong: a response of the guide that the verifier calls wrong is replaced by one of the policy's own.
+    last_step: the last step in which the guide takes part; None for no end.
+    """
+
+    mode: str = "off"
+    source: str = "traces"
+    n_off: int = 1
+    n_zero: int = 1
+    ratio: str = "phi"
+    clip: str = "dapo"
+    shape_gamma: float | None = None
+    adv_scope: str = "union"
+    drop_wrong: bool = False
+    last_step: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            choice(name, getattr(self, name), allowed)
+        for name in ("n_off", "n_zero", "last_step"):
+            value = getattr(self, name)
+            if name == "last_step" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number, at least 1, got {value}")
+        if not isinstance(self.drop_wrong, bool):
+            raise ValueError(f"drop_wrong must be true or false, got {self.drop_wrong!r}")
+        if self.shape_gamma is not None and number("shape_gamma", self.shape_gamma) <= 0:
+            raise ValueError(f"shape_gamma must be above 0, got {self.shape_gamma}")
+        if self.shape_gamma is not None and self.clip != "none":
+            raise ValueError("shape_gamma is a shaping without a clip: set clip=none, or shape_gamma=null")
+        if self.ratio == "one" and self.clip != "none":
+            raise ValueError(
+                "ratio=one with clip=dapo would take the gradient of every guide token with A < 0 and π_θ below "
+                "1 - clip_ratio_low, and never bind for A > 0: set clip=none"
+            )
+
+    @property
+    def mixed(self) -> int:
+        """Rows of a group that go to the guide unless all others are correct."""
+        return self.n_off if self.mode in ("mix", "both") else 0
+
+    @property
+    def reserved(self) -> int:
+        """Rows of a group that may go to the guide, its last ones: the others are drawn from the policy and judged
+        first.
+        """
+        return self.mixed + (self.n_zero if self.mode in ("zero", "both") else 0)
+
+    def rows(self, verdicts: Sequence[bool]) -> int:
+        """How many of the reserved rows go to the guide, by the verdicts on the group's other rows.
+
+        Own rows alone are judged: with seven correct ones and a wrong one of the guide, all that a group would teach is
+        to unlearn the guide. None where all are correct, or there is no verdict.
+        """
+        if all(verdicts):
+            return 0
+        return self.mixed if any(verdicts) else self.reserved
+
+
+def guide_config(settings: Mapping[str, Any]) -> GuideConfig:
+    """The guide of a run, from `algorithm.guide`.
+
+    Raises:
+        UserError: an unknown key or an impossible value.
+    """
+    try:
+        return config_from(GuideConfig, settings)
+    except ValueError as error:
+        raise UserError(f"algorithm.guide: {error}") from error
+
+
+# -------------------------------------------------------------------- advantages
+
+
+def on_only_advantages(
+    rewards: torch.Tensor, group: torch.Tensor, guide: torch.Tensor, by_std: bool = True
+) -> torch.Tensor:
+    """A = (R - mean) / (std + 1e-6) of own and guide rows, mean and standard deviation over the own rows of the group.
+
+    rewards: (B,) float. group: (B,) integers. guide: (B,) bool, the guide's rows. by_std: divide by it.
+    Where the own rows of a group have equal rewards, the divisor is 1: they have A = 0 and a guide row R - mean. A
+    group without own rows has A = 0. Returns (B,) of the type of `rewards`.
+    Source: inferred; LUFFY's code has it (`grpo_split`).
+    """
+    A = torch.zeros_like(rewards)
+    for ident in group.unique():
+        rows = (group == ident).nonzero().squeeze(1)
+        own = Moments.of(rewards[rows[~guide[rows]]].tolist())
+        if not own.count:
+            continue
+        std = own.std(torch.finfo(rewards.dtype).eps)
+        A[rows] = (rewards[rows] - own.mean) / (std + STD_EPSILON if by_std and std else 1.0)
+    return A
+
+
+def guide_metrics(
+    log_prob: torch.Tensor,
+    guide_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> dict[str, float]:
+    """How far the policy is from the guide on the guide's responses.
+
+    log_prob, guide_log_prob, advantages: (B, T), log π and log π_φ, or the denominator in its place. mask: (B, T) bool,
+    tokens of guide rows, at least one.
+    Returns `ratio_mean`; `clipfrac`, the share of tokens outside the clip range on the side where it binds; `ess`, the
+    effective sample size (Σr̂)² / Σr̂² as a share of the tokens, 1 where all ratios are equal.
+    """
+    ratio = (log_prob - guide_log_prob)[mask].double().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    A = advantages[mask]
+    bound = ((A > 0) & (ratio > 1 + clip_ratio_high)) | ((A < 0) & (ratio < 1 - clip_ratio_low))
+    return {
+        "ratio_mean": ratio.mean().item(),
+        "clipfrac": bound.double().mean().item(),
+        "ess": (ratio.sum().square() / ratio.square().sum() / len(ratio)).item(),
+    }
+
+
+# A group's advantages are over all its rows, whoever wrote them: DAPO's, and Dr. GRPO's, which LUFFY's code has.
+DAPO_MIXED = replace(
+    DAPO,
+    name="dapo_mixed",
+    label="Mixed-policy DAPO",
+    loss="mixed",
+    changes=("algorithm.guide.",),
+    style=None,
+)
+
+LUFFY = replace(
+    DR_GRPO,
+    name="luffy",
+    label="LUFFY",
+    loss="mixed",
+    changes=(
+        "algorithm.guide.",
+        *DR_GRPO.changes,
+        *CLIP_RANGE,
+        f"{ACTOR}clip_ratio_c",
+        f"{ACTOR}entropy_coeff",
+    ),
+)
