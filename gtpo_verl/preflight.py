@@ -54,6 +54,7 @@ def check(config: DictConfig) -> None:
     _check_sizes(config)
     _check_model(config)
     check_data(config)
+    _check_guide_columns(config)
     start = find_start(config)
     if start.message:
         print(f"warning: {start.message}", flush=True)
@@ -588,8 +589,6 @@ def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_fi
                 )
             for problem in _schema_problems(table.schema_arrow, config.data.prompt_key):
                 raise UserError(f"data.{key}={file}: {problem}")
-            if key == "train_files":
-                _check_guide_columns(config, file)
             if table.metadata.num_rows == 0:
                 raise UserError(f"data.{key}={file} has no rows.")
             if (
@@ -603,14 +602,16 @@ def check_data(config: DictConfig, keys: Sequence[str] = ("train_files", "val_fi
                 )
 
 
-def _check_guide_columns(config: DictConfig, file: str) -> None:
+def _check_guide_columns(config: DictConfig) -> None:
     """Check that the guide's columns are there; ``integrations.checks`` reads them, once there is a tokenizer."""
     from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
 
     guide = guide_config(config.algorithm.guide)
-    if guide.mode != "off":
-        limit = config.data.max_response_length
-        check_traces(file, limit=limit, with_log_probs=guide.ratio == "phi")
+    if guide.mode == "off":
+        return
+    for file in files_of(config.data.train_files):
+        if "://" not in file:
+            check_traces(file, limit=config.data.max_response_length, with_log_probs=guide.ratio == "phi")
 
 
 def _schema_problems(schema: Any, prompt_key: str) -> Iterator[str]:

@@ -248,8 +248,8 @@ def test_a_guide_that_can_be_passes(composed: Composer) -> None:
 def test_the_guides_responses_are_read_with_the_models_tokenizer(composed: Composer, tmp_path: Path) -> None:
     from gtpo_verl.tasks.model import build_tokenizer
 
+    model = f"actor_rollout_ref.model.path={write_model(tmp_path)}"
     build_tokenizer().save_pretrained(tmp_path)
-    model = f"actor_rollout_ref.model.path={tmp_path}"
     checks.check_with_verl(composed(*GUIDED, model))
     with pytest.raises(UserError, match=r"row 0: a response of the guide has 6 tokens, .*max_response_length is 5"):
         checks.check_with_verl(composed(*GUIDED, model, "data.max_response_length=5"))

@@ -27,7 +27,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker
-from gtpo_verl.integrations.guide import FIRST_SESSION
+from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
 from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
@@ -507,6 +507,7 @@ def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(get_trainer_cls(mode), "_setup", lambda self: made.append(trainer_base.RewardLoopManager))
     trainer = object.__new__(trainer_class(mode))
     trainer.run_dir = tmp_path
+    trainer.guide = GuideRows(compose_config(["algo=dapo"]))
     trainer._setup()
     assert made == [GroupRewardLoopManager]
     assert trainer_base.RewardLoopManager is RewardLoopManager
