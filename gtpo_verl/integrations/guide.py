@@ -205,6 +205,8 @@ class GuideRows:
         put_rows(
             batch.partition_id, GUIDE_MASK, {key: torch.full_like(row, is_guide(key)) for key, row in rows.items()}
         )
+        if batch.fields is not None and GUIDE_MASK not in batch.fields:  # else all columns go to the workers
+            batch.fields = [*batch.fields, GUIDE_MASK]
 
     def use_own_statistics(self, batch: KVBatchMeta) -> None:
         """Under ``adv_scope=on_only``, replace the advantages, which verl has computed over all rows of a group."""

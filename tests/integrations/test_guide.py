@@ -182,7 +182,8 @@ def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, rat
     assert undocumented(name for name in metrics if name.startswith("guide/")) == set()
 
     trainer.guide.mark(batch)
-    data = tq.kv_batch_get(keys=batch.keys, partition_id="train")
+    assert batch.fields is not None, "verl's workers read the columns that the advantage step knew"
+    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=batch.fields)
     whole = [torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)]) for row in columns.new]
     output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
     tokens_in_all = int(mask.sum())
