@@ -14,6 +14,7 @@ Writes `audit-NAME.json` and `.md` into benchmarks/results. Nothing is sampled h
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,10 @@ def doubled(result: Result, other: Result) -> dict[str, Any]:
     return {"compared": compared, "outside": outside}
 
 
+def rounded(figure: Figure) -> list[float | None]:
+    return [None if value is None else round(value, 4) for value in (figure.value, figure.low, figure.high)]
+
+
 def cell(figure: Figure | None) -> str:
     if figure is None or figure.value is None:
         return ""
@@ -209,7 +214,7 @@ def main() -> None:
         "random credits rejected": rejected(store, result),
         "methods": {
             row.name: {
-                stratum: {name: [each.value, each.low, each.high] for name, each in figures.items()}
+                stratum: {name: rounded(each) for name, each in figures.items()}
                 for stratum, figures in row.figures.items()
             }
             for row in result.analysis.rows
@@ -218,7 +223,8 @@ def main() -> None:
     if options.doubled:
         found["doubled"] = doubled(result, first_stage_only(reopen(options.doubled)))
     text = report(options.name, found, result)
-    (RESULTS / f"audit-{options.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    content = re.sub(r"\[[^\[\]{}]*\]", lambda numbers: " ".join(numbers[0].split()), json.dumps(found, indent=1))
+    (RESULTS / f"audit-{options.name}.json").write_text(content + "\n")
     (RESULTS / f"audit-{options.name}.md").write_text(text)
     print(text)
 
