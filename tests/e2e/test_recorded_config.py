@@ -53,8 +53,6 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": f"{_FSDP}:393",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": f"{_FSDP}:394",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype": f"{_FSDP}:395",
-    "actor_rollout_ref.actor.optim.lr": "verl/workers/config/optimizer.py:327",
-    "actor_rollout_ref.actor.optim.weight_decay": "verl/workers/config/optimizer.py:328",
     "actor_rollout_ref.actor.policy_loss._target_": "hydra/_internal/instantiate/_instantiate2.py:35",
     "actor_rollout_ref.model.external_lib": "verl/workers/config/model.py:149",
     "actor_rollout_ref.model.override_config.attn_implementation": "verl/workers/config/model.py:185",
@@ -70,8 +68,6 @@ ELSEWHERE = {
     # GPUs
     "actor_rollout_ref.actor.megatron.param_offload": f"{_MEGATRON}:197",
     "actor_rollout_ref.actor.megatron.optimizer_offload": f"{_MEGATRON}:198",
-    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": f"{_MEGATRON}:272",
-    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:273",
     "actor_rollout_ref.actor.megatron.seed": f"{_MEGATRON}:195",
     # a critic
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
