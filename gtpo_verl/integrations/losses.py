@@ -182,36 +182,28 @@ def guided_ppo_loss(
     return loss, metrics
 
 
-@register_policy_loss("mixed")
-def mixed_policy_loss(
-    old_log_prob: torch.Tensor,
+def _mixed_loss(
     log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: DictConfig | ActorConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's; without it, all are the policy's own.
-
-    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...`
-    metrics of own rows.
-    """
-    assert config is not None
+    **clip_ratios: Any,
+) -> tuple[torch.Tensor, Metrics]:
+    """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's; without it, all are the policy's own."""
     guided = _guided.get() or _Guided(torch.zeros(len(log_prob), dtype=torch.bool), "dapo", None)
-    losses, metrics = mixed_loss(
+    return mixed_loss(
         log_prob,
         old_log_prob,
         advantages,
         response_mask,
         guided.rows.to(log_prob.device),
-        clip_ratio_low=config.clip_ratio_low,
-        clip_ratio_high=config.clip_ratio_high,
-        clip_ratio_c=config.clip_ratio_c,
         clip=guided.clip,
         shape_gamma=guided.shape_gamma,
+        **clip_ratios,
     )
-    return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
+
+
+_register_token_loss("mixed", _mixed_loss)
 
 
 def _one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
