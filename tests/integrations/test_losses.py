@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from actor_config import actor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -20,19 +21,6 @@ FEWER = settings(max_examples=30, deadline=None)
 AGG_MODES = {"gtpo": "token-mean", "grpo_s": GRPO_S_AGG_MODE, "vanilla": "token-mean", "gspo": GRPO_S_AGG_MODE}
 CLIPPING = ("ce_gppo", "aspo", "dcpo_clip")
 AGG_MODES |= dict.fromkeys(CLIPPING, "token-mean")
-
-
-def actor(policy_loss: PolicyLossConfig | None = None, **changes) -> ActorConfig:
-    arguments = {
-        "strategy": "fsdp",
-        "rollout_n": 1,
-        "use_dynamic_bsz": True,
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.28,
-        "clip_ratio_c": 10.0,
-        "policy_loss": policy_loss or GTPOPolicyLossConfig(),
-    }
-    return ActorConfig(**(arguments | changes))
 
 
 def batch(seed: int, rows: int = 8, columns: int = 12, distance: float = 0.4):

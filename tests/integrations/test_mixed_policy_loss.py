@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from actor_config import actor
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import ActorConfig
@@ -83,16 +84,7 @@ class Batch:
 
 
 def config(loss_mode: str, **changes: Any) -> ActorConfig:
-    arguments = {
-        "strategy": "fsdp",
-        "rollout_n": 1,
-        "use_dynamic_bsz": True,
-        "clip_ratio_low": 0.2,
-        "clip_ratio_high": 0.28,
-        "clip_ratio_c": 10.0,
-        "policy_loss": GTPOPolicyLossConfig(loss_mode=loss_mode),
-    }
-    return ActorConfig(**(arguments | changes))
+    return actor(GTPOPolicyLossConfig(loss_mode=loss_mode), **changes)
 
 
 def mixed(clip: str = "dapo", gamma: float | None = None, **changes: Any) -> Any:
