@@ -27,7 +27,7 @@ from gtpo_verl.audit.metrics import Credit
 from gtpo_verl.audit.references import RANDOM_SEEDS, random_credit
 from gtpo_verl.audit.sampling import choose_responses, measured
 from gtpo_verl.audit.score import Result, measurement, score
-from gtpo_verl.audit.store import Store, plan_of, reopen
+from gtpo_verl.audit.store import OF_BRANCH, Store, plan_of, reopen
 from gtpo_verl.integrations.context import Overlong
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,9 +43,9 @@ COLUMNS = (
 
 
 def first_stage_only(store: Store) -> Result:
-    """Every method's figures by the first stage, which all points have alike."""
+    """Every figure without the second stage, which only some points have."""
     overlong = store.facts["overlong"]
-    store.counts = {key: count for key, count in store.counts.items() if count.stage == 1}
+    store.counts = {key: count for key, count in store.counts.items() if count.stage != 2}
     settings = None if overlong is None else Overlong(*overlong)
     return score(store, plan_of(store), store.facts["seed"], methods(), settings)
 
@@ -56,6 +56,8 @@ def against_reference(store: Store) -> dict[str, float] | None:
     second: dict[tuple[int, int, int], list[int]] = {}
     halves: dict[tuple[int, int, int], dict[int, float]] = {}
     for count in store.counts.values():
+        if count.stage == OF_BRANCH:
+            continue
         point = count.row, count.sample, count.place
         total = (first if count.stage == 1 else second).setdefault(point, [0, 0])
         total[0] += count.successes

@@ -17,7 +17,8 @@ class Plan:
     """The size of an audit.
 
     prompts: P, with contrast. samples: G, of each. responses: N audited. steps: M. continuations: K of each point.
-    second_stage: responses whose points get `second_continuations` in all.
+    second_stage: responses whose points get `second_continuations` in all. branches: other steps sampled at the start
+    of each step, for the state oracle, each continued K / 2 times.
     """
 
     prompts: int = 64
@@ -27,6 +28,7 @@ class Plan:
     continuations: int = 16
     second_stage: int = 0
     second_continuations: int = 64
+    branches: int = 0
 
     def __post_init__(self) -> None:
         for name, least in {"prompts": 1, "samples": 2, "responses": 1, "steps": 2, "second_stage": 0}.items():
@@ -37,23 +39,31 @@ class Plan:
                 f"--continuations {self.continuations}: it must be an even number, at least {FEWEST_CONTINUATIONS}, "
                 "for two halves."
             )
+        if self.branches < 0 or self.branches == 1:
+            raise UserError(f"--branches {self.branches}: it must be 0, or at least 2 for a variance between them.")
+
+    @property
+    def of_a_branch(self) -> int:
+        """Continuations of a branch."""
+        return self.continuations // 2
 
     @property
     def continued(self) -> int:
         """Continuations in all."""
         first = self.responses * (self.steps - 1) * self.continuations
         second = self.second_stage * (self.steps - 1) * max(0, self.second_continuations - self.continuations)
-        return first + second + self.prompts * AT_PROMPT * self.continuations
+        branched = self.responses * self.steps * self.branches * self.of_a_branch
+        return first + second + branched + self.prompts * AT_PROMPT * self.continuations
 
     def decoded(self, length: float) -> float:
         """Tokens to sample, for responses of this mean length: evenly spaced cuts leave half of it on average."""
         at_prompts = self.prompts * (self.samples + AT_PROMPT * self.continuations) * length
         inside = (self.continued - self.prompts * AT_PROMPT * self.continuations) * length / 2
-        return at_prompts + inside
+        return at_prompts + inside + self.responses * self.branches * length
 
     def prefilled(self, length: float, prompt: float, *, cached: bool) -> float:
         """Tokens to read, with vLLM's prefix cache or without."""
-        points = self.responses * (self.steps - 1)
+        points = self.responses * (self.steps - 1 + self.steps * self.branches)
         if cached:
             return self.responses * (prompt + length) + points * BLOCK + self.prompts * prompt
         return points * 2 * (prompt + length / 2) + self.prompts * prompt

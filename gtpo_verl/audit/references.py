@@ -45,15 +45,21 @@ def state_credit(variance: Floats, V: Floats, tokens: Ints, correct: Bools) -> C
     return Credit.of_steps(np.where(variance > 0, variance / np.where(share == 0, 1.0, share), 0.0), tokens, correct)
 
 
+def branch_shares(successes: Ints, trials: Ints) -> Floats:
+    """V behind each branch by its continuations, (..., J).
+
+    A branch whose V is known has trials 0 and successes 0 or 1.
+    """
+    return np.where(trials == 0, successes, successes / np.maximum(trials, 1))
+
+
 def branch_variance(successes: Ints, trials: Ints) -> Floats:
     """Var of V behind a step, without bias, from J branches of K continuations each: (..., J) to (...).
 
-    The variance between the shares of the branches, less what the continuations within them add. Branches whose V is
-    known have trials 0 and successes 0 or 1.
+    The variance between the shares of the branches, less what the continuations within them add.
     """
-    known = trials == 0
-    share = np.where(known, successes, successes / np.maximum(trials, 1))
-    within = np.where(known | (trials < 2), 0.0, share * (1 - share) / np.maximum(trials - 1, 1))
+    share = branch_shares(successes, trials)
+    within = np.where(trials < 2, 0.0, share * (1 - share) / np.maximum(trials - 1, 1))
     return np.asarray(share.var(axis=-1, ddof=1) - within.mean(axis=-1))
 
 

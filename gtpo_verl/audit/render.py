@@ -10,7 +10,7 @@ from rich.text import Text
 from gtpo_verl.algorithms import algorithms
 from gtpo_verl.audit.analysis import BASELINE, ORACLE, RANDOM, Figure, Row
 from gtpo_verl.audit.plan import FEWEST_CONTINUATIONS, Plan
-from gtpo_verl.audit.score import POSITION, Result
+from gtpo_verl.audit.score import POSITION, STATE, Result
 
 # heading, stratum, figure, format
 COLUMNS: tuple[tuple[str, str, str, str], ...] = (
@@ -27,7 +27,7 @@ EXPLORATION = (
     "agree with it."
 )
 WIDE = 130  # columns of a terminal in which intervals fit
-REFERENCES = {POSITION: "position alone", RANDOM: "random weights"}
+REFERENCES = {POSITION: "position alone", STATE: "state oracle", RANDOM: "random weights"}
 
 
 def label(name: str, plan: Plan) -> str:
@@ -131,7 +131,7 @@ def sentences(result: Result, plan: Plan, facts: Mapping[str, Any]) -> list[str]
 
 def verdict(result: Result) -> str:
     """What GTPO, or the first method beside DAPO, does to wrong responses, in words."""
-    rows = [row for row in result.analysis.rows if row.name not in (BASELINE, POSITION, RANDOM, ORACLE)]
+    rows = [row for row in result.analysis.rows if row.name not in (BASELINE, *REFERENCES, ORACLE)]
     row = next((row for row in rows if row.name == "gtpo"), rows[0] if rows else None)
     figure = row.figures.get("wrong", {}).get("blame_lift") if row else None
     if row is None or figure is None or figure.value is None:

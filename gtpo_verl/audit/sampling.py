@@ -4,6 +4,7 @@ All of it follows from the plan, the seed and what was sampled before, so an aud
 was.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import numpy as np
 
 from gtpo_verl.audit.cuts import choose, cut_points
 from gtpo_verl.audit.plan import AT_PROMPT, Plan
-from gtpo_verl.audit.store import OF_PROMPT, Count, Rollout, Store
+from gtpo_verl.audit.store import OF_BRANCH, OF_PROMPT, Branch, Count, Rollout, Store
 from gtpo_verl.audit.values import Ints, Values
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.continuations import Continuation, Prefix
@@ -201,15 +202,54 @@ def wanted_counts(chosen: Chosen, plan: Plan, seed: int) -> list[tuple[Prefix, i
     return wanted
 
 
+def wanted_branches(chosen: Chosen, plan: Plan) -> list[Prefix]:
+    """A request for the branches from the start of every step."""
+    return [
+        Prefix(
+            (rollout.row, rollout.sample, start, OF_BRANCH),
+            rollout.row,
+            tuple(rollout.tokens[:start]),
+            plan.branches,
+            most=end - start,
+        )
+        for number, rollout in enumerate(chosen.responses)
+        for start, end in itertools.pairwise(chosen.points[number].tolist())
+        if plan.branches
+    ]
+
+
+def wanted_counts_of_branches(store: Store, chosen: Chosen, plan: Plan) -> list[Prefix]:
+    """A request for the continuations of every branch that was sampled and has not ended."""
+    of = {(rollout.row, rollout.sample): rollout for rollout in chosen.responses}
+    return [
+        Prefix(
+            (*branch.key, OF_BRANCH),
+            branch.row,
+            (*of[branch.row, branch.sample].tokens[: branch.place], *branch.tokens),
+            plan.of_a_branch,
+        )
+        for branch in store.branches.values()
+        if not branch.ended and (branch.row, branch.sample) in of
+    ]
+
+
 def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: Continue, advance: Advance) -> None:
-    """Continue every point that has no counts yet, and keep each when it is finished."""
-    todo = [each for each in wanted_counts(chosen, plan, seed) if each[0].key not in store.counts]
-    total = sum(each[0].count for each in wanted_counts(chosen, plan, seed))
-    done = total - sum(each[0].count for each in todo)
-    advance("continuations", done, total)
+    """Continue every point and every branch that has no counts yet, and keep each when it is finished."""
+    _count(store, [each[0] for each in wanted_counts(chosen, plan, seed)], "continuations", proceed, advance)
+    if plan.branches:
+        _sample_branches(store, wanted_branches(chosen, plan), proceed, advance)
+        wanted = wanted_counts_of_branches(store, chosen, plan)
+        _count(store, wanted, "continuations of branches", proceed, advance)
+
+
+def _count(store: Store, wanted: Sequence[Prefix], what: str, proceed: Continue, advance: Advance) -> None:
+    todo = [prefix for prefix in wanted if prefix.key not in store.counts]
+    total = sum(prefix.count for prefix in wanted)
+    done = total - sum(prefix.count for prefix in todo)
+    advance(what, done, total)
     try:
-        for wanted, samples in proceed(each[0] for each in todo):
-            row, sample, place, number, stage = wanted.key
+        for prefix, samples in proceed(todo):
+            row, sample, place, number, stage = prefix.key
             store.add(
                 Count(
                     row,
@@ -223,8 +263,25 @@ def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: 
                     truncated=sum(each.truncated for each in samples),
                 )
             )
-            done += wanted.count
-            advance("continuations", done, total)
+            done += prefix.count
+            advance(what, done, total)
+    finally:
+        store.flush()
+
+
+def _sample_branches(store: Store, wanted: Sequence[Prefix], proceed: Continue, advance: Advance) -> None:
+    todo = [prefix for prefix in wanted if (*prefix.key[:3], 0) not in store.branches]
+    done = len(wanted) - len(todo)
+    advance("points with branches", done, len(wanted))
+    try:
+        for prefix, samples in proceed(todo):
+            row, sample, place, _ = prefix.key
+            store.add_branches(
+                Branch(row, sample, place, number, each.tokens.tolist(), each.ended or each.truncated, each.correct)
+                for number, each in enumerate(samples)
+            )
+            done += 1
+            advance("points with branches", done, len(wanted))
     finally:
         store.flush()
 
@@ -234,7 +291,11 @@ def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
     if next(_rounds(store, plan, rows, seed), None):
         return True
     chosen = choose_responses(store.rollouts, plan, seed)
-    return any(each[0].key not in store.counts for each in wanted_counts(chosen, plan, seed))
+    if any(each[0].key not in store.counts for each in wanted_counts(chosen, plan, seed)):
+        return True
+    if any((*prefix.key[:3], 0) not in store.branches for prefix in wanted_branches(chosen, plan)):
+        return True
+    return any(prefix.key not in store.counts for prefix in wanted_counts_of_branches(store, chosen, plan))
 
 
 def measured(store: Store, chosen: Chosen, *, stages: Sequence[int] = (1, 2)) -> Values:
@@ -264,3 +325,33 @@ def measured(store: Store, chosen: Chosen, *, stages: Sequence[int] = (1, 2)) ->
     correct = np.array([rollout.correct for rollout in chosen.responses])
     clusters = tuple(rollout.cluster for rollout in chosen.responses)
     return Values.of_counts(successes, trials, correct, clusters, chosen.weight)
+
+
+def measured_branches(store: Store, chosen: Chosen, plan: Plan) -> tuple[Ints, Ints]:
+    """Correct continuations behind the branches from the start of each step, and how many there were: (N, M, J) each.
+
+    Branches that ended have 0 trials, and their verdict as successes.
+
+    Raises:
+        UserError: some were not sampled yet.
+    """
+    responses, points = chosen.points.shape
+    successes = np.zeros((responses, points - 1, plan.branches), np.int64)
+    trials = np.zeros_like(successes)
+    left = 0
+    for number, rollout in enumerate(chosen.responses):
+        for step, place in enumerate(chosen.points[number, :-1].tolist()):
+            for branch in range(plan.branches):
+                key = rollout.row, rollout.sample, place, branch
+                drawn, count = store.branches.get(key), store.counts.get((*key, OF_BRANCH))
+                if drawn is not None and drawn.ended:
+                    successes[number, step, branch] = drawn.correct
+                elif count is not None:
+                    successes[number, step, branch], trials[number, step, branch] = count.successes, count.trials
+                else:
+                    left += 1
+    if left:
+        raise UserError(
+            f"{left} of {trials.size} branches were not sampled yet: repeat the command of the audit, which goes on."
+        )
+    return successes, trials

@@ -12,14 +12,21 @@ from gtpo_verl.audit.analysis import BASELINE, Analysis, analyse
 from gtpo_verl.audit.methods import Method, credit_of
 from gtpo_verl.audit.metrics import Credit
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.audit.references import RANDOM_SEEDS, position_credit, random_credit
-from gtpo_verl.audit.sampling import Chosen, choose_responses, measured
+from gtpo_verl.audit.references import (
+    RANDOM_SEEDS,
+    branch_shares,
+    branch_variance,
+    position_credit,
+    random_credit,
+    state_credit,
+)
+from gtpo_verl.audit.sampling import Chosen, choose_responses, measured, measured_branches
 from gtpo_verl.audit.store import Rollout, Store
 from gtpo_verl.audit.values import Bools, Values
 from gtpo_verl.integrations.context import Overlong, length_penalty
 from gtpo_verl.runs.statistics import Floats
 
-POSITION = "position"
+POSITION, STATE = "position", "state"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +62,11 @@ def score(store: Store, plan: Plan, seed: int, methods: Sequence[Method], overlo
     audited = mask[chosen.rows]
     found = {name: Credit.of_tokens(credit, audited, chosen.points, values.correct) for name, credit in tokens.items()}
     found[POSITION] = position_credit(values, found[BASELINE].tokens)
+    if plan.branches:
+        branches = measured_branches(store, chosen, plan)
+        # V of the branches, not of the halves: their noise would be in the credit and in the truth it is judged by
+        V = branch_shares(*branches).mean(axis=-1)
+        found[STATE] = state_credit(branch_variance(*branches), V, found[BASELINE].tokens, values.correct)
     random = _random(tokens[BASELINE], audited, chosen, values.correct, seed)
     unscored = tuple(method.name for method in methods if not method.scored)
     return Result(analyse(values, found, random), values, chosen, tokens, unscored)

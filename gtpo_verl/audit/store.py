@@ -1,7 +1,7 @@
 """The files of an audit: sampled responses, counts of correct continuations, and what they were sampled with.
 
-``rollouts.parquet`` and ``values.parquet`` hold all that was sampled, so that figures are computed again without a
-model.
+``rollouts.parquet``, ``values.parquet`` and ``branches.parquet`` hold all that was sampled, so that figures are
+computed again without a model.
 """
 
 import json
@@ -19,8 +19,10 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import differences
 from gtpo_verl.files import read_json, write_atomically, write_json
 
-ROLLOUTS_FILE, VALUES_FILE, RECORD_FILE, LOG_FILE = "rollouts.parquet", "values.parquet", "audit.json", "audit.log"
+ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE = "rollouts.parquet", "values.parquet", "branches.parquet"
+RECORD_FILE, LOG_FILE = "audit.json", "audit.log"
 OF_PROMPT = -1  # the sample of a value that belongs to the prompt, V(0)
+OF_BRANCH = 3  # the stage of a count behind a branch
 WRITE_EVERY = 3.0  # seconds
 
 Record = TypeVar("Record")
@@ -54,7 +56,8 @@ class Count:
     """Correct continuations at one point of one response.
 
     place: tokens of the response before the point. half: 0 or 1. stage: 1, or 2 for the continuations that some
-    responses get in addition. decoded: tokens that were sampled. truncated: continuations that the limit cut off.
+    responses get in addition; `OF_BRANCH` behind a branch from this place, whose number stands for the half. decoded:
+    tokens that were sampled. truncated: continuations that the limit cut off.
     """
 
     row: int
@@ -70,6 +73,27 @@ class Count:
     @property
     def key(self) -> tuple[int, int, int, int, int]:
         return self.row, self.sample, self.place, self.half, self.stage
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Another step from one point of a response: as many tokens as its own step has, unless the policy ended there.
+
+    place: tokens of the response before it. number: among the branches of the point. correct: the verdict, where the
+    response ended.
+    """
+
+    row: int
+    sample: int
+    place: int
+    number: int
+    tokens: list[int]
+    ended: bool
+    correct: bool
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        return self.row, self.sample, self.place, self.number
 
 
 class Store:
@@ -99,10 +123,13 @@ class Store:
         self.counts = (
             {} if before is None else {each.key: each for each in read_records(directory / VALUES_FILE, Count)}
         )
+        self.branches = (
+            {} if before is None else {each.key: each for each in read_records(directory / BRANCHES_FILE, Branch)}
+        )
         self._written = time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
         if fresh:
-            for name in (ROLLOUTS_FILE, VALUES_FILE):
+            for name in (ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE):
                 (directory / name).unlink(missing_ok=True)
         write_json(directory / RECORD_FILE, self.facts)
 
@@ -116,6 +143,11 @@ class Store:
         self.counts[count.key] = count
         self._write_now_and_then()
 
+    def add_branches(self, branches: Iterable[Branch]) -> None:
+        """Keep all branches from one point."""
+        self.branches.update((branch.key, branch) for branch in branches)
+        self._write_now_and_then()
+
     def _write_now_and_then(self) -> None:
         if time.monotonic() - self._written > WRITE_EVERY:
             self.flush()
@@ -124,6 +156,8 @@ class Store:
         """Write everything."""
         _write(self.directory / ROLLOUTS_FILE, self.rollouts, Rollout)
         _write(self.directory / VALUES_FILE, list(self.counts.values()), Count)
+        if self.branches:
+            _write(self.directory / BRANCHES_FILE, list(self.branches.values()), Branch)
         self._written = time.monotonic()
 
     def record(self, results: Mapping[str, Any]) -> None:

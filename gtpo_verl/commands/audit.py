@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "continuations": "continuations of each point",
         "second-stage": "responses that get more of them, for the picture",
         "second-continuations": "continuations of each of their points",
+        "branches": "other steps sampled from each point, for the state oracle; 8 multiply the cost by five",
     }.items():
         value = getattr(default, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{what} (default: {value})")
@@ -135,6 +136,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         continuations=args.continuations,
         second_stage=args.second_stage,
         second_continuations=args.second_continuations,
+        branches=args.branches,
     )
 
 

@@ -160,10 +160,11 @@ class Sampler:
                     yield from self._verdicts(call, samples, ray.get(reference))
 
     def _request(self, prefix: Prefix) -> BulkRequest:
+        left = self._length - len(prefix.tokens)
         return BulkRequest(
             self._prompts.tokens(prefix.row) + prefix.tokens,
             prefix.count,
-            self._length - len(prefix.tokens),
+            left if prefix.most is None else min(prefix.most, left),
             derived(self._seed, "audit", prefix.key) >> 1,
             prefix.entropies,
         )
@@ -194,7 +195,8 @@ class Sampler:
                     verdicts[key] = self._verdict(prefix.row, next(place))
                 correct, score = verdicts[key]
                 truncated = len(response) >= self._length
-                found.append(Continuation(sample.tokens, correct, score, truncated, sample.entropies, sample.log_probs))
+                drawn = sample.tokens, correct, score, truncated, sample.ended
+                found.append(Continuation(*drawn, sample.entropies, sample.log_probs))
             yield prefix, found
 
     def _verdict(self, row: int, result: Any) -> tuple[bool, float]:

@@ -1,8 +1,10 @@
 """An audit from sampling to its page, on a policy whose values are known in the place of a model."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,17 @@ from gtpo_verl.audit.analysis import plain
 from gtpo_verl.audit.methods import effective_credit, methods
 from gtpo_verl.audit.page import wilson, write_page
 from gtpo_verl.audit.plan import Plan
+from gtpo_verl.audit.references import branch_shares, branch_variance
 from gtpo_verl.audit.render import COLUMNS, print_plan, print_result
-from gtpo_verl.audit.sampling import choose_responses, measured, missing, sample_rollouts, sample_values, second_stage
+from gtpo_verl.audit.sampling import (
+    choose_responses,
+    measured,
+    measured_branches,
+    missing,
+    sample_rollouts,
+    sample_values,
+    second_stage,
+)
 from gtpo_verl.audit.score import Result, measurement, score
 from gtpo_verl.audit.store import Store, as_facts, plan_of, reopen
 from gtpo_verl.cli import main
@@ -47,7 +58,8 @@ class Table:
         for t, token in enumerate(prefix.tokens):
             state = int(policy.next[row, t, state, token])
         tokens, entropies, log_probs = [], [], []
-        for t in range(len(prefix.tokens), policy.length):
+        end = policy.length if prefix.most is None else min(policy.length, len(prefix.tokens) + prefix.most)
+        for t in range(len(prefix.tokens), end):
             token = int(rng.choice(5, p=policy.probs[row, t, state]))
             tokens.append(token)
             entropies.append(policy.entropy[row, t, state])
@@ -60,6 +72,7 @@ class Table:
             correct,
             1.0 if correct else -1.0,
             False,
+            end == policy.length,
             np.array(entropies, dtype=np.float32) if wanted else None,
             np.array(log_probs, dtype=np.float32) if wanted else None,
         )
@@ -183,6 +196,7 @@ def test_responses_too_short_for_their_steps(finished: Store) -> None:
         ({"steps": 1}, "--steps 1: it must be at least 2"),
         ({"samples": 1}, "--samples 1: it must be at least 2"),
         ({"second_stage": -1}, "--second-stage -1"),
+        ({"branches": 1}, "--branches 1: it must be 0, or at least 2"),
     ],
 )
 def test_plans_that_cannot_be(options: dict[str, int], message: str) -> None:
@@ -194,12 +208,80 @@ def test_the_plan_knows_cost_and_power(capsys: pytest.CaptureFixture[str]) -> No
     plan = Plan()
     assert plan.continued == 128 * 15 * 16 + 64 * 64
     assert plan.decoded(1000) == pytest.approx(64 * (8 + 64) * 1000 + 128 * 15 * 16 * 500)
+    branched = replace(plan, branches=8)
+    assert branched.continued - plan.continued == 128 * 16 * 8 * 8
+    assert branched.decoded(1000) - plan.decoded(1000) == pytest.approx(128 * 16 * 64 * 500 + 128 * 8 * 1000)
     assert plan.reliability == 0.5
     assert plan.detectable == pytest.approx(0.11, abs=0.005)
     print_plan(plan, 1000, 100, measured=True, cached=True)
     printed = capsys.readouterr().out
     assert "34,816 continuations" in printed
     assert "Smallest alignment seen at 5 %, power 80 %: 0.11" in printed
+
+
+# -------------------------------------------------------------------- branches
+
+BRANCHED = replace(PLAN, second_stage=0, responses=24, branches=8)
+
+
+@pytest.fixture(scope="module")
+def branched(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """An audit with branches that was stopped among the branches and among their continuations."""
+    directory = tmp_path_factory.mktemp("branched")
+    for stop_after in (450, 700, None):
+        try:
+            audit(Table(stop_after=stop_after), Store(directory, facts_of(BRANCHED)), BRANCHED)
+        except KeyboardInterrupt:
+            assert missing(reopen(directory), BRANCHED, 40, SEED)
+    return reopen(directory)
+
+
+@pytest.mark.slow
+def test_the_variance_of_the_branches_is_that_of_the_table(branched: Store) -> None:
+    assert plan_of(branched) == BRANCHED
+    assert not missing(branched, BRANCHED, 40, SEED)
+    chosen = choose_responses(branched.rollouts, BRANCHED, SEED)
+    successes, trials = measured_branches(branched, chosen, BRANCHED)
+    assert successes.shape == (24, 8, 8)
+    assert set(trials[:, :-1].ravel()) == {BRANCHED.continuations // 2}
+    assert set(trials[:, -1].ravel()) == {0}  # responses end there, and their verdicts are known
+    assert np.isin(successes[:, -1], (0, 1)).all()
+    policy, exact = Table().policy, np.zeros(successes.shape[:2])
+    V = np.zeros_like(exact)
+    for number, rollout in enumerate(chosen.responses):
+        states = [int(policy.start[rollout.row])]
+        for t, token in enumerate(rollout.tokens):
+            states.append(int(policy.next[rollout.row, t, states[-1], token]))
+        for step, (start, end) in enumerate(itertools.pairwise(chosen.points[number].tolist())):
+            exact[number, step] = policy.variance_behind(start, end)[rollout.row, states[start]]
+            V[number, step] = policy.V[rollout.row, start, states[start]]
+    error = branch_variance(successes, trials) - exact
+    assert abs(error.mean()) < 4 * error.std() / np.sqrt(error.size)
+    assert np.corrcoef(branch_variance(successes, trials).ravel(), exact.ravel())[0, 1] > 0.6
+    difference = branch_shares(successes, trials).mean(axis=-1) - V
+    assert abs(difference.mean()) < 4 * difference.std() / np.sqrt(difference.size)
+
+
+@pytest.mark.slow
+def test_the_state_oracle_is_a_row_where_branches_were_sampled(
+    branched: Store, result: Result, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = score(branched, BRANCHED, SEED, methods(["gtpo", "fork20"]), None)
+    state = found.analysis.row("state").figures
+    for stratum in ("correct", "wrong"):
+        assert state[stratum]["alignment"].value > found.analysis.row("gtpo").figures[stratum]["alignment"].value
+    assert state["all"]["rollouts"].value < 1
+    print_result(found, BRANCHED, measurement(branched, found) | {"solved": 0, "never": 0})
+    assert "state oracle" in capsys.readouterr().out
+    assert "state" not in {row.name for row in result.analysis.rows}
+
+
+@pytest.mark.slow
+def test_branches_that_are_missing_are_counted(finished: Store) -> None:
+    chosen = choose_responses(finished.rollouts, PLAN, SEED)
+    size = len(chosen.rows) * PLAN.steps * 8
+    with pytest.raises(UserError, match=rf"{size} of {size} branches were not sampled yet: repeat the command"):
+        measured_branches(finished, chosen, replace(PLAN, branches=8))
 
 
 # -------------------------------------------------------------------- figures

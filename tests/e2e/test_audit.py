@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 SIZES = [
     *("--prompts", "20", "--samples", "8", "--responses", "40", "--steps", "4", "--continuations", "8"),
-    *("--methods", "gtpo,fork20,kl_cov"),
+    *("--methods", "gtpo,fork20,kl_cov", "--branches", "2"),
 ]
 
 
@@ -31,7 +31,7 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
     ]
     dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=300)
     assert dry.returncode == 0, dry.stderr
-    assert "1,600 continuations" in dry.stdout
+    assert "2,880 continuations" in dry.stdout
     assert not output.exists()
 
     first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -50,6 +50,12 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
     assert pq.read_table(rollouts).to_pylist()[: len(before)] == before
     values = pq.read_table(output / "values.parquet").to_pylist()
     assert {row["trials"] for row in values} == {4, 16}
+    branches = pq.read_table(output / "branches.parquet").to_pylist()
+    assert len(branches) == 40 * 4 * 2
+    assert all(row["tokens"] for row in branches)
+    assert {row["ended"] for row in branches} == {True, False}
+    behind = {(row["row"], row["sample"], row["place"], row["half"]) for row in values if row["stage"] == 3}
+    assert behind == {(row["row"], row["sample"], row["place"], row["number"]) for row in branches if not row["ended"]}
     assert all(0 <= row["successes"] <= row["trials"] for row in values)
     record = json.loads((output / "audit.json").read_text())
     measured = record["measurement"]
@@ -60,7 +66,7 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
     assert 0 < half < 1
     assert abs(half - binomial) < 0.4
     assert interval == [None, None]  # too few prompts have an audited response
-    assert set(record["methods"]) == {"dapo", "gtpo", "fork20", "position", "random", "oracle"}
+    assert set(record["methods"]) == {"dapo", "gtpo", "fork20", "position", "state", "random", "oracle"}
     assert record["methods"]["dapo"]["figures"]["all"]["alignment"][0] == 0
     assert (output / "audit.html").stat().st_size > 10_000
     # entropies are vLLM's, log-probs of the tokens that were sampled

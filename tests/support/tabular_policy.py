@@ -137,14 +137,16 @@ class TabularPolicy:
 
     def state_variance(self, sampled: Sampled, points: np.ndarray) -> np.ndarray:
         """Var of V behind each step given the state before it, (B, M), exact."""
-        found = []
-        for start, end in itertools.pairwise(points):
-            second = self.V[:, end] ** 2
-            for t in reversed(range(start, end)):
-                second = self._expected(second, t)
-            place = (sampled.tables, sampled.states[:, start])
-            found.append(second[place] - self.V[:, start][place] ** 2)
+        steps = itertools.pairwise(points)
+        found = [self.variance_behind(*step)[sampled.tables, sampled.states[:, step[0]]] for step in steps]
         return np.stack(found, axis=1)
+
+    def variance_behind(self, start: int, end: int) -> np.ndarray:
+        """Var of V(end) given each state at `start`, (P, states), exact."""
+        second = self.V[:, end] ** 2
+        for t in reversed(range(start, end)):
+            second = self._expected(second, t)
+        return second - self.V[:, start] ** 2
 
 
 def _draw(probs: np.ndarray, rng: np.random.Generator) -> np.ndarray:

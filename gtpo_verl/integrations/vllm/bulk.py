@@ -31,9 +31,13 @@ class BulkRequest:
 
 @dataclass(frozen=True, eq=False)
 class BulkSample:
-    """One continuation: tokens (T,) int32, and entropies in nats and log-probs (T,) float32 where asked for."""
+    """One continuation: tokens (T,) int32, and entropies in nats and log-probs (T,) float32 where asked for.
+
+    ended: by an end token or a stop string, not by the limit.
+    """
 
     tokens: NDArray[np.int32]
+    ended: bool
     entropies: NDArray[np.float32] | None = None
     log_probs: NDArray[np.float32] | None = None
 
@@ -63,12 +67,12 @@ class BulkVLLMHttpServer(EntropyVLLMHttpServer):
 
 def _sample(output: Any, entropies: bool) -> BulkSample:
     tokens = np.array(output.token_ids, dtype=np.int32)
+    ended = output.finish_reason == "stop"
     if not entropies:
-        return BulkSample(tokens)
+        return BulkSample(tokens, ended)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
-    return BulkSample(
-        tokens, codec.completion_entropies(output.token_ids, output.logprobs), np.array(log_probs, dtype=np.float32)
-    )
+    found = codec.completion_entropies(output.token_ids, output.logprobs)
+    return BulkSample(tokens, ended, found, np.array(log_probs, dtype=np.float32))
 
 
 class BulkVLLMReplica(EntropyVLLMReplica):
