@@ -48,7 +48,7 @@ ENTROPY_BONUS = Algorithm(
     compute=_entropy_bonus,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=270.0,
+    advantage_ns=64.0,
 )
 
 
@@ -102,7 +102,7 @@ EAPO = Algorithm(
     compute=_eapo,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=500.0,
+    advantage_ns=92.0,
 )
 
 
@@ -145,5 +145,5 @@ POLARITY_ENTROPY = Algorithm(
     compute=_polarity_entropy,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=290.0,
+    advantage_ns=71.0,
 )

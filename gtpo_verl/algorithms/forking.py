@@ -99,7 +99,7 @@ FORK20 = Algorithm(
     compute=_masked(entropies),
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=700.0,
+    advantage_ns=126.0,
 )
 
 RANDOM20 = Algorithm(
@@ -111,5 +111,5 @@ RANDOM20 = Algorithm(
     compute=_masked(_random),
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=700.0,
+    advantage_ns=117.0,
 )

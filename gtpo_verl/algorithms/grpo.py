@@ -102,7 +102,7 @@ DAPO = Algorithm(
     verl_estimator="grpo",
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=41.0,
+    advantage_ns=8.0,
     style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
 )
 

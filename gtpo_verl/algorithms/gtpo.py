@@ -302,6 +302,6 @@ GTPO = Algorithm(
     compute=_compute,
     loss="gtpo",
     aggregation="token-mean",
-    advantage_ns=25.0,
+    advantage_ns=20.0,
     style=Style(light="#0072b2", dark="#56b4e9", marker="o"),
 )

@@ -32,6 +32,7 @@ DR_GRPO = replace(
     label="Dr. GRPO",
     compute=_dr_grpo,
     aggregation="seq-mean-token-sum-norm",
+    advantage_ns=19.0,
     changes=("algorithm.norm_adv_by_std_in_grpo", f"{ACTOR}loss_scale_factor"),
     style=None,
 )

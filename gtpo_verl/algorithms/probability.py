@@ -40,7 +40,7 @@ AR = Algorithm(
     compute=_ar,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=160.0,
+    advantage_ns=64.0,
 )
 
 
@@ -72,7 +72,7 @@ PROB_MASK = Algorithm(
     compute=_prob_mask,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=380.0,
+    advantage_ns=74.0,
 )
 
 
@@ -133,7 +133,7 @@ STARE_O1 = Algorithm(
     compute=_stare,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=400.0,
+    advantage_ns=80.0,
 )
 
 STARE_C2 = Algorithm(
@@ -145,5 +145,5 @@ STARE_C2 = Algorithm(
     compute=_stare,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=400.0,
+    advantage_ns=80.0,
 )

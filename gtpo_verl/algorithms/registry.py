@@ -80,7 +80,7 @@ class Algorithm:
     another.
     needs_several_updates: at ratios of 1, that is with one update a step, its loss is DAPO's but for the aggregation.
     trains_without_contrast: it trains on groups of one polarity too, which dynamic sampling would take from it.
-    advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_advantages.py).
+    advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_methods.py).
     style: in plots; None takes the next free one.
     """
 

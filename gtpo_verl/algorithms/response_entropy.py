@@ -70,7 +70,7 @@ EDA = Algorithm(
     compute=_eda,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=150.0,
+    advantage_ns=81.0,
 )
 
 
@@ -111,5 +111,5 @@ EMPG = Algorithm(
     compute=_empg,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=200.0,
+    advantage_ns=90.0,
 )

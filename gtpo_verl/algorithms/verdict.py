@@ -72,7 +72,7 @@ W_REINFORCE = Algorithm(
     compute=_w_reinforce,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=12.0,
+    advantage_ns=10.0,
     changes=(DYNAMIC_SAMPLING,),
     trains_without_contrast=True,
 )
@@ -122,7 +122,7 @@ QAE = Algorithm(
     compute=_qae,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=28.0,
+    advantage_ns=8.0,
 )
 
 
@@ -163,7 +163,7 @@ RL_ZVP = Algorithm(
     compute=_rl_zvp,
     loss="vanilla",
     aggregation="token-mean",
-    advantage_ns=480.0,
+    advantage_ns=94.0,
     changes=(DYNAMIC_SAMPLING,),
     trains_without_contrast=True,
 )

@@ -74,7 +74,7 @@ DEFAULTS: dict[str, tuple[float, str, str]] = {
     "storage_bandwidth": (2.0, "GB/s", "default: of the file system for one checkpoint, over all nodes; not measured"),
 }  # fmt: skip
 
-ADVANTAGE_BENCHMARK = "benchmarks/bench_advantages.py on two CPU cores"
+ADVANTAGE_BENCHMARK = "benchmarks/bench_methods.py on one CPU core"
 
 
 def default_assumptions(config: DictConfig, gpu: str) -> Assumptions:
