@@ -31,6 +31,7 @@ COMMANDS = {
         "gtpo_verl.commands.audit",
         "measure which method's credit falls on the steps that decide, against Monte-Carlo truth",
     ),
+    "traces": ("gtpo_verl.commands.traces", "let a guiding policy answer the prompts of a file, for algo=dapo_mixed"),
     "export": ("gtpo_verl.commands.export", "the weights of a checkpoint in Hugging Face format"),
     "prepare-data": (
         "gtpo_verl.commands.prepare_data",

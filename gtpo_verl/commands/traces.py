@@ -1,0 +1,159 @@
+"""``gtpo-verl traces``: what a guiding policy answers to the prompts of a training, as columns of their file."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from gtpo_verl import preflight
+from gtpo_verl.config import check_path_in_job
+from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
+from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.settings import settings_of
+from gtpo_verl.evaluation.subject import configuration, find_subject
+from gtpo_verl.files import file_in_the_way, local_path
+from gtpo_verl.integrations.checks import check_model
+from gtpo_verl.runs.terminal import progress_over
+
+if TYPE_CHECKING:
+    from gtpo_verl.evaluation.continuations import Continuation
+    from gtpo_verl.integrations.continuations import Prompts
+
+EPILOG = """\
+MODEL is a run, a checkpoint or a model, as for gtpo-verl eval. It answers every prompt of FILE, a parquet file in
+verl's schema, sampled as the training samples (actor_rollout_ref.rollout.temperature). Responses that the verifier
+calls correct become the columns guide_responses and guide_log_probs, which algorithm.guide reads
+(docs/mixed-policy.md); one that the limit cut off is never kept.
+
+examples:
+  gtpo-verl traces Qwen/Qwen2.5-32B-Instruct data/dapo-math-17k.parquet verifier=answer trainer.n_gpus_per_node=8
+  gtpo-verl traces outputs/gtpo-20260101-120000 data/train.parquet --samples 4 --output data/with_traces.parquet
+
+Token ids and log-probabilities are the guide's: the student needs the same tokenizer. Ctrl-C keeps what is
+finished, and the same command goes on.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("model", metavar="MODEL", help="the guide: a run, a checkpoint or a model")
+    parser.add_argument("file", type=Path, metavar="FILE", help="prompts: a parquet file in verl's schema")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for gtpo-verl train")
+    parser.add_argument("--output", type=local_path, metavar="FILE", help="default: NAME.traces.parquet")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="of each prompt (default: %(default)s)")
+    parser.add_argument("--keep-wrong", action="store_true", help="keep responses that the verifier calls wrong, too")
+    parser.add_argument("--fresh", action="store_true", help="discard what an earlier command has sampled")
+    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Sample, and write the file; returns the exit code."""
+    source, output = _files(args)
+    subject = find_subject(args.model)
+    config = configuration(subject, [*args.overrides, f"data.val_files={source}"])
+    config.data.filter_overlong_prompts = False  # rows are known by their number in the file
+    preflight.check_evaluation(config, "traces")
+    check_model(config)
+    preflight.check_data(config, ("val_files",))
+
+    from gtpo_verl.integrations.launch import check_ray, export_environment
+
+    export_environment(config)
+    check_ray(config, args.overrides)
+    from gtpo_verl.integrations.checks import check_with_verl
+    from gtpo_verl.integrations.continuations import Prompts, bulk_servers
+
+    rollout = config.actor_rollout_ref.rollout
+    sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
+    options = {"--samples": args.samples, "--keep-wrong": args.keep_wrong}
+    settings = settings_of(config) | sampling | options
+    settings = {key: value for key, value in settings.items() if ".val_kwargs." not in key}
+    bulk_servers(config)
+    check_with_verl(config)
+    prompts = Prompts(config)
+    file = TraceFile(output.with_name(f"{output.name}.sampled.jsonl"), settings, fresh=args.fresh)
+    todo = [row for row in range(len(prompts)) if row not in file.answers]
+    print(f"{len(prompts)} prompts, {len(file.answers)} of them answered before.", flush=True)
+    if todo:
+        _sample(config, prompts, file, todo, args)
+    write_with_traces(source, output, file.answers.values())
+    _report(file, output)
+    return 0
+
+
+def _files(args: argparse.Namespace) -> tuple[Path, Path]:
+    source: Path = args.file.expanduser().resolve()
+    if not source.is_file():
+        raise UserError(f"{args.file}: no such file; FILE is the parquet file whose prompts the guide answers.")
+    output: Path = (args.output or source.with_name(f"{source.stem}.traces.parquet")).resolve()
+    check_path_in_job("--output", output)
+    if output == source:
+        raise UserError(f"--output {output} is the input file: give another name.")
+    if blocked := file_in_the_way(output.parent):
+        raise UserError(f"--output {output}: {blocked} is a file, not a directory.")
+    if output.is_dir():
+        raise UserError(f"--output {output} is a directory: give the name of a file in it.")
+    if args.samples < 1:
+        raise UserError(f"--samples {args.samples}: it must be at least 1.")
+    return source, output
+
+
+def _sample(
+    config: DictConfig, prompts: "Prompts", file: TraceFile, todo: Sequence[int], args: argparse.Namespace
+) -> None:
+    """Let the guide answer the rows in ``todo``, with a progress bar; each is kept as soon as it is judged."""
+    from gtpo_verl.evaluation.continuations import Prefix
+    from gtpo_verl.integrations.continuations import sampler
+
+    limit = int(config.data.max_prompt_length)
+    fitting = [row for row in todo if len(prompts.tokens(row)) < limit]
+    with progress_over(file.file.with_suffix(".log")) as progress:
+        bar = progress.add_task("starting Ray and vLLM", total=None)
+        try:
+            with sampler(config, prompts, wait=args.wait) as work:
+                prefixes = (Prefix((row,), row, (), args.samples, entropies=True) for row in fitting)
+                for number, (prefix, samples) in enumerate(work.continued(prefixes), start=1):
+                    file.add(kept(prefix.row, samples, keep_wrong=args.keep_wrong))
+                    progress.update(bar, description="prompts answered", completed=number, total=len(fitting))
+        except KeyboardInterrupt:
+            progress.console.print(f"\nWhat is finished is in {file.file}; repeat the command for the rest.")
+            raise
+    for row in set(todo) - set(fitting):
+        file.add(Answers(row, [], [], 0, 0, 0))
+
+
+def kept(row: int, samples: "Sequence[Continuation]", *, keep_wrong: bool) -> Answers:
+    """The answers to a row: of the samples those that the limit did not cut off and, unless asked, that are correct."""
+    chosen = [each for each in samples if not each.truncated and (each.correct or keep_wrong)]
+    log_probs = []
+    for each in chosen:
+        assert each.log_probs is not None
+        log_probs.append(each.log_probs.tolist())
+    return Answers(
+        row,
+        [each.tokens.tolist() for each in chosen],
+        log_probs,
+        sampled=len(samples),
+        correct=sum(each.correct for each in samples),
+        truncated=sum(each.truncated for each in samples),
+    )
+
+
+def _report(file: TraceFile, output: Path) -> None:
+    answers = file.answers.values()
+    sampled, correct = sum(each.sampled for each in answers), sum(each.correct for each in answers)
+    truncated = sum(each.truncated for each in answers)
+    answered, left_out = sum(bool(each.responses) for each in answers), sum(not each.sampled for each in answers)
+    print(
+        f"{sampled} responses, {correct / max(sampled, 1):.1%} correct, {truncated} cut off by the limit; "
+        f"{answered} of {len(answers)} prompts have one that is kept."
+    )
+    if left_out:
+        print(f"{left_out} prompts are as long as data.max_prompt_length or longer, and were not asked.")
+    if not answered:
+        print("warning: no response was kept, so a run with this file would be refused.")
+    print(f"Data: {output}")

@@ -1,0 +1,91 @@
+"""Responses that a guiding policy gave to the prompts of a file, kept as they come, and the file with them as columns.
+
+``FILE.sampled.jsonl`` beside the output has the settings in its first line and one prompt in each other; an interrupted
+command goes on from it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gtpo_verl.data.traces import LOG_PROBS, RESPONSES
+from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.records import differences
+from gtpo_verl.files import append_json_line, end_torn_line, read_json_lines, reading, write_atomically, write_text
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the guide answered to the prompt of a row.
+
+    responses: token ids with the end, of those that are kept; log_probs: of each of their tokens. sampled: how many
+    responses there were, of which `correct` were correct and `truncated` were cut off by the limit.
+    """
+
+    row: int
+    responses: list[list[int]]
+    log_probs: list[list[float]]
+    sampled: int
+    correct: int
+    truncated: int
+
+
+class TraceFile:
+    """The answers that were sampled so far.
+
+    Args:
+        file: made if need be.
+        settings: flat, all that the answers depend on.
+        fresh: discard what is there.
+
+    Raises:
+        UserError: the file that is there has other settings; it names them. Or it is damaged.
+    """
+
+    def __init__(self, file: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.file = file
+        self.answers: dict[int, Answers] = {}
+        if file.is_file() and not fresh:
+            with reading(file):
+                self._read(json.loads(json.dumps(settings)))
+            end_torn_line(file)
+        else:
+            write_text(file, json.dumps({"settings": dict(settings)}) + "\n")
+
+    def _read(self, settings: Mapping[str, Any]) -> None:
+        lines = [line for _, line in read_json_lines(self.file) if line is not None]
+        changed = differences(lines[0]["settings"], settings)
+        if changed:
+            raise UserError(
+                f"{self.file} was sampled with other settings ({'; '.join(changed)}): name another --output, or "
+                "discard it with --fresh."
+            )
+        self.answers = {line["row"]: Answers(**line) for line in lines[1:]}
+
+    def add(self, answers: Answers) -> None:
+        """Keep the answers to a prompt."""
+        append_json_line(self.file, asdict(answers))
+        self.answers[answers.row] = answers
+
+
+def write_with_traces(source: Path, output: Path, answers: Iterable[Answers]) -> None:
+    """Write the rows of a parquet file with the columns `guide_responses` and `guide_log_probs`, atomically.
+
+    Columns of these names that it has are replaced; a row without answers gets empty lists.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(source)
+    by_row = {each.row: each for each in answers}
+    columns = {
+        RESPONSES: ([by_row[row].responses if row in by_row else [] for row in range(len(table))], pa.int32()),
+        LOG_PROBS: ([by_row[row].log_probs if row in by_row else [] for row in range(len(table))], pa.float32()),
+    }
+    for name, (values, kind) in columns.items():
+        if name in table.column_names:
+            table = table.drop_columns([name])
+        table = table.append_column(name, pa.array(values, type=pa.list_(pa.list_(kind))))
+    write_atomically(output, lambda path: pq.write_table(table, path))
