@@ -109,8 +109,7 @@ def _sample(
     from gtpo_verl.evaluation.continuations import Prefix
     from gtpo_verl.integrations.continuations import sampler
 
-    limit = int(config.data.max_prompt_length)
-    fitting = [row for row in todo if len(prompts.tokens(row)) < limit]
+    fitting = [row for row in todo if prompts.fits(row)]
     with progress_over(file.file.with_suffix(".log")) as progress:
         bar = progress.add_task("starting Ray and vLLM", total=None)
         try:
@@ -153,7 +152,7 @@ def _report(file: TraceFile, output: Path) -> None:
         f"{answered} of {len(answers)} prompts have one that is kept."
     )
     if left_out:
-        print(f"{left_out} prompts are as long as data.max_prompt_length or longer, and were not asked.")
+        print(f"{left_out} prompts are longer than data.max_prompt_length and were not asked.")
     if not answered:
         print("warning: no response was kept, so a run with this file would be refused.")
     print(f"Data: {output}")

@@ -84,10 +84,17 @@ class Prompts:
         Raises:
             UserError: the model's tokenizer cannot render it.
         """
+        return self._whole(row)[: self._limit]
+
+    def fits(self, row: int) -> bool:
+        """Whether the prompt of a row is not cut."""
+        return len(self._whole(row)) <= self._limit
+
+    def _whole(self, row: int) -> tuple[int, ...]:
         if row not in self._known:
             messages = list(self.problems.row(row)["raw_prompt"])
             try:
-                self._known[row] = tuple(self._builder.build_initial_tokens(messages))[: self._limit]
+                self._known[row] = tuple(self._builder.build_initial_tokens(messages))
             except Exception as error:
                 raise UserError(
                     f"the model's tokenizer cannot render the prompt of row {row} ({first_line(error)}): the data does "
