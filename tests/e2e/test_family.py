@@ -11,6 +11,7 @@ import torch
 from metrics_doc import undocumented
 
 from gtpo_verl.algorithms import Batch, algorithm, algorithms
+from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.transfer_queue import group_names
 
@@ -70,5 +71,6 @@ def test_a_step_was_trained_with_the_method(run_dir: Path, metrics: Metrics, nam
         kept = (batch["advantages"] != 0).sum() / (algorithm("dapo").advantages(given).advantages != 0).sum()
         assert 0.05 < kept < 0.4
         return
-    expected = algorithm(name).advantages(given).advantages
+    settings, _ = algorithm(name).configure(compose_config([f"algo={name}", *COMMON]).algorithm.get(name) or {})
+    expected = algorithm(name).advantages(given, settings).advantages
     torch.testing.assert_close(batch["advantages"], expected.float(), atol=2e-5, rtol=2e-5)
