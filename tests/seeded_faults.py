@@ -188,7 +188,9 @@ class Copy:
             ROOT / "benchmarks", directory / "benchmarks", ignore=WITHOUT_CACHES
         )  # tests use one of its modules
         shutil.copytree(tests, directory / "tests", ignore=WITHOUT_CACHES)
-        shutil.copy(ROOT / "pyproject.toml", directory)
+        shutil.copytree(ROOT / "docs", directory / "docs")  # tests compare what they say with the code
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, directory)
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """A command whose Python imports the copy. No bytecode: a changed file may have the size and the second of the
