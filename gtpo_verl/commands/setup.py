@@ -51,9 +51,10 @@ STACK = (
     "numba",
 )
 
-# For tests of the losses under verl's Megatron engine. It is installed into a directory that is not on sys.path:
-# wherever megatron can be imported, verl imports its Megatron engine, which takes 2 s in every Ray worker.
-MEGATRON_CORE = "megatron-core==0.16.1"
+# For tests of verl's Megatron engine. They are installed without dependencies, which contradict verl's, into a
+# directory that is not on sys.path: wherever megatron can be imported, verl imports its Megatron engine, which takes
+# 2 s in every Ray worker.
+MEGATRON = ("megatron-core==0.16.1", "megatron-bridge==0.3.1")
 MEGATRON_DIRECTORY = Path("share/gtpo_verl/megatron")
 
 SHIM_METADATA = """\
@@ -154,7 +155,7 @@ def setup_cpu(python: Path = Path(sys.executable), dev: bool = False, dry_run: b
     check(environment)
     pins = read_constraints()
     roots = [*STACK, *own_requirements(dev)]
-    beside = [MEGATRON_CORE] if dev else []
+    beside = MEGATRON if dev else ()
     if in_place(environment, pins, [*roots, *beside]):
         print(f"CPU stack: everything is in place in {environment.prefix}")
         return

