@@ -227,6 +227,7 @@ def main() -> int:
     parser.add_argument(
         "--hours", type=float, default=12.0, help="start nothing new after these (default: %(default)s)"
     )
+    parser.add_argument("--trials", type=int, default=sys.maxsize, help="do at most so many of them in this call")
     parser.add_argument(
         "--limit", type=float, default=600.0, metavar="SECONDS", help="for a training, then it is killed"
     )
@@ -243,21 +244,22 @@ def main() -> int:
     done = {row["fault"] for row in chaos.state["faults"]}
     faults = [name for name in chosen(args.faults) if name not in done]
     deadline = time.monotonic() + 3600 * args.hours
+    left = args.trials
     try:
         with Progress(redirect_stdout=False, redirect_stderr=False) as progress:
             bar = progress.add_task("kills", total=args.kills, completed=len(chaos.state["kills"]))
             chaos.reference()
-            while len(chaos.state["kills"]) < args.kills and time.monotonic() < deadline:
+            while len(chaos.state["kills"]) < args.kills and left and time.monotonic() < deadline:
                 chaos.kill()
+                left -= 1
                 progress.update(bar, completed=len(chaos.state["kills"]))
             bar = progress.add_task("faults", total=len(faults))
-            for name in faults:
-                if time.monotonic() > deadline:
-                    break
-                chaos.fault(name)
+            while faults and left and time.monotonic() < deadline:
+                chaos.fault(faults.pop(0))
+                left -= 1
                 progress.advance(bar)
-            if len(chaos.state["kills"]) >= args.kills and chaos.chain()[2]:
-                chaos.finish_chain()  # the last kills are followed by weights, too
+            if left and chaos.chain()[2]:
+                chaos.finish_chain()  # so that the last kills, too, are followed by weights
     finally:
         if args.output:
             result = published(chaos.state, directory)

@@ -24,7 +24,7 @@ from gtpo_verl.runs.status import status_of
 KINDS = {
     "task runner": "ray::TaskRunner",
     "FSDP worker": "ray::WorkerDict",
-    "vLLM server": "VLLMHttpServer",
+    "vLLM server": "LLMHttpServer",
     "vLLM engine": "VLLM::EngineCore",
     "agent loop": "AgentLoopWorker",
     "reward worker": "RewardLoopWorker",
