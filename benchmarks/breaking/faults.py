@@ -298,36 +298,43 @@ def twice(lab: Lab, name: str) -> Found:
     return Found(f"{said(ended)}; {status}; then {said(again)}", problems + wrong, ended, state="generating")
 
 
-def stalled(lab: Lab, name: str, kind: str, state: str, limit: float = 60.0) -> Found:
+def stalled(lab: Lab, name: str, kind: str, state: str, limit: float, key: str) -> Found:
     """A process is stopped by SIGSTOP: it lives and does nothing."""
     run_dir, _ = last(lab, name)
-    with lab.training(run_dir, f"guards.stall_timeout={limit:.0f}") as attempt:
+    with lab.training(run_dir, f"{key}={limit:.0f}") as attempt:
         attempt.wait(lambda one: one.phase is not None and one.phase.state == state, lab.limit, closely=True)
         attempt.send(kind, signal.SIGSTOP)
         ended = attempt.end(limit + 180)
     problems = [ended.one_line()] if ended.one_line() else []
+    problems += [f"the line lacks {key}"] if not any(key in line for line in ended.errors) else []
     problems += [f"left behind: {ended.left}"] if ended.left else []
     return Found(said(ended), problems, ended, state=state)
 
 
+WAITING = 60.0  # seconds
+PHASE = 150.0  # seconds; longer than a start, which is a phase as well
+
+
 @fault("vLLM engine stalls while generating", "guards.stall_timeout (60 s here) ends the run with one line")
 def stalled_engine(lab: Lab, name: str) -> Found:
-    return stalled(lab, name, "vLLM engine", "generating")
+    return stalled(lab, name, "vLLM engine", "generating", WAITING, "guards.stall_timeout")
 
 
 @fault("agent loop stalls while generating", "guards.stall_timeout (60 s here) ends the run with one line")
 def stalled_agent_loop(lab: Lab, name: str) -> Found:
-    return stalled(lab, name, "agent loop", "generating")
+    return stalled(lab, name, "agent loop", "generating", WAITING, "guards.stall_timeout")
 
 
-@fault("TransferQueue's controller stalls while generating", "a limit ends the run with one line")
+@fault(
+    "TransferQueue's controller stalls while generating", "guards.phase_timeout (150 s here) ends the run with one line"
+)
 def stalled_controller(lab: Lab, name: str) -> Found:
-    return stalled(lab, name, "queue controller", "generating")
+    return stalled(lab, name, "queue controller", "generating", PHASE, "guards.phase_timeout")
 
 
-@fault("FSDP worker stalls while updating", "a limit ends the run with one line")
+@fault("FSDP worker stalls while updating", "guards.phase_timeout (150 s here) ends the run with one line")
 def stalled_worker(lab: Lab, name: str) -> Found:
-    return stalled(lab, name, "FSDP worker", "updating")
+    return stalled(lab, name, "FSDP worker", "updating", PHASE, "guards.phase_timeout")
 
 
 # ---------------------------------------------------------------- the machine
@@ -461,9 +468,15 @@ def raising_once(lab: Lab, name: str) -> Found:
     return tolerated_reward(lab, name, reward_overrides("raise", 5, 1), 1)
 
 
-@fault("reward function raises for all responses", "one line ends the command")
+@fault("reward function raises for all responses", "one line ends the command; nothing is trained")
 def raising(lab: Lab, name: str) -> Found:
     return broken_reward(lab, name, reward_overrides("raise", 17, 10**6))
+
+
+@fault("the same, with dynamic sampling", "one line ends the command, by guards.max_failed_share; nothing is trained")
+def raising_sampling(lab: Lab, name: str) -> Found:
+    overrides = reward_overrides("raise", 1, 10**6, "algorithm.filter_groups.enable=true")
+    return broken_reward(lab, name, overrides, "groups failed")
 
 
 @fault("reward function returns NaN", "one line ends the command, with step and cause; nothing is trained on it")

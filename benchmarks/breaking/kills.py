@@ -63,7 +63,7 @@ def kill_one(lab: Lab, run_dir: Path, kind: str, state: str, rng: Random) -> tup
         "status": status_line(run_dir),
     }
     row["expected"] = _expected(kind)
-    row["problems"] = _problems(kind, ended, row["status"]) + _losses(run_dir, hit)
+    row["problems"] = _problems(kind, ended, row["status"], hit) + _losses(run_dir, hit)
     return row, attempt.phases
 
 
@@ -94,11 +94,12 @@ def _expected(kind: str) -> str:
     return "one line ends the command, which names what died; the same command resumes"
 
 
-def _problems(kind: str, ended: Ended, status: str) -> list[str]:
+def _problems(kind: str, ended: Ended, status: str, hit: Phase | None) -> list[str]:
     found = [f"left behind: {', '.join(ended.left)}"] if ended.left else []
     if kind not in (DRIVER, CLUSTER) and ended.code != 0 and ended.one_line():  # 0: it was finished without it
         found.append(ended.one_line())
-    wanted = ("complete",) if ended.code == 0 else ("failed", "interrupted")
+    # before the trainer there may be none
+    wanted = ("complete",) if ended.code == 0 else ("failed", "interrupted", *["no record"] * (hit is None))
     if not status.startswith(wanted):
         found.append(f"status: {status}")
     return found

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
+from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json
 from gtpo_verl.runs.directory import PHASE_FILE
 from gtpo_verl.runs.status import status_of
@@ -268,5 +269,8 @@ def _lives(process: psutil.Process) -> bool:
 
 def status_line(run_dir: Path) -> str:
     """What `gtpo-verl status` says of a run: its state, and why."""
-    status = status_of(run_dir)
+    try:
+        status = status_of(run_dir)
+    except UserError as error:
+        return f"no record: {error}"
     return f"{status.state}: {status.why}"
