@@ -144,3 +144,11 @@ def test_the_names_of_the_faults_are_listed(module: Module) -> None:
     )
     assert done.stdout.splitlines() == [f"{name}: {expected}" for name, (expected, _) in faults.items()]
     assert len(faults) >= 20
+
+
+def test_a_soak_reports_slopes_behind_the_first_steps(module: Module) -> None:
+    soak = module("soak")
+    samples = [(step, {"a": 5.0 if step < 100 else 10.0 + step / 50, "b": 3.0}) for step in range(1, 301, 3)]
+    found = soak.slopes(samples, 300)
+    assert found["a"]["per_100_steps"] == pytest.approx(2.0)
+    assert found["b"] == {"first": 3.0, "last": 3.0, "per_100_steps": pytest.approx(0.0, abs=1e-9)}

@@ -114,8 +114,8 @@ class Attempt:
         self._terminal = run_dir.with_name(f"{run_dir.name}.terminal")
         self._terminal.parent.mkdir(parents=True, exist_ok=True)
         self._said_before = self._terminal.stat().st_size if self._terminal.exists() else 0
-        self._scratch = Path(tempfile.mkdtemp(prefix="chaos-"))  # short: Ray's sockets lie in it
-        self._scratch.chmod(0o777)
+        self.ray_files = Path(tempfile.mkdtemp(prefix="chaos-"))  # short: Ray's sockets lie in it
+        self.ray_files.chmod(0o777)
         command = [sys.executable, "-m", "gtpo_verl.train", *overrides, f"trainer.run_dir={run_dir}"]
         self._began = time.time()
         self._started = self.touched = time.monotonic()
@@ -128,7 +128,7 @@ class Attempt:
                 cwd=run_dir.parent,
                 start_new_session=True,
                 user=user,
-                env=os.environ | {"RAY_TMPDIR": str(self._scratch), "PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"RAY_TMPDIR": str(self.ray_files), "PYTHONUNBUFFERED": "1"},
             )
         self._all: dict[int, psutil.Process] = {self.process.pid: self.process}
         self._titles: dict[int, str] = {}
@@ -245,7 +245,7 @@ class Attempt:
                 process.kill()
         psutil.wait_procs(list(self._all.values()), timeout=10)
         self.process.poll()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(self.ray_files, ignore_errors=True)
 
     def said(self) -> str:
         """What it showed on its terminal."""
