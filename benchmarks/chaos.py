@@ -26,6 +26,7 @@ from breaking import kills
 from breaking.checks import last_saved
 from breaking.faults import FAULTS, finish_problems, run_fault, said
 from breaking.lab import Lab
+from breaking.training import Attempt
 from rich.progress import Progress
 
 from gtpo_verl.files import read_json, write_json, write_text
@@ -63,10 +64,15 @@ class Chaos:
                 ended = attempt.end(2 * self.lab.limit)
             if ended.code != 0:
                 raise SystemExit(f"error: the reference ended with {said(ended)}")
-            lasting = kills.lasting(attempt.phases)
-            self.state["reference"] = {"seconds": ended.seconds, "lasting": lasting, "seen": attempt.seen}
+            self.state["reference"] = {"seconds": ended.seconds, "lasting": {}, "seen": {}}
+            self.learn(attempt)
             self.save()
         self.lab.lasting, self.lab.seen = (self.state["reference"][key] for key in ("lasting", "seen"))
+
+    def learn(self, attempt: Attempt) -> None:
+        """Note how long states last, from the last attempt that had them: a machine is not always as fast."""
+        self.state["reference"]["lasting"] |= kills.lasting(attempt.phases)
+        self.state["reference"]["seen"] |= attempt.seen
 
     # ------------------------------------------------------------ kills
 
@@ -86,9 +92,10 @@ class Chaos:
         pairs = kills.order(self.state["seed"])
         tries = self.state["tries"]
         kind, state = pairs[tries % len(pairs)]
-        row, phases = kills.kill_one(self.lab, run_dir, kind, state, Random(f"{self.state['seed']}/{tries}"))
+        row, attempt = kills.kill_one(self.lab, run_dir, kind, state, Random(f"{self.state['seed']}/{tries}"))
         self.state["tries"] += 1
-        kills.look_back(self.lab, run_dir, rows, phases, before)
+        self.learn(attempt)
+        kills.look_back(self.lab, run_dir, rows, attempt.phases, before)
         if row:
             self.state["kills"].append(row | {"chain": number})
         if any(row["problems"] for row in rows) or not row:

@@ -28,18 +28,18 @@ def order(seed: int) -> list[tuple[str, str]]:
 
 
 def lasting(phases: list[Phase]) -> dict[str, float]:
-    """The median duration of each state, seconds."""
-    found: dict[str, list[float]] = {state: [] for state in PHASES}
+    """The median duration of each state that an attempt has ended, seconds."""
+    found: dict[str, list[float]] = {}
     for now, following in itertools.pairwise(phases):
-        if now.state in found:
-            found[now.state].append(following.at - now.at)
-    found["starting"] = [next(phase.at for phase in phases if phase.state != "starting")]
-    return {state: median(values) if values else 0.0 for state, values in found.items()}
+        found.setdefault(now.state, []).append(following.at - now.at)
+    lasts = {state: median(values) for state, values in found.items()}
+    begun = [phase.at for phase in phases if phase.state != "starting"]
+    return lasts | {"starting": begun[0]} if begun else {}
 
 
-def kill_one(lab: Lab, run_dir: Path, kind: str, state: str, rng: Random) -> tuple[dict[str, Any], list[Phase]]:
-    """Start the training, kill, wait for the end; returns the row, without what the next attempt shows, and the phases
-    of this attempt. The row is empty where the training ended before.
+def kill_one(lab: Lab, run_dir: Path, kind: str, state: str, rng: Random) -> tuple[dict[str, Any], Attempt]:
+    """Start the training, kill, wait for the end; returns the row, without what the next attempt shows, and the
+    attempt. The row is empty where the training ended before.
     """
     saved = last_saved(run_dir)
     step = min(saved + 1 + rng.randrange(2), lab.steps)
@@ -48,7 +48,7 @@ def kill_one(lab: Lab, run_dir: Path, kind: str, state: str, rng: Random) -> tup
         moment = _wait_for(attempt, kind, state, step, share, lab)
         if not moment:
             attempt.end(lab.limit)
-            return {}, attempt.phases
+            return {}, attempt
         attempt.look(scan=False)
         hit = attempt.phase
         attempt.send(kind)
@@ -64,12 +64,12 @@ def kill_one(lab: Lab, run_dir: Path, kind: str, state: str, rng: Random) -> tup
     }
     row["expected"] = _expected(kind)
     row["problems"] = _problems(kind, ended, row["status"], hit) + _losses(run_dir, hit)
-    return row, attempt.phases
+    return row, attempt
 
 
 def _wait_for(attempt: Attempt, kind: str, state: str, step: int, share: float, lab: Lab) -> bool:
     """Wait for a random moment of a state; False where the training ends before."""
-    lasts = lab.lasting[state]
+    lasts = lab.lasting.get(state, 0.0)
     if state == "starting":
         there = 0.0 if kind in (DRIVER, CLUSTER) else lab.seen.get(kind, 0.0)
         begun = attempt.wait(lambda one: kind in (DRIVER, CLUSTER) or bool(one.of_kind(kind)), lab.limit)

@@ -44,7 +44,7 @@ class Lab:
         self.limit = limit
         self.lock = lock
         self.reference = directory / "reference"
-        # of the reference: how long its states lasted, and when a kind of process was first there; seconds
+        # how long states last, and when a kind of process is first there; seconds
         self.lasting: dict[str, float] = {}
         self.seen: dict[str, float] = {}
 
