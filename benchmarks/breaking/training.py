@@ -45,7 +45,9 @@ PHASES = {
 SCAN = 1.0  # seconds between looks at the processes
 LOOK = 0.1  # seconds between looks at the phase
 CLOSE_LOOK = 0.003  # the same, before a kill
-GONE_WITHIN = 60.0  # seconds after its end in which all processes of a training must have gone
+# Seconds after its end in which all processes of a training must have gone: after SIGKILL two of Ray's agents try to
+# reach its head for a minute.
+GONE_WITHIN = 120.0
 
 
 class Phase(NamedTuple):
