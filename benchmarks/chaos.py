@@ -14,6 +14,7 @@ The exit code is 1 where a promise of docs/reliability.md was broken. A full dis
 
 import argparse
 import shutil
+import signal
 import sys
 import time
 import traceback
@@ -248,6 +249,7 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     lab = Lab(directory, prepare_task(TASK, directory / "task", progress=False), args.steps, args.limit, args.lock)
     chaos = Chaos(lab, args.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the training under way is ended with it
     done = {row["fault"] for row in chaos.state["faults"]}
     faults = [name for name in chosen(args.faults) if name not in done]
     deadline = time.monotonic() + 3600 * args.hours
