@@ -228,7 +228,7 @@ class Attempt:
         while self._living() and time.monotonic() < deadline:
             time.sleep(0.5)
             self._scan()
-        left = [self._titles.get(process.pid, "?")[:60] for process in self._living()]
+        left = [self._titles.get(process.pid, "?")[:60].strip() for process in self._living()]
         self.kill()
         return left if code is not None else []
 
