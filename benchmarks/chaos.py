@@ -126,6 +126,7 @@ class Chaos:
         except Exception as error:  # of the fault's own: it says nothing about the training
             row = {"fault": name, "not_tried": f"{type(error).__name__}: {error}"}
             traceback.print_exc()
+        self.state["faults"] = [one for one in self.state["faults"] if one["fault"] != name]  # not tried before
         self.state["faults"].append(row | {"seconds": round(time.monotonic() - began, 1)})
         self.save()
 
@@ -250,7 +251,7 @@ def main() -> int:
     lab = Lab(directory, prepare_task(TASK, directory / "task", progress=False), args.steps, args.limit, args.lock)
     chaos = Chaos(lab, args.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the training under way is ended with it
-    done = {row["fault"] for row in chaos.state["faults"]}
+    done = {row["fault"] for row in chaos.state["faults"] if "not_tried" not in row}
     faults = [name for name in chosen(args.faults) if name not in done]
     deadline = time.monotonic() + 3600 * args.hours
     left = args.trials

@@ -111,6 +111,17 @@ def refused(lab: Lab, run_dir: Path, *words: str, more: tuple[str, ...] = (), us
     return Found(said(ended), problems + ([f"left behind: {ended.left}"] if ended.left else []), ended)
 
 
+def reach(lab: Lab, attempt: Attempt, state: str) -> None:
+    """Wait until the trainer is in a state.
+
+    Raises:
+        RuntimeError: the command ends before, so nothing was broken.
+    """
+    if not attempt.wait(lambda one: one.phase is not None and one.phase.state == state, lab.limit, closely=True):
+        raise RuntimeError(f"it did not come to {state}: {attempt.said().strip().splitlines()[-1]}")
+    attempt.look()
+
+
 def cut(file: Path, share: float = 0.5) -> None:
     """Cut a file off."""
     with file.open("rb+") as content:
@@ -257,7 +268,7 @@ def signalled(lab: Lab, name: str, number: signal.Signals, *, state: str = "gene
     """A signal that asks to stop is sent to the command in its first step; afterwards it resumes."""
     run_dir, _ = last(lab, name)
     with lab.training(run_dir) as attempt:
-        attempt.wait(lambda one: one.phase is not None and one.phase.state == state, lab.limit, closely=True)
+        reach(lab, attempt, state)
         attempt.send("driver", number)
         ended = attempt.end(lab.limit)
     saved, status = last_saved(run_dir), status_line(run_dir)
@@ -285,7 +296,7 @@ def sighup(lab: Lab, name: str) -> Found:
 def twice(lab: Lab, name: str) -> Found:
     run_dir, _ = last(lab, name)
     with lab.training(run_dir) as attempt:
-        attempt.wait(lambda one: one.phase is not None and one.phase.state == "generating", lab.limit, closely=True)
+        reach(lab, attempt, "generating")
         attempt.send("driver", signal.SIGINT)
         attempt.wait(lambda one: (run_dir / STOP_FILE).exists(), 10, closely=True)
         attempt.send("driver", signal.SIGINT)
@@ -302,7 +313,7 @@ def stalled(lab: Lab, name: str, kind: str, state: str, limit: float, key: str) 
     """A process is stopped by SIGSTOP: it lives and does nothing."""
     run_dir, _ = last(lab, name)
     with lab.training(run_dir, f"{key}={limit:.0f}") as attempt:
-        attempt.wait(lambda one: one.phase is not None and one.phase.state == state, lab.limit, closely=True)
+        reach(lab, attempt, state)
         attempt.send(kind, signal.SIGSTOP)
         ended = attempt.end(limit + 180)
     problems = [ended.one_line()] if ended.one_line() else []
@@ -344,7 +355,7 @@ def killed_daemon(lab: Lab, name: str, kind: str) -> Found:
     """One of Ray's own daemons is killed in the first step; afterwards the run resumes."""
     run_dir, _ = last(lab, name)
     with lab.training(run_dir) as attempt:
-        attempt.wait(lambda one: one.phase is not None and one.phase.state == "generating", lab.limit)
+        reach(lab, attempt, "generating")
         attempt.send(kind)
         ended = attempt.end(lab.limit)
     problems = [ended.one_line()] if ended.one_line() else []
@@ -367,7 +378,7 @@ def limited(lab: Lab, name: str, kind: str, size: int) -> Found:
     """A process cannot write files beyond a size any more, as on a full disk; afterwards the run resumes."""
     run_dir, _ = last(lab, name)
     with lab.training(run_dir) as attempt:
-        attempt.wait(lambda one: one.phase is not None and one.phase.state == "generating", lab.limit)
+        reach(lab, attempt, "generating")
         for process in attempt.of_kind(kind):
             process.rlimit(psutil.RLIMIT_FSIZE, (size, size))
         ended = attempt.end(lab.limit)
