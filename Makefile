@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test_nodes.py tests/experiments/test_jobs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench fuzz wheel clean
+.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench fuzz chaos wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ bench: $(READY) ## run every benchmark
 
 fuzz: $(READY) ## hostile input: 100,000 cases in process and 300 whole commands; goes on where it was stopped
 	$(BIN)/python benchmarks/fuzz.py
+
+chaos: $(READY) ## kills and faults on real trainings, hours of them; goes on where it was stopped
+	$(BIN)/python benchmarks/chaos.py
 
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

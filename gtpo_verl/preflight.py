@@ -122,7 +122,8 @@ def _check_run_dir(config: DictConfig) -> None:
 
 def _check_guards(config: DictConfig) -> None:
     guards = config.guards
-    for key, high in (("stall_timeout", inf), ("reward_timeout", inf), ("max_failed_share", 1)):
+    timeouts = ("stall_timeout", "phase_timeout", "reward_timeout")
+    for key, high in (*((key, inf) for key in timeouts), ("max_failed_share", 1)):
         value = guards[key]
         if value is None and high == inf:
             continue

@@ -554,6 +554,7 @@ def test_a_model_that_cannot_be_loaded_is_named(
     ("change", "message"),
     [
         ("guards.stall_timeout=0", r"guards\.stall_timeout=0: it must be a number above 0"),
+        ("guards.phase_timeout=-1", r"guards\.phase_timeout=-1: it must be a number above 0"),
         ("guards.max_failed_share=2", "above 0 and at most 1"),
         ("guards.not_finite=ignore", "choose stop or skip"),
         ("guards.max_skipped_steps=-1", "at least 0"),

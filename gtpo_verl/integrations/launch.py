@@ -133,7 +133,7 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
             room, and ``wait`` is off.
     """
     import ray
-    from ray.exceptions import RayActorError, RayTaskError
+    from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
 
     from gtpo_verl.integrations.admission import DevicesTakenError
@@ -167,7 +167,9 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
             if "EADDRINUSE" not in str(error) or ports_lost > 1:
                 raise _in_one_line(error, config) from error
             say("The port that verl had chosen is in use by another process: starting again.")
-        except RayActorError as error:
+        except UserError:
+            raise
+        except Exception as error:  # of Ray itself: a process died, or Ray did not start
             raise _in_one_line(error, config) from error
         finally:
             ray.shutdown()
@@ -188,7 +190,7 @@ def _in_one_line(error: Exception, config: DictConfig) -> UserError:
     else:
         what = f"{type(cause).__name__}: {first_line(cause)}"
     log = f"The stack trace is at the end of {Path(config.trainer.run_dir) / LOG_FILE}"
-    return UserError(f"{what}. {log}. The same command resumes from the last checkpoint.")
+    return UserError(f"{what.rstrip('.')}. {log}. The same command resumes from the last checkpoint.")
 
 
 def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:

@@ -56,7 +56,7 @@ from gtpo_verl.integrations.validation import dump_columns, limits, recorded, va
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
-from gtpo_verl.integrations.waiting import StepGivenUpError, bound_wait
+from gtpo_verl.integrations.waiting import PhaseLimit, StepGivenUpError, bound_wait
 from gtpo_verl.runs.checkpoints import prune
 from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.runs.directory import (
@@ -95,6 +95,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self.not_finite = NotFinite(self.run_dir, guards.not_finite, guards.max_skipped_steps)
         bounds: Any = OmegaConf.to_container(guards.bounds)
         self.guards = Guards(read_bounds(bounds))
+        self.phase_limit = PhaseLimit(guards.phase_timeout)
         self._skips_update = False  # the current batch has values that are not finite
         self._servers_asked = time.monotonic()
         self._pass_seconds: Counter[str] = Counter()  # of the current step
@@ -105,6 +106,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _enter(self, phase: str) -> None:
         record_phase(self.run_dir, self.global_steps, phase)
+        self.phase_limit.begin(f"step {self.global_steps}: {phase}")
 
     def _setup(self) -> None:
         record_phase(self.run_dir, 0, "starting")
@@ -115,7 +117,8 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = self._budgeted(super()._build_replay_buffer())
-        bound_wait(buffer, self.config.guards.stall_timeout, (self.run_dir / STOP_FILE).exists)
+        stopping = (self.run_dir / STOP_FILE).exists
+        bound_wait(buffer, self.config.guards.stall_timeout, stopping, self.phase_limit.polled)
         return buffer
 
     def _budgeted(self, stock: ReplayBuffer) -> ReplayBuffer:
@@ -171,10 +174,11 @@ class CreditAssignmentMixin(PPOTrainer):
     # ---------------------------------------------------------------- processes
 
     def check_processes(self) -> None:
-        """Check that the engines, the agent loops, the reward workers and the actor's ranks are alive.
+        """Check that the engines, the agent loops, the reward workers and actor ranks are alive, and that no phase
+        lasts too long.
 
         Raises:
-            UserError: one is dead.
+            UserError: one is dead, or a phase does.
         """
         self.check_servers()
         dead = ended_actors({name: actor.__ray_ready__.remote() for name, actor in self._workers().items()})
@@ -183,6 +187,7 @@ class CreditAssignmentMixin(PPOTrainer):
                 f"{'; '.join(f'{name}: {why}' for name, why in dead.items())}. It was killed, for lack of memory or by "
                 f"hand, or its node is gone; the run's log may say more. {self._go_on()}"
             )
+        self.phase_limit.check()
 
     def _workers(self) -> dict[str, Any]:
         """The Ray actors that there are by now, beside the engines and TransferQueue, by name."""

@@ -1,7 +1,7 @@
-"""How long a replay buffer waits for rollouts.
+"""How long a replay buffer waits for rollouts, and the trainer for anything else.
 
 verl's buffers poll TransferQueue without a limit: a rollout that never ends, for whatever reason, hangs the run, and a
-request to stop waits with it.
+request to stop waits with it. Its other calls of other processes have no limit either.
 """
 
 import logging
@@ -31,6 +31,7 @@ class BoundedWait:
         buffer: verl's, of any mode.
         limit: seconds without a response or an ended group after which the run ends; None for no limit.
         stopping: whether the run was asked to stop.
+        polled: called at every poll.
         clock: seconds, monotonic.
     """
 
@@ -39,11 +40,13 @@ class BoundedWait:
         buffer: ReplayBuffer,
         limit: float | None,
         stopping: Callable[[], bool],
+        polled: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._buffer = buffer
         self._limit = limit
         self._stopping = stopping
+        self._told = polled
         self._clock = clock
         self._wait = buffer._wait_for_next_poll
         self._seen: Hashable = None
@@ -57,6 +60,7 @@ class BoundedWait:
             UserError: nothing has changed for the limit, and what is waited for.
             StepGivenUpError: the run was asked to stop, and nothing has changed for `STOP_PATIENCE`.
         """
+        self._told()
         now = self._clock()
         seen = partition_id, self._ended(partition_id), len(self._buffer.partitions[partition_id])
         if seen != self._seen or now - self._polled > NOT_POLLED:
@@ -95,8 +99,46 @@ class BoundedWait:
         return f"waiting for {len(running)} groups of the {what} ({named}): no response has arrived"
 
 
-def bound_wait(buffer: ReplayBuffer, limit: float | None, stopping: Callable[[], bool]) -> BoundedWait:
+def bound_wait(
+    buffer: ReplayBuffer, limit: float | None, stopping: Callable[[], bool], polled: Callable[[], object]
+) -> BoundedWait:
     """Let a buffer wait no longer than ``limit`` seconds for the next response."""
-    wait = BoundedWait(buffer, limit, stopping)
+    wait = BoundedWait(buffer, limit, stopping, polled)
     vars(buffer)["_wait_for_next_poll"] = wait
     return wait
+
+
+class PhaseLimit:
+    """How long the trainer may be in one phase; every poll for rollouts starts the time again.
+
+    Args:
+        limit: seconds; None for no limit.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, limit: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._phase, self._since = "starting", clock()
+
+    def begin(self, phase: str) -> None:
+        """Start the time of a phase."""
+        self._phase, self._since = phase, self._clock()
+
+    def polled(self) -> None:
+        """Start the time again."""
+        self._since = self._clock()
+
+    def check(self) -> None:
+        """Check the phase; to be called by another thread.
+
+        Raises:
+            UserError: it lasts longer than the limit.
+        """
+        lasts = self._clock() - self._since
+        if self._limit is not None and lasts > self._limit:
+            raise UserError(
+                f"{self._phase} for {lasts:.0f} s, the limit of guards.phase_timeout: a process, the network or a file "
+                "system hangs, or it takes longer than expected (then raise the limit). The same command resumes from "
+                "the last checkpoint."
+            )

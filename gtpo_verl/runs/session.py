@@ -16,6 +16,7 @@ from gtpo_verl.runs import terminal
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
     DIFF_FILE,
+    PHASE_FILE,
     STOP_FILE,
     flatten,
     link_model,
@@ -56,6 +57,7 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
     with training_lock(run_dir):
         stop = run_dir / STOP_FILE
         stop.unlink(missing_ok=True)
+        (run_dir / PHASE_FILE).unlink(missing_ok=True)  # of an earlier attempt
         write_text(run_dir / CONFIG_FILE, config)
         record = _Record(run_dir, yaml.safe_load(config), command, overrides)
         stopper = _Stopper(stop, record.stopping)
@@ -94,6 +96,8 @@ class _Record:
             (run_dir / DIFF_FILE).unlink(missing_ok=True)
         self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
         self.attempt["commit"] = code["commit"]
+        log = run_dir / terminal.LOG_FILE
+        self.attempt["log_from"] = log.stat().st_size if log.exists() else 0  # bytes of earlier attempts
         self.facts: dict[str, Any] = {
             "name": run_dir.name,
             "created": earlier.get("created", started),

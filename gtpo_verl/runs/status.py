@@ -28,7 +28,11 @@ _CAUSES = (
     (re.compile(r"^error: (?P<text>.*)"), "{text}"),
     (re.compile(r"(?P<text>No space left on device)"), "the disk is full"),
     (re.compile(r"(?P<text>CUDA out of memory)"), "a GPU's memory ran out"),
-    (re.compile(r"(?P<text>OutOfMemoryError|out of memory|OOM)"), "the machine's memory ran out"),
+    # not "OOM": whatever dies, Ray says that it might have been the system's OOM killer
+    (
+        re.compile(r"(?P<text>OutOfMemoryError|[Oo]ut of memory|memory pressure \(OOM\))"),
+        "the machine's memory ran out",
+    ),
     (re.compile(r"(?P<text>\w*(?:Error|Exception): .*)"), "{text}"),
 )
 
@@ -57,7 +61,9 @@ def status_of(run_dir: Path) -> Status:
     if "attempts" not in record:
         raise UserError(f"{run_dir} is not the directory of a training: it has no {RECORD_FILE} of one.")
     alive = live_owner(run_dir / LOCK_FILE) is not None
-    log = _end_of(run_dir / LOG_FILE)
+    with reading(run_dir / RECORD_FILE):
+        begins = record["attempts"][-1].get("log_from", 0) if record["attempts"] else 0
+        log = _end_of(run_dir / LOG_FILE, max(0, begins))
     if alive:
         state = "stopping" if (run_dir / STOP_FILE).exists() else "running"
         why = _phase(run_dir)
@@ -90,7 +96,7 @@ def _end(run_dir: Path, record: Mapping[str, Any], log: list[str]) -> tuple[str,
         return state, str(record.get("reason") or "no reason was recorded")
     doing = _read(run_dir / PHASE_FILE)
     with reading(run_dir / PHASE_FILE):
-        at = f" in step {doing['step']}, {doing['phase']}" if doing else ""
+        at = f" in step {doing['step']}, {doing['phase']}" if doing else " while it started"
     cause = _cause(log)
     said = f"; the log says: {cause}" if cause else ""
     return "interrupted", f"its process was killed, or its machine is gone{at}{said}"
@@ -104,11 +110,13 @@ def _cause(log: list[str]) -> str:
     return ""
 
 
-def _end_of(file: Path) -> list[str]:
+def _end_of(file: Path, begins: int) -> list[str]:
+    """The last lines of the log of an attempt, which begins behind so many bytes."""
     if not file.is_file():
         return []
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        return [line.rstrip() for line in deque(lines, maxlen=_LINES)]
+    with file.open("rb") as content:
+        content.seek(begins)
+        return [line.decode("utf-8", "replace").rstrip() for line in deque(content, maxlen=_LINES)]
 
 
 def _lines(run_dir: Path, state: str) -> Iterator[tuple[str, str]]:

@@ -67,6 +67,13 @@ def test_a_process_that_died_is_one_line_and_its_trace_goes_to_the_log(
     assert "Traceback of forty lines" in capsys.readouterr().err
 
 
+def test_a_ray_that_does_not_start_is_one_line(jobs: list[BaseException | None]) -> None:
+    """On a machine that is too busy, as Ray's node says it: by a plain exception."""
+    jobs += [Exception("The current node timed out during startup.")]
+    with pytest.raises(UserError, match=r"^Exception: The current node timed out during startup\. The stack trace"):
+        launch.run_job(RUN)
+
+
 def test_a_step_that_was_given_up_on_request_is_no_failure(
     jobs: list[BaseException | None], capsys: pytest.CaptureFixture[str]
 ) -> None:

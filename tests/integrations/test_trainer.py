@@ -31,6 +31,7 @@ from gtpo_verl.integrations.guide import GuideRows
 from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, put_rows, reward_infos
+from gtpo_verl.integrations.waiting import PhaseLimit
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import MetricsRecorder
 
@@ -50,6 +51,7 @@ class Trainer(ours.CreditAssignmentMixin):
         self._not_logged = None
         self._skips_update = False
         self.not_finite = NotFinite(run_dir, "stop", 1)
+        self.phase_limit = PhaseLimit(None)
         self.config = OmegaConf.create(
             {
                 "algorithm": defaults | algorithm,
@@ -460,6 +462,10 @@ def test_a_worker_that_was_killed_is_named_and_a_busy_one_is_not(
     trainer = Trainer(tmp_path)
     trainer.actor_rollout_wg = SimpleNamespace(_workers=[busy])
     trainer.check_processes()
+    trainer.phase_limit = PhaseLimit(1e-6)
+    trainer._enter("updating the actor")
+    with pytest.raises(UserError, match=r"^step 1: updating the actor for .* the limit of guards\.phase_timeout"):
+        trainer.check_processes()
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=[idle, dead])
     ray.kill(dead)
     with pytest.raises(

@@ -12,7 +12,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import waiting
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopWorker, Scorable
-from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, StepGivenUpError, bound_wait
+from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, PhaseLimit, StepGivenUpError, bound_wait
 
 
 class Rollouts:
@@ -27,9 +27,10 @@ class Rollouts:
             sampler_kwargs=OmegaConf.create({}),
         )
         self.now = 0.0
+        self.phase = PhaseLimit(100, lambda: self.now)
         self.buffer._wait_for_next_poll = self.poll
         self.buffer.running_keys["train"] = {"000003-000001", "000003-000002"}
-        self.wait = BoundedWait(self.buffer, limit, lambda: stopping, lambda: self.now)
+        self.wait = BoundedWait(self.buffer, limit, lambda: stopping, self.phase.polled, lambda: self.now)
 
     def poll(self, partition_id: str, last: float) -> float:
         self.now += 10
@@ -68,6 +69,19 @@ def test_time_between_two_waits_does_not_count() -> None:
         rollouts.now += 1000  # an update, with the same numbers before and after it
 
 
+def test_a_phase_without_polls_ends_the_run_and_one_that_polls_does_not() -> None:
+    rollouts = Rollouts(None)
+    rollouts.phase.begin("step 3: generating")
+    rollouts.wait_for(1000)
+    rollouts.phase.check()
+    rollouts.phase.begin("step 3: updating the actor")
+    rollouts.now += 100
+    rollouts.phase.check()
+    rollouts.now += 1
+    with pytest.raises(UserError, match=r"^step 3: updating the actor for 101 s, the limit of guards\.phase_timeout"):
+        rollouts.phase.check()
+
+
 def test_without_a_limit_it_waits() -> None:
     Rollouts(None).wait_for(100_000)
 
@@ -89,7 +103,7 @@ def test_what_is_waited_for_is_said_before_the_end(monkeypatch: pytest.MonkeyPat
 
 def test_verls_buffer_asks_before_it_sleeps() -> None:
     rollouts = Rollouts(100)
-    wait = bound_wait(rollouts.buffer, 0.0, lambda: False)
+    wait = bound_wait(rollouts.buffer, 0.0, lambda: False, lambda: None)
     assert rollouts.buffer._wait_for_next_poll is wait
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import HF_WEIGHTS, MetricsRecorder, read_record
+from gtpo_verl.runs.directory import HF_WEIGHTS, MetricsRecorder, read_record, record_phase
 from gtpo_verl.runs.session import training_session
 
 
@@ -41,6 +41,16 @@ def test_a_training_that_ends_is_complete_and_its_last_model_is_linked(tmp_path:
     assert status(tmp_path) == "complete"
     assert (tmp_path / "model").resolve() == weights.resolve()
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_an_attempt_knows_where_its_log_begins_and_is_in_no_phase_yet(tmp_path: Path) -> None:
+    record_phase(tmp_path, 4, "updating the actor")
+    (tmp_path / "train.log").write_text("of an earlier attempt\n")
+    with session(tmp_path):
+        record = read_record(tmp_path)
+        assert record is not None
+        assert record["attempts"][-1]["log_from"] == 22
+        assert not (tmp_path / "phase.json").exists()
 
 
 def test_ctrl_c_asks_the_trainer_to_stop_and_the_run_is_interrupted(

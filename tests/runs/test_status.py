@@ -63,6 +63,17 @@ def test_a_run_that_was_killed_says_where_and_what_its_log_says(run_dir: Path) -
     assert "time left" not in status.lines
 
 
+def test_what_an_earlier_attempt_logged_is_not_the_cause(run_dir: Path) -> None:
+    earlier = "gtpo_verl WARNING: first\nRuntimeError: CUDA out of memory\n"
+    log = "A worker died. There are some potential root causes. (1) The process is killed by SIGKILL by OOM killer.\n"
+    (run_dir / "train.log").write_text(earlier + log)
+    (run_dir / "run.json").write_text(json.dumps({"attempts": [{"log_from": len(earlier)}], "status": "running"}))
+    (run_dir / "phase.json").unlink()
+    status = status_of(run_dir)
+    assert status.why == "its process was killed, or its machine is gone while it started"
+    assert status.warnings == ()
+
+
 def test_an_end_that_was_recorded_is_repeated(run_dir: Path) -> None:
     record(run_dir, "failed", "vLLM died (server 0).")
     assert (status_of(run_dir).state, status_of(run_dir).why) == ("failed", "vLLM died (server 0).")
