@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.records import differences
 from gtpo_verl.files import read_json, write_atomically, write_json
+from gtpo_verl.runs.directory import differences
 
 ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE = "rollouts.parquet", "values.parquet", "branches.parquet"
 RECORD_FILE, LOG_FILE = "audit.json", "audit.log"

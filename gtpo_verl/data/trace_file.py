@@ -12,8 +12,8 @@ from typing import Any
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.records import differences
 from gtpo_verl.files import append_json_line, end_torn_line, read_json_lines, reading, write_atomically, write_text
+from gtpo_verl.runs.directory import differences
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.summary import Figure, Sample, paired_changes
 from gtpo_verl.files import append_json_line, read_json, read_json_lines, reading, write_json, write_text
 from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.directory import differences
 
 PROBLEMS_FILE = "problems.jsonl"
 RECORD_FILE = "evaluation.json"
@@ -174,16 +175,6 @@ def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -
 def _recorded_settings(directory: Path) -> dict[str, Any]:
     with reading(directory / RECORD_FILE):
         return dict(read_json(directory / RECORD_FILE)["settings"])
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``KEY was OLD, is NEW`` for each setting that differs."""
-    nothing = "not set"
-    return [
-        f"{key} was {before.get(key, nothing)}, is {now.get(key, nothing)}"
-        for key in sorted({*before, *now})
-        if before.get(key, nothing) != now.get(key, nothing)
-    ]
 
 
 def changes_since(

@@ -169,6 +169,16 @@ def read_config(file: Path) -> Any:
     return yaml.load(text, Loader=loader)
 
 
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """``KEY was OLD, is NEW`` for each setting that differs."""
+    nothing = "not set"
+    return [
+        f"{key} was {before.get(key, nothing)}, is {now.get(key, nothing)}"
+        for key in sorted({*before, *now})
+        if before.get(key, nothing) != now.get(key, nothing)
+    ]
+
+
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and values of a nested dict; an empty section is a value."""
     for key, value in tree.items():
