@@ -30,10 +30,12 @@ from gtpo_verl.versions import check_vllm, installed_version
 
 if TYPE_CHECKING:
     from gtpo_verl.algorithms import Algorithm
+    from gtpo_verl.algorithms.mixed_policy import GuideConfig
 
 HUB_TIMEOUT = 5.0  # seconds
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 NOT_FINITE = ("stop", "skip")
+GUIDED_LOSSES = ("vanilla", "gtpo", "mixed", "grpo_s")
 ON_BUDGET = ("train_smaller", "stop")
 NORM_BY_STD_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")  # verl's, which read norm_adv_by_std_in_grpo
 
@@ -242,12 +244,7 @@ def _check_guide(config: DictConfig) -> None:
     if guide.mode == "off":
         return
     key, settings, rollout = f"algorithm.guide.mode={guide.mode}", config.algorithm, config.actor_rollout_ref.rollout
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if (settings.adv_estimator, loss) != ("grpo", "mixed"):
-        raise UserError(
-            f"{key} needs the loss and the advantages of mixed-policy DAPO: choose algo=dapo_mixed or algo=luffy "
-            f"(algorithm.adv_estimator is {settings.adv_estimator}, policy_loss.loss_mode {loss})."
-        )
+    _check_guided_method(config, guide)
     if guide.reserved >= rollout.n:
         raise UserError(
             f"{key} may give {guide.reserved} of the actor_rollout_ref.rollout.n={rollout.n} responses of a group to "
@@ -289,6 +286,36 @@ def _check_guide(config: DictConfig) -> None:
         )
     if guide.ratio == "phi":
         _check_guide_probabilities(rollout)
+
+
+def _check_guided_method(config: DictConfig, guide: GuideConfig) -> None:
+    """Check that the run's advantages and loss say what a guide's row is to them."""
+    from gtpo_verl.algorithms import algorithm_of
+    from gtpo_verl.algorithms.mixed_policy import has_rule
+
+    key, estimator = f"algorithm.guide.mode={guide.mode}", config.algorithm.adv_estimator
+    loss, chosen = config.actor_rollout_ref.actor.policy_loss.loss_mode, algorithm_of(config)
+    if loss not in GUIDED_LOSSES:
+        raise UserError(
+            f"{key} does not go with actor_rollout_ref.actor.policy_loss.loss_mode={loss}, which has no rule for the "
+            f"guide's rows: choose {', '.join(GUIDED_LOSSES[:-1])} or {GUIDED_LOSSES[-1]}."
+        )
+    if chosen is None or chosen.guide is None:
+        raise UserError(
+            f"{key} does not go with algorithm.adv_estimator={estimator}, which has no rule for the guide's rows: "
+            "docs/mixed-policy.md lists the methods that have one, such as algo=dapo_mixed, luffy, gtpo and grpo_s."
+        )
+    if not has_rule(chosen, guide):
+        raise UserError(
+            f"algorithm.guide.adv_scope={guide.adv_scope} does not go with algorithm.adv_estimator={estimator}, whose "
+            "advantages are over all rows of a group: set it to union."
+        )
+    if guide.in_entropy_stats and (chosen.guide == "alike" or "old_log_probs" in chosen.needs):
+        why = "compares no tokens" if chosen.guide == "alike" else "reads old log-probs, which guide rows lack"
+        raise UserError(
+            f"algorithm.guide.in_entropy_stats=true does not go with algorithm.adv_estimator={estimator}, which {why}: "
+            "set it to false."
+        )
 
 
 def _check_guide_probabilities(rollout: DictConfig) -> None:

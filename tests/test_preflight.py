@@ -202,8 +202,19 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("algo=dapo", "choose algo=dapo_mixed or algo=luffy"),
-        ("algo=gtpo", "choose algo=dapo_mixed or algo=luffy"),
+        (
+            "algo=gspo",
+            "policy_loss.loss_mode=gspo, which has no rule for the guide's rows: choose vanilla, gtpo, mixed",
+        ),
+        ("algo=rl_zvp", "algorithm.adv_estimator=rl_zvp, which has no rule for the guide's rows"),
+        ("algo=empg", "algorithm.adv_estimator=empg, which has no rule for the guide's rows"),
+        (
+            "algo=qae;algorithm.guide.adv_scope=on_only",
+            "adv_scope=on_only does not go with algorithm.adv_estimator=qae",
+        ),
+        ("algo=gtpo;algorithm.guide.adv_scope=on_only", "set it to union"),
+        ("algorithm.guide.in_entropy_stats=true", "adv_estimator=grpo, which compares no tokens: set it to false"),
+        ("algo=ar;algorithm.guide.in_entropy_stats=true", "adv_estimator=ar, which reads old log-probs"),
         ("data.train_files=DIR/train.parquet", "has no column guide_responses"),
         ("algo=dapo_mixed", "has no column guide_log_probs"),
         ("algorithm.guide.source=server", "algorithm.guide: source must be one of traces"),
@@ -218,8 +229,9 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
     ],
 )
 def test_a_guide_that_cannot_be_is_refused_in_one_line(composed: Composer, change: str, message: str) -> None:
-    mode = "algorithm.guide.mode=mix"
-    config = composed(*GUIDED, mode, change.lstrip("+"))
+    guide = ("algorithm.guide.mode=mix", "algorithm.guide.ratio=one", "algorithm.guide.clip=none")
+    changes = change.lstrip("+").split(";")
+    config = composed(*GUIDED, *(guide if changes[0] != "algo=dapo_mixed" else guide[:1]), *changes)
     with pytest.raises(UserError) as caught:
         preflight.check(config)
     assert message in str(caught.value)
@@ -238,6 +250,10 @@ def test_a_ratio_to_the_guide_needs_whole_distributions(composed: Composer, chan
 
 def test_a_guide_that_can_be_passes(composed: Composer) -> None:
     preflight.check(composed(*GUIDED))
+    guide = ("algorithm.guide.mode=mix", "algorithm.guide.ratio=one", "algorithm.guide.clip=none")
+    for algo in ("dapo", "gtpo", "grpo_s", "fork20", "w_reinforce", "dr_grpo"):
+        preflight.check(composed(*GUIDED, *guide, f"algo={algo}"))
+    preflight.check(composed(*GUIDED, *guide, "algo=gtpo", "algorithm.guide.in_entropy_stats=true"))
     preflight.check(composed("algo=dapo_mixed", "algorithm.guide.mode=off"))
     on_only = "algorithm.guide.adv_scope=on_only"
     preflight.check(composed(*GUIDED, on_only))

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from gtpo_verl.algorithms._packed.moments import STD_EPSILON, Moments
+from gtpo_verl.algorithms.base import dapo_advantages, shaped_reward
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, config_from, number
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
 from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
+from gtpo_verl.algorithms.registry import Algorithm
 from gtpo_verl.errors import UserError
 
 _CHOICES = {
@@ -38,6 +41,8 @@ class GuideConfig:
     clip: of guide rows, the run's clip range and dual clip (`dapo`), or `none`.
     shape_gamma: γ > 0 of the shaping f(r̂) = r̂ / (r̂ + γ) in place of r̂, without a clip; None for none.
     adv_scope: mean and standard deviation of a group over all its rows (`union`) or its own alone (`on_only`).
+    in_entropy_stats: a method that weighs tokens by entropies treats guide rows like any other; else they have a flat
+    reward, and own rows are compared with each other alone (`guided_advantages`).
     drop_wrong: a response of the guide that the verifier calls wrong is replaced by one of the policy's own.
     last_step: the last step in which the guide takes part; None for no end.
     """
@@ -50,6 +55,7 @@ class GuideConfig:
     clip: str = "dapo"
     shape_gamma: float | None = None
     adv_scope: str = "union"
+    in_entropy_stats: bool = False
     drop_wrong: bool = False
     last_step: int | None = None
 
@@ -62,8 +68,11 @@ class GuideConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {value}")
-        if not isinstance(self.drop_wrong, bool):
-            raise ValueError(f"drop_wrong must be true or false, got {self.drop_wrong!r}")
+        for name in ("drop_wrong", "in_entropy_stats"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.in_entropy_stats and self.adv_scope != "union":
+            raise ValueError("in_entropy_stats=true makes guide rows like any other: set adv_scope=union")
         if self.shape_gamma is not None and number("shape_gamma", self.shape_gamma) <= 0:
             raise ValueError(f"shape_gamma must be above 0, got {self.shape_gamma}")
         if self.shape_gamma is not None and self.clip != "none":
@@ -131,6 +140,43 @@ def on_only_advantages(
         std = own.std(torch.finfo(rewards.dtype).eps)
         A[rows] = (rewards[rows] - own.mean) / (std + STD_EPSILON if by_std and std else 1.0)
     return A
+
+
+def has_rule(entry: Algorithm, settings: GuideConfig) -> bool:
+    """Whether a method says what the advantages of guide rows are."""
+    if settings.adv_scope == "on_only":
+        return entry.guide == "dapo" or (entry.guide == "alike" and entry.verl_estimator == "grpo")
+    return entry.guide is not None
+
+
+def guided_advantages(
+    entry: Algorithm, batch: Batch, guide: torch.Tensor, settings: GuideConfig, config: Any = None
+) -> AdvantageOutput:
+    """Advantages of a method for a batch in which some rows are a guide's.
+
+    entry, batch, config: as in `Algorithm.advantages`. guide: (B,) bool.
+    The rule is `entry.guide`. `alike`: rows of either kind are the same to a method of rewards alone. `dapo`: guide
+    rows have DAPO's advantage A0, and the method reshapes that of own rows, seeing no entropy or probability of the
+    others; A0 is over the rows that `settings.adv_scope` says. `flat`: GTPO and GRPO-S, `gtpo_advantages`.
+    Metrics of the method are of own rows, unless the rule is `alike`.
+    Raises ValueError for a method without a rule, and for GTPO and GRPO-S with `adv_scope=on_only`: where own rows have
+    one verdict, their shaped rewards differ by entropies alone, and say nothing about the size of an advantage.
+    """
+    if not has_rule(entry, settings):
+        raise ValueError(f"{entry.label} has no rule for rows of a guide with adv_scope={settings.adv_scope}")
+    if entry.guide == "alike" or settings.in_entropy_stats:
+        return entry.advantages(batch, config)
+    if entry.guide == "flat":
+        return entry.advantages(replace(batch, guide=guide), config)
+    mask = batch.response_mask != 0
+    A0 = dapo_advantages(replace(batch, entropy=None))
+    if settings.adv_scope == "on_only":
+        whole = mask.any(1)
+        A0 = torch.zeros_like(A0)
+        A0[whole] = on_only_advantages(shaped_reward(batch)[whole], batch.group[whole], guide[whole])[:, None]
+    own = entry.advantages(replace(batch, response_mask=mask & ~guide[:, None], A0=A0), config)
+    advantages = torch.where(guide[:, None] & mask, A0.to(own.advantages.dtype), own.advantages)
+    return replace(own, advantages=advantages)
 
 
 def guide_metrics(

@@ -6,6 +6,7 @@ known everywhere, and no other column or tag says it.
 """
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,11 +21,12 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug.metrics import calculate_debug_metrics
 
+from gtpo_verl.algorithms.losses import sequence_loss
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_config, guide_metrics, on_only_advantages
 from gtpo_verl.data.traces import Trace
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss
+from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss, one_per_response
 from gtpo_verl.integrations.transfer_queue import (
     fetch,
     fetch_rows,
@@ -37,6 +39,8 @@ from gtpo_verl.integrations.transfer_queue import (
 from gtpo_verl.integrations.vllm.agent_loop import RolloutEntropyOutput
 from gtpo_verl.runs.correctness import is_correct
 
+TOKEN_LOSSES = ("vanilla", "gtpo", "mixed")  # `policy_loss.loss_mode` of which own rows have the same loss
+SEQUENCE_LOSS = "grpo_s"
 FIRST_SESSION = 1_000_000  # of the guide's rows; those of the policy are numbered from 0
 
 
@@ -172,8 +176,14 @@ class GuideRows:
         return self.config.mode != "off"
 
     def loss(self) -> Any:
-        """What the actor's workers call in place of verl's ``ppo_loss``."""
-        actor = omega_conf_to_dataclass(self._run.actor_rollout_ref.actor)
+        """What the actor's workers call in place of verl's ``ppo_loss``.
+
+        `vanilla` and `gtpo` are DAPO's loss of tokens, and so is `mixed` on own rows: it takes their place.
+        """
+        settings = copy.deepcopy(self._run.actor_rollout_ref.actor)
+        if settings.policy_loss.loss_mode in TOKEN_LOSSES:
+            settings.policy_loss.loss_mode = "mixed"
+        actor = omega_conf_to_dataclass(settings)
         return partial(guided_ppo_loss, config=actor, clip=self.config.clip, shape_gamma=self.config.shape_gamma)
 
     def replace_denominators(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
@@ -209,8 +219,10 @@ class GuideRows:
             batch.fields = [*batch.fields, GUIDE_MASK]
 
     def use_own_statistics(self, batch: KVBatchMeta) -> None:
-        """Under ``adv_scope=on_only``, replace the advantages, which verl has computed over all rows of a group."""
-        if self.config.adv_scope == "union":
+        """Under ``adv_scope=on_only``, replace advantages that verl's estimator has computed over all rows of a
+        group; the other estimators have seen to it.
+        """
+        if self.config.adv_scope == "union" or self._run.algorithm.adv_estimator != "grpo":
             return
         last: dict[str, str] = {}  # a session with several outputs counts once, by its last
         for key in real_rows(batch):
@@ -255,9 +267,15 @@ class GuideRows:
         for number, key in enumerate(batch.keys):
             if key in self._log_probs:
                 policy[number, : len(self._log_probs[key])] = self._log_probs[key]
-        actor = self._run.actor_rollout_ref.actor
-        on_guide = mask & of_guide[:, None]
-        return guide_metrics(policy, denominators, advantages, on_guide, actor.clip_ratio_low, actor.clip_ratio_high)
+        actor, on_guide = self._run.actor_rollout_ref.actor, mask & of_guide[:, None]
+        found = guide_metrics(policy, denominators, advantages, on_guide, actor.clip_ratio_low, actor.clip_ratio_high)
+        loss = actor.policy_loss
+        if loss.loss_mode == SEQUENCE_LOSS:
+            clip_ratios = loss.seq_clip_ratio_low, loss.seq_clip_ratio_high
+            A = one_per_response(advantages, on_guide)
+            _, of_sequences = sequence_loss(policy, denominators, A, on_guide, *clip_ratios, loss.seq_ratio)
+            found["clipfrac"] = of_sequences["clipfrac"].item()
+        return found
 
 
 def _agreement_of_own_rows(batch: KVBatchMeta) -> dict[str, Any]:

@@ -376,6 +376,7 @@ class CreditAssignmentMixin(PPOTrainer):
             _scores(infos),
             old_log_probs=fetch(batch, "old_log_probs")[0] if reads_log_probs else None,
             seed=SEED_STRIDE * (self.config.get("seed") or 0) + self.global_steps,
+            guide=~own_rows(batch.keys)[:, 0] if self.guide.on else None,
         )
 
     def _zero_lone_responses(self, batch: KVBatchMeta) -> int:
