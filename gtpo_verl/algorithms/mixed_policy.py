@@ -23,7 +23,7 @@ from gtpo_verl.errors import UserError
 
 _CHOICES = {
     "mode": ("off", "mix", "zero", "both"),
-    "source": ("traces",),
+    "source": ("traces", "server"),
     "ratio": ("phi", "one", "old"),
     "clip": ("dapo", "none"),
     "adv_scope": ("union", "on_only"),
@@ -36,7 +36,10 @@ class GuideConfig:
 
     mode: `mix` gives the last `n_off` rows of a group to the guide unless all the others are correct; `zero` gives it
     the last `n_zero` rows if all the others are wrong; `both` does both, and `off` neither.
-    source: where its responses are from: `traces`, a column of the training data.
+    source: where its responses are from: `traces`, a column of the training data, or `server`, a model in vLLM replicas
+    of its own.
+    model: of `server`, a directory in Hugging Face format or a name on the hub; its tokenizer is the policy's.
+    replicas, tensor_parallel_size: of `server`, how many there are and the devices of each, all on one node.
     ratio: denominator of a guide row's ratio, π_φ (`phi`), 1 (`one`), or the old policy as for own rows (`old`).
     clip: of guide rows, the run's clip range and dual clip (`dapo`), or `none`.
     shape_gamma: γ > 0 of the shaping f(r̂) = r̂ / (r̂ + γ) in place of r̂, without a clip; None for none.
@@ -49,6 +52,9 @@ class GuideConfig:
 
     mode: str = "off"
     source: str = "traces"
+    model: str | None = None
+    replicas: int = 1
+    tensor_parallel_size: int = 1
     n_off: int = 1
     n_zero: int = 1
     ratio: str = "phi"
@@ -62,7 +68,7 @@ class GuideConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             choice(name, getattr(self, name), allowed)
-        for name in ("n_off", "n_zero", "last_step"):
+        for name in ("n_off", "n_zero", "last_step", "replicas", "tensor_parallel_size"):
             value = getattr(self, name)
             if name == "last_step" and value is None:
                 continue
@@ -73,6 +79,10 @@ class GuideConfig:
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
         if self.in_entropy_stats and self.adv_scope != "union":
             raise ValueError("in_entropy_stats=true makes guide rows like any other: set adv_scope=union")
+        if self.source == "server" and not self.model:
+            raise ValueError("source=server needs model=DIRECTORY (Hugging Face format), the guide")
+        if self.source == "traces" and self.model is not None:
+            raise ValueError("model is read with source=server alone: set source=server, or model=null")
         if self.shape_gamma is not None and number("shape_gamma", self.shape_gamma) <= 0:
             raise ValueError(f"shape_gamma must be above 0, got {self.shape_gamma}")
         if self.shape_gamma is not None and self.clip != "none":
@@ -82,6 +92,11 @@ class GuideConfig:
                 "ratio=one with clip=dapo would take the gradient of every guide token with A < 0 and π_θ below "
                 "1 - clip_ratio_low, and never bind for A > 0: set clip=none"
             )
+
+    @property
+    def served(self) -> bool:
+        """Whether the run has servers of the guide."""
+        return self.mode != "off" and self.source == "server"
 
     @property
     def mixed(self) -> int:

@@ -62,8 +62,8 @@ def three_rows(correct: list[bool]) -> Batch:
 
 HAND = [
     # Own rows wrong, the guide's correct. GTPO: w⁻ = (1/H) / mean = 1.5, 2/3; 0.5, 4/3, so r⁻ = -0.9 - 0.1 w⁻; the
-    # guide's tokens have α1 + α2 = 1. Correct ones and four zeros: mean 1/3, std 0.516398. Wrong ones and two zeros: mean -2/3,
-    # std 0.517794.
+    # guide's tokens have α1 + α2 = 1. Correct ones and four zeros: mean 1/3, std 0.516398. Wrong ones and two zeros:
+    # mean -2/3, std 0.517794.
     ("gtpo", [False, False, True], [[-0.740320, -0.579381], [-0.547193, -0.708132], [1.290992, 1.290992]]),
     # GRPO-S: Ĥ = 0.15, 0.2, w⁻ = 8/7, 6/7, r⁻ = -1.014286, -0.985714. The guide's 1 and two zeros: mean 1/3, std
     # 0.577350.

@@ -39,7 +39,10 @@ def test_which_rows_are_the_guides(mode: str, all_wrong: int, some: int, all_cor
     ("settings", "message"),
     [
         ({"mode": "mixed"}, "mode must be one of off, mix, zero, both, got 'mixed'; did you mean mix"),
-        ({"source": "server"}, "source must be one of traces, got 'server'"),
+        ({"source": "http"}, "source must be one of traces, server, got 'http'"),
+        ({"source": "server"}, "source=server needs model=DIRECTORY"),
+        ({"model": "guide"}, "model is read with source=server alone"),
+        ({"replicas": 0}, "replicas must be a whole number, at least 1"),
         ({"n_off": 0}, "n_off must be a whole number, at least 1"),
         ({"n_zero": 1.5}, "n_zero must be a whole number"),
         ({"last_step": True}, "last_step must be a whole number"),
