@@ -37,8 +37,8 @@ from verl.workers.rollout.router import get_router_handle
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
-from gtpo_verl.integrations.evaluate import standalone
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
+from gtpo_verl.integrations.standalone import standalone
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.tasks import task as embedded_task

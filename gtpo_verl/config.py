@@ -346,6 +346,9 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     model = config.actor_rollout_ref.model
     if model.path is not None and Path(model.path).expanduser().is_dir():
         model.path = str(Path(model.path).expanduser().resolve())  # Ray's workers have a working directory of their own
+    guide = config.algorithm.guide
+    if isinstance(guide.model, str) and Path(guide.model).expanduser().is_dir():
+        guide.model = str(Path(guide.model).expanduser().resolve())
     for name in ("train_files", "val_files"):
         if config.data[name] is not None:
             files = config.data[name]

@@ -30,10 +30,12 @@ from gtpo_verl.versions import check_vllm, installed_version
 
 if TYPE_CHECKING:
     from gtpo_verl.algorithms import Algorithm
+    from gtpo_verl.algorithms.mixed_policy import GuideConfig
 
 HUB_TIMEOUT = 5.0  # seconds
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 NOT_FINITE = ("stop", "skip")
+GUIDED_LOSSES = ("vanilla", "gtpo", "mixed", "grpo_s")
 ON_BUDGET = ("train_smaller", "stop")
 NORM_BY_STD_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")  # verl's, which read norm_adv_by_std_in_grpo
 
@@ -53,6 +55,7 @@ def check(config: DictConfig) -> None:
     _check_entropy_source(config)
     _check_sizes(config)
     _check_model(config)
+    _check_guide_model(config)
     check_data(config)
     _check_guide_columns(config)
     start = find_start(config)
@@ -242,12 +245,7 @@ def _check_guide(config: DictConfig) -> None:
     if guide.mode == "off":
         return
     key, settings, rollout = f"algorithm.guide.mode={guide.mode}", config.algorithm, config.actor_rollout_ref.rollout
-    loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if (settings.adv_estimator, loss) != ("grpo", "mixed"):
-        raise UserError(
-            f"{key} needs the loss and the advantages of mixed-policy DAPO: choose algo=dapo_mixed or algo=luffy "
-            f"(algorithm.adv_estimator is {settings.adv_estimator}, policy_loss.loss_mode {loss})."
-        )
+    _check_guided_method(config, guide)
     if guide.reserved >= rollout.n:
         raise UserError(
             f"{key} may give {guide.reserved} of the actor_rollout_ref.rollout.n={rollout.n} responses of a group to "
@@ -289,6 +287,46 @@ def _check_guide(config: DictConfig) -> None:
         )
     if guide.ratio == "phi":
         _check_guide_probabilities(rollout)
+    if guide.served and rollout.name != "vllm":
+        raise UserError(
+            f"algorithm.guide.source=server runs the guide in vLLM, and actor_rollout_ref.rollout.name={rollout.name}: "
+            "set it to vllm."
+        )
+    if guide.served and rollout.logprobs_mode != "processed_logprobs":
+        raise UserError(
+            f"algorithm.guide.source=server needs log-probs at the training temperature: set "
+            f"actor_rollout_ref.rollout.logprobs_mode=processed_logprobs (it is {rollout.logprobs_mode})."
+        )
+
+
+def _check_guided_method(config: DictConfig, guide: GuideConfig) -> None:
+    """Check that the run's advantages and loss say what a guide's row is to them."""
+    from gtpo_verl.algorithms import algorithm_of
+    from gtpo_verl.algorithms.mixed_policy import has_rule
+
+    key, estimator = f"algorithm.guide.mode={guide.mode}", config.algorithm.adv_estimator
+    loss, chosen = config.actor_rollout_ref.actor.policy_loss.loss_mode, algorithm_of(config)
+    if loss not in GUIDED_LOSSES:
+        raise UserError(
+            f"{key} does not go with actor_rollout_ref.actor.policy_loss.loss_mode={loss}, which has no rule for the "
+            f"guide's rows: choose {', '.join(GUIDED_LOSSES[:-1])} or {GUIDED_LOSSES[-1]}."
+        )
+    if chosen is None or chosen.guide is None:
+        raise UserError(
+            f"{key} does not go with algorithm.adv_estimator={estimator}, which has no rule for the guide's rows: "
+            "docs/mixed-policy.md lists the methods that have one, such as algo=dapo_mixed, luffy, gtpo and grpo_s."
+        )
+    if not has_rule(chosen, guide):
+        raise UserError(
+            f"algorithm.guide.adv_scope={guide.adv_scope} does not go with algorithm.adv_estimator={estimator}, whose "
+            "advantages are over all rows of a group: set it to union."
+        )
+    if guide.in_entropy_stats and (chosen.guide == "alike" or "old_log_probs" in chosen.needs):
+        why = "compares no tokens" if chosen.guide == "alike" else "reads old log-probs, which guide rows lack"
+        raise UserError(
+            f"algorithm.guide.in_entropy_stats=true does not go with algorithm.adv_estimator={estimator}, which {why}: "
+            "set it to false."
+        )
 
 
 def _check_guide_probabilities(rollout: DictConfig) -> None:
@@ -452,27 +490,41 @@ def _check_lengths(config: DictConfig) -> None:
 
 
 def _check_model(config: DictConfig) -> None:
-    if config.actor_rollout_ref.model.path is None:
+    model = config.actor_rollout_ref.model
+    if model.path is None:
         raise UserError(
             "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the "
             "hub."
         )
-    path = str(config.actor_rollout_ref.model.path)
+    _check_model_at("actor_rollout_ref.model.path", str(model.path), model.get("tokenizer_path"))
+
+
+def _check_guide_model(config: DictConfig) -> None:
+    """Check that the guide of `source=server` is there."""
+    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
+
+    guide = guide_config(config.algorithm.guide)
+    if not guide.served:
+        return
+    assert guide.model is not None
+    _check_model_at("algorithm.guide.model", guide.model, None)
+
+
+def _check_model_at(key: str, path: str, tokenizer: str | None) -> None:
+    """Check the model that a key names, in a directory, on remote storage or on the hub."""
     directory = Path(path).expanduser()
     if directory.is_dir():
-        tokenizer = config.actor_rollout_ref.model.get("tokenizer_path")
-        _check_model_files(directory, Path(tokenizer).expanduser() if tokenizer else directory)
+        _check_model_files(f"{key}={directory}", directory, Path(tokenizer).expanduser() if tokenizer else directory)
         return
     if "://" in path:
         return  # verl copies it from remote storage
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise UserError(f"actor_rollout_ref.model.path={path}: no such directory.")
-    _check_hub(path)
+        raise UserError(f"{key}={path}: no such directory.")
+    _check_hub(key, path)
 
 
-def _check_model_files(directory: Path, tokenizer: Path) -> None:
+def _check_model_files(key: str, directory: Path, tokenizer: Path) -> None:
     """Check that a local model has a readable configuration, a tokenizer and whole weights."""
-    key = f"actor_rollout_ref.model.path={directory}"
     file = directory / "config.json"
     if not file.is_file():
         raise UserError(f"{key} has no config.json: it must be a model in Hugging Face format.")
@@ -515,7 +567,7 @@ def _weights_problem(file: Path) -> str | None:
     return "was cut off" if file.stat().st_size < 8 + length + end else None
 
 
-def _check_hub(name: str) -> None:
+def _check_hub(key: str, name: str) -> None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -524,12 +576,10 @@ def _check_hub(name: str) -> None:
     try:
         within(HUB_TIMEOUT, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT))
     except HfHubHTTPError as error:
-        raise UserError(
-            f"actor_rollout_ref.model.path={name}: no such directory, and the hub says: {first_line(error)}"
-        ) from error
+        raise UserError(f"{key}={name}: no such directory, and the hub says: {first_line(error)}") from error
     except Exception as error:
         raise UserError(
-            f"actor_rollout_ref.model.path={name}: no such directory, and the hub could not be asked within "
+            f"{key}={name}: no such directory, and the hub could not be asked within "
             f"{HUB_TIMEOUT:.0f} s ({type(error).__name__}): give a local directory."
         ) from error
 
@@ -608,7 +658,7 @@ def _check_guide_columns(config: DictConfig) -> None:
     from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
 
     guide = guide_config(config.algorithm.guide)
-    if guide.mode == "off":
+    if guide.mode == "off" or guide.served:
         return
     for file in files_of(config.data.train_files):
         if "://" not in file:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -15,6 +16,7 @@ from checkpoint_writer import write_fsdp
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from model_files import write_model
 from omegaconf import DictConfig, OmegaConf
+from tokenizers.normalizers import Lowercase
 
 from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, compose_config, prepare
@@ -196,17 +198,47 @@ def test_a_setting_of_verls_that_the_estimator_ignores_is_refused(
         assert "\n" not in str(caught.value)
 
 
+SERVED = "algorithm.guide.source=server;algorithm.guide.model=DIR/model;algorithm.entropy.source=actor"
 GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("algo=dapo", "choose algo=dapo_mixed or algo=luffy"),
-        ("algo=gtpo", "choose algo=dapo_mixed or algo=luffy"),
+        (
+            "algo=gspo",
+            "policy_loss.loss_mode=gspo, which has no rule for the guide's rows: choose vanilla, gtpo, mixed",
+        ),
+        ("algo=rl_zvp", "algorithm.adv_estimator=rl_zvp, which has no rule for the guide's rows"),
+        ("algo=empg", "algorithm.adv_estimator=empg, which has no rule for the guide's rows"),
+        (
+            "algo=qae;algorithm.guide.adv_scope=on_only",
+            "adv_scope=on_only does not go with algorithm.adv_estimator=qae",
+        ),
+        ("algo=gtpo;algorithm.guide.adv_scope=on_only", "set it to union"),
+        ("algorithm.guide.in_entropy_stats=true", "adv_estimator=grpo, which compares no tokens: set it to false"),
+        ("algo=ar;algorithm.guide.in_entropy_stats=true", "adv_estimator=ar, which reads old log-probs"),
         ("data.train_files=DIR/train.parquet", "has no column guide_responses"),
         ("algo=dapo_mixed", "has no column guide_log_probs"),
-        ("algorithm.guide.source=server", "algorithm.guide: source must be one of traces"),
+        ("algorithm.guide.source=http", "algorithm.guide: source must be one of traces, server"),
+        ("algorithm.guide.source=server", "algorithm.guide: source=server needs model=DIRECTORY"),
+        ("algorithm.guide.model=a/b", "algorithm.guide: model is read with source=server alone"),
+        (
+            "algorithm.guide.source=server;algorithm.guide.model=/no/guide",
+            "algorithm.guide.model=/no/guide: no such dir",
+        ),
+        (
+            "algorithm.guide.source=server;algorithm.guide.model=DIR/model;algorithm.guide.replicas=0",
+            "replicas must be a whole number, at least 1",
+        ),
+        (
+            SERVED + ";actor_rollout_ref.rollout.name=sglang",
+            "runs the guide in vLLM, and actor_rollout_ref.rollout.name=sglang",
+        ),
+        (
+            SERVED + ";actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
+            "set actor_rollout_ref.rollout.logprobs_mode=processed_logprobs",
+        ),
         ("algorithm.guide.n_of=2", "algorithm.guide: there is no setting 'n_of'; did you mean n_off"),
         ("algorithm.guide.n_off=8", "may give 8 of the actor_rollout_ref.rollout.n=8 responses of a group"),
         ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode=colocate_async"),
@@ -218,8 +250,9 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
     ],
 )
 def test_a_guide_that_cannot_be_is_refused_in_one_line(composed: Composer, change: str, message: str) -> None:
-    mode = "algorithm.guide.mode=mix"
-    config = composed(*GUIDED, mode, change.lstrip("+"))
+    guide = ("algorithm.guide.mode=mix", "algorithm.guide.ratio=one", "algorithm.guide.clip=none")
+    changes = change.lstrip("+").split(";")
+    config = composed(*GUIDED, *(guide if changes[0] != "algo=dapo_mixed" else guide[:1]), *changes)
     with pytest.raises(UserError) as caught:
         preflight.check(config)
     assert message in str(caught.value)
@@ -238,6 +271,10 @@ def test_a_ratio_to_the_guide_needs_whole_distributions(composed: Composer, chan
 
 def test_a_guide_that_can_be_passes(composed: Composer) -> None:
     preflight.check(composed(*GUIDED))
+    guide = ("algorithm.guide.mode=mix", "algorithm.guide.ratio=one", "algorithm.guide.clip=none")
+    for algo in ("dapo", "gtpo", "grpo_s", "fork20", "w_reinforce", "dr_grpo"):
+        preflight.check(composed(*GUIDED, *guide, f"algo={algo}"))
+    preflight.check(composed(*GUIDED, *guide, "algo=gtpo", "algorithm.guide.in_entropy_stats=true"))
     preflight.check(composed("algo=dapo_mixed", "algorithm.guide.mode=off"))
     on_only = "algorithm.guide.adv_scope=on_only"
     preflight.check(composed(*GUIDED, on_only))
@@ -253,6 +290,52 @@ def test_the_guides_responses_are_read_with_the_models_tokenizer(composed: Compo
     checks.check_with_verl(composed(*GUIDED, model))
     with pytest.raises(UserError, match=r"row 0: a response of the guide has 6 tokens, .*max_response_length is 5"):
         checks.check_with_verl(composed(*GUIDED, model, "data.max_response_length=5"))
+
+
+@pytest.fixture
+def byte_tokenizers(tmp_path: Path) -> list[Any]:
+    """Two of the embedded tasks, the policy's and the guide's, each in a directory with a model."""
+    from gtpo_verl.tasks.model import build_tokenizer
+
+    found = []
+    for name in ("policy", "guide"):
+        found.append(build_tokenizer())
+        found[-1].save_pretrained(write_model(tmp_path / name))
+    return found
+
+
+def test_a_guide_with_another_vocabulary_is_refused(
+    composed: Composer, tmp_path: Path, byte_tokenizers: list[Any]
+) -> None:
+    """It would be asked in token ids that mean something else to it."""
+    model = f"actor_rollout_ref.model.path={tmp_path / 'policy'}"
+    guide = ("algorithm.guide.source=server", f"algorithm.guide.model={tmp_path / 'guide'}")
+    config = composed("algo=dapo_mixed", model, *guide)
+    preflight.check(config)  # the training data needs no column of the guide
+    checks.check_with_verl(config)
+    byte_tokenizers[1].add_tokens(["<guide>"])
+    byte_tokenizers[1].save_pretrained(tmp_path / "guide")
+    with pytest.raises(UserError, match=r"guide\.model=.* another tokenizer than the policy: its vocabulary of .*=one"):
+        checks.check_with_verl(config)
+
+
+def other_end(tokenizer: Any) -> None:
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(40)
+
+
+def other_split(tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.normalizer = Lowercase()
+
+
+@pytest.mark.parametrize(("change", "what"), [(other_end, "end-of-sequence"), (other_split, "splits text into other")])
+def test_a_guide_that_reads_other_tokens_is_refused(
+    byte_tokenizers: list[Any], change: Callable[[Any], None], what: str
+) -> None:
+    ours, theirs = byte_tokenizers
+    checks._check_guide_tokenizer("guide", theirs, ours)
+    change(theirs)
+    with pytest.raises(UserError, match=what):
+        checks._check_guide_tokenizer("guide", theirs, ours)
 
 
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg.enable"

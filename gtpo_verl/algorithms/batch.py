@@ -17,6 +17,8 @@ class Batch:
     old_log_probs: (B, T) log-probabilities of the sampled tokens under the old policy.
     length_penalty: (B,) <= 0, added where the method adds it; None leaves the choice to the method's config.
     seed: of what a method draws at random, another one at each step.
+    guide: (B,) bool, rows of a guiding policy, for methods that tell them apart; None where there are none.
+    A0: (B, T) DAPO's advantages, where they are of more rows than these; None where they follow from the rewards.
     """
 
     response_mask: torch.Tensor
@@ -27,6 +29,8 @@ class Batch:
     old_log_probs: torch.Tensor | None = None
     length_penalty: torch.Tensor | None = None
     seed: int = 0
+    guide: torch.Tensor | None = None
+    A0: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

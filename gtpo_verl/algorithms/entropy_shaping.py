@@ -48,6 +48,7 @@ ENTROPY_BONUS = Algorithm(
     compute=_entropy_bonus,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=64.0,
 )
 
@@ -102,6 +103,7 @@ EAPO = Algorithm(
     compute=_eapo,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=92.0,
 )
 
@@ -145,5 +147,6 @@ POLARITY_ENTROPY = Algorithm(
     compute=_polarity_entropy,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=71.0,
 )

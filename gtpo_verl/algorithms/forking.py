@@ -99,6 +99,7 @@ FORK20 = Algorithm(
     compute=_masked(entropies),
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=126.0,
 )
 
@@ -111,5 +112,6 @@ RANDOM20 = Algorithm(
     compute=_masked(_random),
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=117.0,
 )

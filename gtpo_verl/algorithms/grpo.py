@@ -102,6 +102,7 @@ DAPO = Algorithm(
     verl_estimator="grpo",
     loss="vanilla",
     aggregation="token-mean",
+    guide="alike",
     advantage_ns=8.0,
     style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
 )

@@ -12,6 +12,7 @@ from statistics import fmean, geometric_mean
 
 import torch
 
+from gtpo_verl.algorithms._packed.flat import FlatRows, fill_rows, split_rows
 from gtpo_verl.algorithms._packed.layout import (
     Group,
     Layout,
@@ -20,7 +21,6 @@ from gtpo_verl.algorithms._packed.layout import (
     check_penalty,
     check_tokens,
     one_thread,
-    read_layout,
 )
 from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms._packed.recorder import Recorder
@@ -82,6 +82,12 @@ def rewards_of_wrong(H: Sequence[float], config: GRPOSConfig) -> list[float]:
     return [-config.beta1 - config.beta2 * w for w in W]  # late
 
 
+def flat_rewards(config: GRPOSConfig) -> tuple[float, float]:
+    """The rewards of a correct and of a wrong response without the entropy term: those of weight 1, the average one."""
+    wrong = {"zero": 0.0, "inverse": -1.0, "based_inverse": -config.beta1 - config.beta2}
+    return config.beta1 + config.beta2, wrong[config.negatives]
+
+
 def advantage(R: float, by: Normalizer) -> float:
     """Â = (r̂ - mean) / (std + 1e-6): as for tokens, early (4), (16), (17), late (6); `normalizers` has the sets."""
     return (R - by.mean) * by.scale
@@ -98,21 +104,23 @@ def grpo_s_advantages(
     config: GRPOSConfig,
     length_penalty: torch.Tensor | None = None,
     return_shaped: bool = True,
+    guide: torch.Tensor | None = None,
 ) -> AdvantageOutput:
     """Shape the reward of every response by its mean entropy, normalise it to an advantage and give it to all its
     tokens.
 
-    Arguments, types and errors as in `gtpo_advantages`.
+    Arguments, types and errors as in `gtpo_advantages`; guide rows have this method's `flat_rewards`.
     Returns advantages (B, T), shaped rewards (B,), float64 for float64 entropies and else float32, and the metrics of
     `Recorder`.
     Source: arXiv 2508.04349, early sections 3.4 and 4.6, late section on GRPO-S; normalisation as in GTPO, over
     responses.
     """
-    check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
+    check_batch(response_mask, group, correct=correct, length_penalty=length_penalty, guide=guide)
     check_tokens(entropy, response_mask)
     with torch.no_grad(), one_thread(entropy.device):
-        layout = read_layout(response_mask, group, correct)
-        check_penalty(length_penalty, layout)
+        penalty = None if length_penalty is None else length_penalty.tolist()
+        layout, flat = split_rows(response_mask, group, correct, guide, flat_rewards(config), penalty, per_token=False)
+        check_penalty(length_penalty, [*layout.groups, *flat.groups.values()])
         recorder = Recorder(layout)
         # Rewards of one polarity alone, or with a penalty that cancels their base, may differ by little: float32 would
         # lose that.
@@ -120,10 +128,12 @@ def grpo_s_advantages(
         dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
         workspace = Workspace(layout, response_mask, torch.float64 if fine else dtype)
         H = _mean_entropies(entropy.detach(), response_mask, layout, config, workspace, recorder)
-        R = _shaped_rewards(H, layout, config, None if length_penalty is None else length_penalty.tolist())
-        A = _advantages(R, layout, config, torch.finfo(dtype).eps, recorder)
+        R = _shaped_rewards(H, layout, flat, config, penalty)
+        A, of_guide = _advantages(R, layout, flat, config, torch.finfo(dtype).eps, recorder)
+        out = broadcast_rows(A, layout, response_mask, dtype)
+        fill_rows(out, of_guide, response_mask)
         return AdvantageOutput(
-            broadcast_rows(A, layout, response_mask, dtype),
+            out,
             torch.tensor(R, dtype=dtype, device=entropy.device) if return_shaped else None,
             recorder.metrics(),
         )
@@ -149,13 +159,15 @@ def _mean_entropies(
     return found
 
 
-def _taking_part(layout: Layout, config: GRPOSConfig) -> list[Group]:
-    return [group for group in layout.groups if config.degenerate == "shape" or not group.one_polarity]
+def _taking_part(layout: Layout, flat: FlatRows, config: GRPOSConfig) -> list[Group]:
+    return [group for group in layout.groups if config.degenerate == "shape" or flat.contrast(group)]
 
 
-def _shaped_rewards(H: list[float], layout: Layout, config: GRPOSConfig, penalty: list[float] | None) -> list[float]:
+def _shaped_rewards(
+    H: list[float], layout: Layout, flat: FlatRows, config: GRPOSConfig, penalty: list[float] | None
+) -> list[float]:
     """r̂ of each row of the batch, its length penalty included; 0 for rows that take no part."""
-    groups = _taking_part(layout, config)
+    groups = _taking_part(layout, flat, config)
     correct = [group.rows[: group.n] for group in groups]
     wrong = [group.rows[group.n :] for group in groups]
     if config.scope == "batch":
@@ -167,20 +179,29 @@ def _shaped_rewards(H: list[float], layout: Layout, config: GRPOSConfig, penalty
     for rows in wrong:
         for row, reward in zip(rows, rewards_of_wrong([H[row] for row in rows], config), strict=True):
             found[row] = reward
+    for group in groups:
+        for row in flat.beside(group).rows:
+            found[row] = flat.rewards[row]
     return found
 
 
-def _advantages(R: list[float], layout: Layout, config: GRPOSConfig, eps: float, recorder: Recorder) -> list[float]:
-    """Â of each row of the batch; 0 for rows that take no part."""
-    groups = _taking_part(layout, config)
+def _advantages(
+    R: list[float], layout: Layout, flat: FlatRows, config: GRPOSConfig, eps: float, recorder: Recorder
+) -> tuple[list[float], dict[int, float]]:
+    """Â of each row of the batch, 0 for rows that take no part and for the guide's; and Â of the guide's rows."""
+    groups = _taking_part(layout, flat, config)
+    batch = Moments.constant(0.0, 0.0), Moments.constant(0.0, 0.0)
     for group in groups:
-        recorder.rewards(*_moments(R, group))
+        own = _moments(R, group)
+        recorder.rewards(*own)
+        over = flat.joined(group, *own)
+        batch = batch[0].join(over[0]), batch[1].join(over[1])
     found = [0.0] * len(R)
+    of_guide: dict[int, float] = {}
     for group in groups:
-        scope = (recorder.correct_rewards, recorder.wrong_rewards)
-        if config.norm_scope == "group":
-            scope = _moments(R, group)
+        scope = batch if config.norm_scope == "batch" else flat.joined(group, *_moments(R, group))
         by_plus, by_minus = normalizers(*scope, config.normalization, config.negatives, eps)
+        of_guide |= flat.advantages(group, (by_plus, by_minus), config.preserve_sign)
         for place, row in enumerate(group.rows):
             right = place < group.n
             A = advantage(R[row], by_plus if right else by_minus)
@@ -189,7 +210,7 @@ def _advantages(R: list[float], layout: Layout, config: GRPOSConfig, eps: float,
             if config.preserve_sign:
                 A = max(A, 0.0) if right else min(A, 0.0)
             found[row] = A
-    return found
+    return found, of_guide
 
 
 def _moments(R: list[float], group: Group) -> tuple[Moments, Moments]:
@@ -201,7 +222,9 @@ def _moments(R: list[float], group: Group) -> tuple[Moments, Moments]:
 def _compute(batch: Batch, config: GRPOSConfig) -> AdvantageOutput:
     assert batch.entropy is not None
     penalty = named_penalty(batch, config)
-    return grpo_s_advantages(batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty)
+    return grpo_s_advantages(
+        batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty, guide=batch.guide
+    )
 
 
 GRPO_S = Algorithm(
@@ -218,6 +241,7 @@ GRPO_S = Algorithm(
         "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_low",
         "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high",
     ),
+    guide="flat",
     advantage_ns=10.0,
     style=Style(light="#d55e00", dark="#ff9448", marker="D"),
 )

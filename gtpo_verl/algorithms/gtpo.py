@@ -16,15 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gtpo_verl.algorithms._packed.layout import (
-    Group,
-    check_batch,
-    check_penalty,
-    check_tokens,
-    one_thread,
-    read_layout,
-    zeros,
-)
+from gtpo_verl.algorithms._packed.flat import fill_rows, split_rows
+from gtpo_verl.algorithms._packed.layout import Group, check_batch, check_penalty, check_tokens, one_thread, zeros
 from gtpo_verl.algorithms._packed.moments import Moments, center
 from gtpo_verl.algorithms._packed.recorder import Recorder
 from gtpo_verl.algorithms._packed.tokens import (
@@ -119,6 +112,14 @@ def rewards_of_wrong(W_minus: Side, config: GTPOConfig) -> Side:
     return W_minus.affine(-alpha1, -config.alpha2)  # late (5): r⁻ = -α1 - α2 w⁻
 
 
+def flat_rewards(config: GTPOConfig) -> tuple[float, float]:
+    """The rewards of a correct and of a wrong token without the entropy term: those of weight 1, the average one."""
+    correct = config.alpha1 + config.alpha2
+    if config.clip_kappa is not None:
+        correct = min(max(correct, 1.0), config.alpha1 * (1 + 1 / config.clip_kappa))
+    return correct, {"zero": 0.0, "inverse": -1.0, "based_inverse": -config.alpha1 - config.alpha2}[config.negatives]
+
+
 def shaped_rewards(
     H: Tokens, config: GTPOConfig, means: Means | None = None, penalty: Sequence[float] | None = None
 ) -> tuple[Side, Side]:
@@ -150,6 +151,7 @@ def gtpo_advantages(
     config: GTPOConfig,
     length_penalty: torch.Tensor | None = None,
     return_shaped: bool = True,
+    guide: torch.Tensor | None = None,
 ) -> AdvantageOutput:
     """Shape the reward of every token by the entropy of the old policy and normalise it to an advantage.
 
@@ -160,16 +162,18 @@ def gtpo_advantages(
     length_penalty: (B,) <= 0, added to the shaped rewards of correct responses whatever `config.length_penalty` says
     (`length_penalty_for` computes the one it names), or None.
     return_shaped: also return the shaped rewards, another (B, T).
+    guide: (B,) bool, rows of a guiding policy, or None. Their tokens have `flat_rewards`, which are in the sets of the
+    normalisation; their entropies, which may be anything, are compared with none, and the metrics are of the others.
     Returns advantages and shaped rewards (B, T), float64 for float64 entropies and else float32, and the metrics of
     `Recorder`.
     Raises ValueError for shapes or types that disagree and for entropies that are not finite or negative, with row and
     position.
     Source: early eqs. 2, 3, 4, 13 to 17, 19; late eqs. 3, 5, 6 and appendix C. Normalisation: docs/equations.md.
     """
-    check_batch(response_mask, group, correct=correct, length_penalty=length_penalty)
+    check_batch(response_mask, group, correct=correct, length_penalty=length_penalty, guide=guide)
     check_tokens(entropy, response_mask)
     with torch.no_grad(), one_thread(entropy.device):
-        run = _Run(entropy.detach(), correct, response_mask, group, config, length_penalty)
+        run = _Run(entropy.detach(), correct, response_mask, group, config, length_penalty, guide)
         return run.advantages(return_shaped)
 
 
@@ -192,12 +196,16 @@ class _Run:
         group: torch.Tensor,
         config: GTPOConfig,
         length_penalty: torch.Tensor | None,
+        guide: torch.Tensor | None,
     ) -> None:
         self.config = config
         self.entropy = entropy
         self.response_mask = response_mask
-        self.layout = read_layout(response_mask, group, correct)
-        check_penalty(length_penalty, self.layout)
+        self.penalties = None if length_penalty is None else length_penalty.tolist()
+        self.layout, self.flat = split_rows(
+            response_mask, group, correct, guide, flat_rewards(config), self.penalties, per_token=True
+        )
+        check_penalty(length_penalty, [*self.layout.groups, *self.flat.groups.values()])
         self.recorder = Recorder(self.layout)
         self.out_dtype = torch.float64 if entropy.dtype == torch.float64 else torch.float32
         self.eps = torch.finfo(self.out_dtype).eps
@@ -205,9 +213,9 @@ class _Run:
         # would lose the difference. Everywhere else the two polarities are far apart and float32 is as good as the
         # data.
         fine = config.normalization == "within" or config.degenerate == "shape" or length_penalty is not None
-        self.penalties = None if length_penalty is None else length_penalty.tolist()
         self.workspace = Workspace(self.layout, response_mask, torch.float64 if fine else self.out_dtype)
         self.swept = False
+        self.of_guide: dict[int, float] = {}  # advantages of the guide's rows
 
     def advantages(self, return_shaped: bool) -> AdvantageOutput:
         config = self.config
@@ -215,6 +223,7 @@ class _Run:
         shaped = zeros(self.response_mask.shape, self.out_dtype, self.entropy.device) if return_shaped else None
         out_rows, shaped_rows = out.unbind(0), () if shaped is None else shaped.unbind(0)
         means = self._means_of_batch() if config.scope == "batch" and config.axis != "response" else None
+        batch = Moments.constant(0.0, 0.0), Moments.constant(0.0, 0.0)
         waiting = []
         for group, H in self._entropies():
             R_plus, R_minus = shaped_rewards(H, config, means, self._penalty(group))
@@ -222,23 +231,32 @@ class _Run:
                 write_tokens(R_plus, R_minus, group, shaped_rows)
             rewards = _Rewards(center(R_plus), center(R_minus))
             self.recorder.rewards(rewards.plus, rewards.minus)
+            over = self.flat.joined(group, rewards.plus, rewards.minus)
             if config.norm_scope == "group":
-                A_plus, A_minus = self._normalize(R_plus, R_minus, rewards, over=rewards)
+                A_plus, A_minus = self._normalize(R_plus, R_minus, rewards, group, over)
                 write_tokens(A_plus, A_minus, group, out_rows)
             else:  # R waits in the output: centred, float32 keeps a reward as well as an advantage
                 write_tokens(R_plus, R_minus, group, out_rows)
+                batch = batch[0].join(over[0]), batch[1].join(over[1])
                 waiting.append((group, rewards))
-        batch = _Rewards(self.recorder.correct_rewards, self.recorder.wrong_rewards)
         for group, rewards in waiting:
             R = self.workspace.load(group, out_rows)
-            A_plus, A_minus = self._normalize(R.correct, R.wrong, rewards, over=batch)
+            A_plus, A_minus = self._normalize(R.correct, R.wrong, rewards, group, batch)
             write_tokens(A_plus, A_minus, group, out_rows)
+        fill_rows(out, self.of_guide, self.response_mask)
+        if shaped is not None:
+            fill_rows(shaped, {row: self.flat.rewards[row] for row in self.of_guide}, self.response_mask)
         return AdvantageOutput(out, shaped, self.recorder.metrics())
 
-    def _normalize(self, R_plus: Side, R_minus: Side, rewards: _Rewards, over: _Rewards) -> tuple[Side, Side]:
-        """Centred R -> A of one group; over: the rewards of the group or of the batch (`norm_scope`)."""
+    def _normalize(
+        self, R_plus: Side, R_minus: Side, rewards: _Rewards, group: Group, over: tuple[Moments, Moments]
+    ) -> tuple[Side, Side]:
+        """Centred R -> A of one group; over: moments of the correct and of the wrong rewards of the group or of the
+        batch (`norm_scope`). The advantages of its guide rows are kept in `of_guide`.
+        """
         config = self.config
-        by_plus, by_minus = normalizers(over.plus, over.minus, config.normalization, config.negatives, self.eps)
+        by_plus, by_minus = normalizers(*over, config.normalization, config.negatives, self.eps)
+        self.of_guide |= self.flat.advantages(group, (by_plus, by_minus), config.preserve_sign)
         A_plus = advantages(R_plus, rewards.plus, by_plus)
         A_minus = advantages(R_minus, rewards.minus, by_minus)
         if rewards.plus.low < by_plus.mean:
@@ -256,7 +274,7 @@ class _Run:
         first, self.swept = not self.swept, True
         rows = self.entropy.unbind(0)
         for group in self.layout.groups:
-            takes_part = self.config.degenerate == "shape" or not group.one_polarity
+            takes_part = self.config.degenerate == "shape" or self.flat.contrast(group)
             if not first and not takes_part:
                 continue
             H = self.workspace.load(group, rows)
@@ -290,7 +308,9 @@ class _Run:
 def _compute(batch: Batch, config: GTPOConfig) -> AdvantageOutput:
     assert batch.entropy is not None
     penalty = named_penalty(batch, config)
-    return gtpo_advantages(batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty)
+    return gtpo_advantages(
+        batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty, guide=batch.guide
+    )
 
 
 GTPO = Algorithm(
@@ -302,6 +322,7 @@ GTPO = Algorithm(
     compute=_compute,
     loss="gtpo",
     aggregation="token-mean",
+    guide="flat",
     advantage_ns=20.0,
     style=Style(light="#0072b2", dark="#56b4e9", marker="o"),
 )

@@ -77,15 +77,10 @@ def sequence_loss(
     if ratio not in ("arithmetic", "geometric"):
         raise ValueError(f"ratio must be arithmetic or geometric, got {ratio!r}")
     mask = response_mask != 0
-    lengths = mask.sum(dim=1)
-    alive = lengths > 0
+    alive = mask.any(dim=1)
     A = torch.where(alive, advantages, 0.0).detach()
     log_ratio = _log_ratio(log_prob, old_log_prob, mask)
-    divisor = lengths.clamp(min=1)
-    if ratio == "arithmetic":
-        ratios = torch.where(mask, log_ratio.exp(), 0.0).sum(dim=1) / divisor
-    else:
-        ratios = (log_ratio.sum(dim=1) / divisor).exp()
+    ratios = _sequence_ratios(log_ratio, mask, ratio)
     losses = torch.maximum(-A * ratios, -A * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high))
     metrics = _metrics(ratios, A, alive, clip_ratio_low, clip_ratio_high)
     metrics["ppo_kl"] = _mean(-log_ratio.detach(), mask)
@@ -215,6 +210,47 @@ def mixed_loss(
         weight = _log_ratio(log_prob, old_log_prob, on_guide).exp()
         of_guide = -A * (weight if shape_gamma is None else weight / (weight + shape_gamma))
     return torch.where(on_guide, of_guide, losses), metrics
+
+
+def mixed_sequence_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    response_mask: torch.Tensor,
+    guide: torch.Tensor,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.28,
+    ratio: Literal["arithmetic", "geometric"] = "arithmetic",
+    clip: str = "dapo",
+    shape_gamma: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """`sequence_loss` on own rows; on guide rows the same (`clip=dapo`), or -ŵ A without a clip, or -f(ŵ) A with
+    f(ŵ) = ŵ / (ŵ + γ), ŵ the mean of the ratios to the guide.
+
+    Arguments as for `sequence_loss` and `mixed_loss`. Returns the losses (B,), 0 for an empty response, and the metrics
+    of `sequence_loss` over own rows.
+    Raises ValueError for impossible clip ratios or an unknown `ratio`.
+    Source: inferred, as `mixed_loss`.
+    """
+    mask = response_mask != 0
+    on_guide = guide[:, None] & mask
+    clip_ratios = clip_ratio_low, clip_ratio_high
+    losses, metrics = sequence_loss(log_prob, old_log_prob, advantages, mask & ~on_guide, *clip_ratios, ratio)
+    if clip == "dapo":
+        of_guide, _ = sequence_loss(log_prob, old_log_prob, advantages, on_guide, *clip_ratios, ratio)
+    else:
+        weight = _sequence_ratios(_log_ratio(log_prob, old_log_prob, on_guide), on_guide, ratio)
+        weight = weight if shape_gamma is None else weight / (weight + shape_gamma)
+        of_guide = torch.where(on_guide.any(1), -advantages.detach() * weight, 0.0)
+    return torch.where(guide, of_guide, losses), metrics
+
+
+def _sequence_ratios(log_ratio: torch.Tensor, mask: torch.Tensor, ratio: str) -> torch.Tensor:
+    """ŵ (B,): the arithmetic or geometric mean of the token ratios of a response."""
+    divisor = mask.sum(dim=1).clamp(min=1)
+    if ratio == "arithmetic":
+        return torch.where(mask, log_ratio.exp(), 0.0).sum(dim=1) / divisor
+    return (log_ratio.sum(dim=1) / divisor).exp()
 
 
 def _ratio_and_advantages(

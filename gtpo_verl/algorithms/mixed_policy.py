@@ -12,15 +12,18 @@ from typing import Any
 import torch
 
 from gtpo_verl.algorithms._packed.moments import STD_EPSILON, Moments
+from gtpo_verl.algorithms.base import dapo_advantages, shaped_reward
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, config_from, number
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
 from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
+from gtpo_verl.algorithms.registry import Algorithm
 from gtpo_verl.errors import UserError
 
 _CHOICES = {
     "mode": ("off", "mix", "zero", "both"),
-    "source": ("traces",),
+    "source": ("traces", "server"),
     "ratio": ("phi", "one", "old"),
     "clip": ("dapo", "none"),
     "adv_scope": ("union", "on_only"),
@@ -33,37 +36,53 @@ class GuideConfig:
 
     mode: `mix` gives the last `n_off` rows of a group to the guide unless all the others are correct; `zero` gives it
     the last `n_zero` rows if all the others are wrong; `both` does both, and `off` neither.
-    source: where its responses are from: `traces`, a column of the training data.
+    source: where its responses are from: `traces`, a column of the training data, or `server`, a model in vLLM replicas
+    of its own.
+    model: of `server`, a directory in Hugging Face format or a name on the hub; its tokenizer is the policy's.
+    replicas, tensor_parallel_size: of `server`, how many there are and the devices of each, all on one node.
     ratio: denominator of a guide row's ratio, π_φ (`phi`), 1 (`one`), or the old policy as for own rows (`old`).
     clip: of guide rows, the run's clip range and dual clip (`dapo`), or `none`.
     shape_gamma: γ > 0 of the shaping f(r̂) = r̂ / (r̂ + γ) in place of r̂, without a clip; None for none.
     adv_scope: mean and standard deviation of a group over all its rows (`union`) or its own alone (`on_only`).
+    in_entropy_stats: a method that weighs tokens by entropies treats guide rows like any other; else they have a flat
+    reward, and own rows are compared with each other alone (`guided_advantages`).
     drop_wrong: a response of the guide that the verifier calls wrong is replaced by one of the policy's own.
     last_step: the last step in which the guide takes part; None for no end.
     """
 
     mode: str = "off"
     source: str = "traces"
+    model: str | None = None
+    replicas: int = 1
+    tensor_parallel_size: int = 1
     n_off: int = 1
     n_zero: int = 1
     ratio: str = "phi"
     clip: str = "dapo"
     shape_gamma: float | None = None
     adv_scope: str = "union"
+    in_entropy_stats: bool = False
     drop_wrong: bool = False
     last_step: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             choice(name, getattr(self, name), allowed)
-        for name in ("n_off", "n_zero", "last_step"):
+        for name in ("n_off", "n_zero", "last_step", "replicas", "tensor_parallel_size"):
             value = getattr(self, name)
             if name == "last_step" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number, at least 1, got {value}")
-        if not isinstance(self.drop_wrong, bool):
-            raise ValueError(f"drop_wrong must be true or false, got {self.drop_wrong!r}")
+        for name in ("drop_wrong", "in_entropy_stats"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if self.in_entropy_stats and self.adv_scope != "union":
+            raise ValueError("in_entropy_stats=true makes guide rows like any other: set adv_scope=union")
+        if self.source == "server" and not self.model:
+            raise ValueError("source=server needs model=DIRECTORY (Hugging Face format), the guide")
+        if self.source == "traces" and self.model is not None:
+            raise ValueError("model is read with source=server alone: set source=server, or model=null")
         if self.shape_gamma is not None and number("shape_gamma", self.shape_gamma) <= 0:
             raise ValueError(f"shape_gamma must be above 0, got {self.shape_gamma}")
         if self.shape_gamma is not None and self.clip != "none":
@@ -73,6 +92,11 @@ class GuideConfig:
                 "ratio=one with clip=dapo would take the gradient of every guide token with A < 0 and π_θ below "
                 "1 - clip_ratio_low, and never bind for A > 0: set clip=none"
             )
+
+    @property
+    def served(self) -> bool:
+        """Whether the run has servers of the guide."""
+        return self.mode != "off" and self.source == "server"
 
     @property
     def mixed(self) -> int:
@@ -131,6 +155,43 @@ def on_only_advantages(
         std = own.std(torch.finfo(rewards.dtype).eps)
         A[rows] = (rewards[rows] - own.mean) / (std + STD_EPSILON if by_std and std else 1.0)
     return A
+
+
+def has_rule(entry: Algorithm, settings: GuideConfig) -> bool:
+    """Whether a method says what the advantages of guide rows are."""
+    if settings.adv_scope == "on_only":
+        return entry.guide == "dapo" or (entry.guide == "alike" and entry.verl_estimator == "grpo")
+    return entry.guide is not None
+
+
+def guided_advantages(
+    entry: Algorithm, batch: Batch, guide: torch.Tensor, settings: GuideConfig, config: Any = None
+) -> AdvantageOutput:
+    """Advantages of a method for a batch in which some rows are a guide's.
+
+    entry, batch, config: as in `Algorithm.advantages`. guide: (B,) bool.
+    The rule is `entry.guide`. `alike`: rows of either kind are the same to a method of rewards alone. `dapo`: guide
+    rows have DAPO's advantage A0, and the method reshapes that of own rows, seeing no entropy or probability of the
+    others; A0 is over the rows that `settings.adv_scope` says. `flat`: GTPO and GRPO-S, `gtpo_advantages`.
+    Metrics of the method are of own rows, unless the rule is `alike`.
+    Raises ValueError for a method without a rule, and for GTPO and GRPO-S with `adv_scope=on_only`: where own rows have
+    one verdict, their shaped rewards differ by entropies alone, and say nothing about the size of an advantage.
+    """
+    if not has_rule(entry, settings):
+        raise ValueError(f"{entry.label} has no rule for rows of a guide with adv_scope={settings.adv_scope}")
+    if entry.guide == "alike" or settings.in_entropy_stats:
+        return entry.advantages(batch, config)
+    if entry.guide == "flat":
+        return entry.advantages(replace(batch, guide=guide), config)
+    mask = batch.response_mask != 0
+    A0 = dapo_advantages(replace(batch, entropy=None))
+    if settings.adv_scope == "on_only":
+        whole = mask.any(1)
+        A0 = torch.zeros_like(A0)
+        A0[whole] = on_only_advantages(shaped_reward(batch)[whole], batch.group[whole], guide[whole])[:, None]
+    own = entry.advantages(replace(batch, response_mask=mask & ~guide[:, None], A0=A0), config)
+    advantages = torch.where(guide[:, None] & mask, A0.to(own.advantages.dtype), own.advantages)
+    return replace(own, advantages=advantages)
 
 
 def guide_metrics(

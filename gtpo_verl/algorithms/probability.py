@@ -40,6 +40,7 @@ AR = Algorithm(
     compute=_ar,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=64.0,
 )
 
@@ -72,6 +73,7 @@ PROB_MASK = Algorithm(
     compute=_prob_mask,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=74.0,
 )
 
@@ -133,6 +135,7 @@ STARE_O1 = Algorithm(
     compute=_stare,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=80.0,
 )
 
@@ -145,5 +148,6 @@ STARE_C2 = Algorithm(
     compute=_stare,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=80.0,
 )

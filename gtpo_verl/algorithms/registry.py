@@ -19,6 +19,7 @@ from gtpo_verl.errors import UserError, did_you_mean
 
 ENTRY_POINTS = "gtpo_verl.algorithms"
 LEVELS = ("token", "sequence", "outcome")
+GUIDE_RULES = ("alike", "dapo", "flat")
 INPUTS = ("entropy", "rewards", "old_log_probs")
 
 # The order is that of tables and plots: the baseline first.
@@ -80,6 +81,9 @@ class Algorithm:
     another.
     needs_several_updates: at ratios of 1, that is with one update a step, its loss is DAPO's but for the aggregation.
     trains_without_contrast: it trains on groups of one polarity too, which dynamic sampling would take from it.
+    guide: how rows of a guiding policy get their advantages (`mixed_policy.guided_advantages`): `alike`, as any other
+    row; `dapo`, DAPO's, and the method sees the other rows alone; `flat`, the method reads `Batch.guide`; None: it has
+    no rule for them.
     advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_methods.py).
     style: in plots; None takes the next free one.
     """
@@ -96,12 +100,17 @@ class Algorithm:
     changes: tuple[str, ...] = ()
     needs_several_updates: bool = False
     trains_without_contrast: bool = False
+    guide: str | None = None
     advantage_ns: float = 50.0
     style: Style | None = None
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise ValueError(f"level of {self.name} must be one of {', '.join(LEVELS)}, got {self.level!r}")
+        if self.guide is not None and self.guide not in GUIDE_RULES:
+            raise ValueError(
+                f"guide of {self.name} must be one of {', '.join(GUIDE_RULES)} or None, got {self.guide!r}"
+            )
         unknown = self.needs - set(INPUTS)
         if unknown:
             raise ValueError(f"{self.name} needs {', '.join(sorted(unknown))}: a batch has {', '.join(INPUTS)}")
@@ -146,7 +155,7 @@ class Algorithm:
             raise ValueError(f"{self.name} needs {' and '.join(missing)} in the batch: Batch(..., {missing[0]}=...)")
         if batch.correct is None:
             raise ValueError("correct must be a bool tensor (B,), the verdict of the verifier, got None")
-        rows = {name: getattr(batch, name) for name in ("correct", "rewards", "length_penalty")}
+        rows = {name: getattr(batch, name) for name in ("correct", "rewards", "length_penalty", "guide")}
         check_batch(batch.response_mask, batch.group, **rows)
         for name in {"entropy", "old_log_probs"} & self.needs:
             check_tokens(getattr(batch, name), batch.response_mask, name)

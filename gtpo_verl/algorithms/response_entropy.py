@@ -70,6 +70,7 @@ EDA = Algorithm(
     compute=_eda,
     loss="vanilla",
     aggregation="token-mean",
+    guide="dapo",
     advantage_ns=81.0,
 )
 

@@ -72,6 +72,7 @@ W_REINFORCE = Algorithm(
     compute=_w_reinforce,
     loss="vanilla",
     aggregation="token-mean",
+    guide="alike",
     advantage_ns=10.0,
     changes=(DYNAMIC_SAMPLING,),
     trains_without_contrast=True,
@@ -122,6 +123,7 @@ QAE = Algorithm(
     compute=_qae,
     loss="vanilla",
     aggregation="token-mean",
+    guide="alike",
     advantage_ns=8.0,
 )
 

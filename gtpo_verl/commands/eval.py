@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     export_environment(config)
     check_ray(config, args.overrides)
     from gtpo_verl.integrations.checks import check_with_verl
-    from gtpo_verl.integrations.evaluate import Problems, standalone
+    from gtpo_verl.integrations.evaluate import Problems
+    from gtpo_verl.integrations.standalone import standalone
 
     settings = settings_of(config)
     standalone(config)

@@ -133,6 +133,9 @@ def devices(config: DictConfig) -> str:
     if OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM") == "cpu":
         return f"{nodes * each} rank{'s' * (nodes * each > 1)} on CPUs"
     asked = f"{nodes} node{'s' * (nodes > 1)} of {each} GPU{'s' * (each > 1)}"
+    guide = config.algorithm.guide
+    if guide.mode != "off" and guide.source == "server":
+        asked += f", and {guide.replicas} of {guide.tensor_parallel_size} for the guide"
     if config.trainer.v1.trainer_mode != "separate_async":
         return asked
     rollout = config.actor_rollout_ref.rollout

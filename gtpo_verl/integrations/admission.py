@@ -19,6 +19,7 @@ from verl.plugin.platform import get_platform
 from verl.single_controller.ray.base import ResourcePoolManager
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.turnstile import POLL, enter, leave
 
 Bundle = dict[str, float]  # amounts by resource
@@ -51,6 +52,9 @@ def training_bundles(config: DictConfig) -> list[Bundle]:
     ]
     if trainer.v1.trainer_mode == "separate_async":
         bundles += _server_bundles(config)
+    guide = guide_servers(config)
+    if guide is not None:
+        bundles += _server_bundles(guide)
     return [*bundles, *_actor_bundles(config, others=1)]  # the task runner
 
 
@@ -133,7 +137,8 @@ def check_room(bundles: Sequence[Bundle]) -> None:
         if not probe.wait(PATIENCE):
             raise UserError(
                 f"no room for this run: {_shortage(bundles)}. Set trainer.nnodes and trainer.n_gpus_per_node to what "
-                "there is; every unit of transfer_queue.backend.SimpleStorage.num_data_storage_units takes a CPU too."
+                "there is, of which the replicas of algorithm.guide.source=server take theirs besides; every unit of "
+                "transfer_queue.backend.SimpleStorage.num_data_storage_units takes a CPU too."
             )
 
 

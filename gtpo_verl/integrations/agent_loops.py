@@ -17,7 +17,6 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -41,8 +40,10 @@ from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
-from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve, config_of
+from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve, as_output, versions_of
+from gtpo_verl.integrations.guide_server import CLIENT
 from gtpo_verl.integrations.reward_loop import Scorable, never_collect_what_is_loaded
+from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import COLUMN, with_stream
 from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop
 from gtpo_verl.seeds import derived
@@ -184,7 +185,7 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
         # many prompts of few responses, which are all waited for
         self._of_validation = Gathering(self._request_scores, PATIENCE), Gathering(_put_validation, PATIENCE)
         self._scores_groups = self.processor is None and handles and hasattr(handles[0], "compute_scores")
-        self._guide = config_of(self.config)
+        self._guide = guide_of(self.config)
 
     async def _run_prompt(self, prompt: dict, sampling_params: dict, trajectory: dict, trace: bool = False) -> None:
         if trajectory["validate"]:
@@ -197,16 +198,13 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
     def _reserve(self, prompt: dict[str, Any], step: int) -> Reserve | None:
         """The reserve of a group in training; None where the guide takes no part or has no response to this prompt."""
         over = self._guide.last_step is not None and step > self._guide.last_step
-        if self._guide.mode == "off" or over or prompt.get(RESPONSES) is None:
+        absent = not self._guide.served and prompt.get(RESPONSES) is None
+        if self._guide.mode == "off" or over or absent:
             return None
-        rollout = self.config.actor_rollout_ref.rollout
-        size = prompt.get("__rollout_n__", rollout.n)
+        size = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         if size <= self._guide.reserved:
             return None
-        seed = derived(int(prompt.get(COLUMN, 0)), "guide")
-        with_log_probs = self._guide.ratio == "phi"
-        traces = partial(traces_of, prompt, self.tokenizer, rollout.response_length, seed, with_log_probs)
-        return Reserve(self._guide, size, self.config.algorithm.correct_threshold, traces)
+        return Reserve(self._guide, size, self.config.algorithm.correct_threshold)
 
     def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, trace: bool = True, **columns: Any
@@ -214,16 +212,23 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
         # No coroutine: verl calls it for all responses of a group before the first of them starts.
         group: Group = columns.pop(GROUP)
         group.expect(columns["session_id"])
-        for column in (RESPONSES, LOG_PROBS):  # also where there is no guide: no row carries them
-            columns.pop(column, None)
-        return self._respond(group, sampling_params, trajectory, trace, columns)
+        # also where there is no guide: no row carries them
+        traces = {column: columns.pop(column, None) for column in (RESPONSES, LOG_PROBS)}
+        return self._respond(group, sampling_params, trajectory, trace, columns, traces)
 
     async def _respond(
-        self, group: Group, sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool, columns: Any
+        self,
+        group: Group,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        trace: bool,
+        columns: dict[str, Any],
+        traces: dict[str, Any],
     ) -> None:
         """Generate, score and write one response of a group."""
         with rollout_trace_attr(**trajectory, name="agent_loop", trace=trace), group.rows.seat() as write:
-            outputs = await self._of_guide(group, columns) or await self._own(group, sampling_params, columns)
+            outputs = await self._of_guide(group, sampling_params, columns, traces)
+            outputs = outputs or await self._own(group, sampling_params, columns)
             if not outputs:
                 logger.warning("Empty output for prompt %s_%s", columns["uid"], columns["session_id"])
                 return
@@ -243,7 +248,7 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
         session = columns["session_id"]
         awaited = group.reserve.awaited(session) if group.reserve else nullcontext(_no_verdict)
         with awaited as judge, group.scores(session).seat() as score:
-            loop = self._agent_loop(columns.pop("agent_name"), group)
+            loop = self._agent_loop(columns.pop("agent_name"), group, self.llm_client)
             output = await loop.run(with_stream(sampling_params, columns), **columns)
             outputs = output if isinstance(output, list) else [output]
             if outputs:
@@ -251,28 +256,56 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
                 judge(outputs)
             return outputs
 
-    async def _of_guide(self, group: Group, columns: dict[str, Any]) -> list[AgentLoopOutput]:
+    async def _of_guide(
+        self, group: Group, sampling_params: dict[str, Any], columns: dict[str, Any], traces: dict[str, Any]
+    ) -> list[AgentLoopOutput]:
         """Score the guide's response for a session that waits, and rename the session; empty where it is the
         policy's.
         """
         session, reserve = columns["session_id"], group.reserve
         if reserve is None or not reserve.holds(session):
             return []
-        output = await reserve.response(session)
-        if output is None:
+        turn = await reserve.turn(session)
+        if turn is None:
             return []
-        theirs = {name: value for name, value in columns.items() if name not in ("agent_name", COLUMN)}
-        theirs["session_id"] = FIRST_SESSION + session
+        theirs = columns | {"session_id": FIRST_SESSION + session}
         with group.scores(session).seat() as score:
-            await self._score([output], theirs, score)
-        if reserve.drop_wrong and not reserve.is_correct(output):
+            if self._guide.served:
+                outputs = await self._of_server(group, sampling_params, theirs, turn[1])
+            else:
+                outputs = self._of_traces(theirs, traces, *turn)
+            if outputs:
+                await self._score(outputs, theirs, score)
+        if not outputs or (reserve.drop_wrong and not reserve.is_correct(outputs[-1])):
             group.scores(session).expect()
             return []
         columns.clear()
         columns.update(theirs)
-        return [output]
+        return outputs
 
-    def _agent_loop(self, name: str, group: Group) -> AgentLoopBase:
+    def _of_traces(
+        self, columns: dict[str, Any], traces: dict[str, Any], number: int, example: AgentLoopOutput
+    ) -> list[AgentLoopOutput]:
+        """The response that the training data has for a session, if it has so many."""
+        columns.pop("agent_name")
+        seed, limit = columns.pop(COLUMN, 0), self.config.actor_rollout_ref.rollout.response_length
+        with_log_probs = self._guide.ratio == "phi"
+        found = traces_of(traces, self.tokenizer, limit, derived(int(seed), "guide"), with_log_probs)
+        return [as_output(found[number], example)] if number < len(found) else []
+
+    async def _of_server(
+        self, group: Group, sampling_params: dict[str, Any], columns: dict[str, Any], example: AgentLoopOutput
+    ) -> list[AgentLoopOutput]:
+        """A response that the guide's servers generate, by the agent loop and from the prompt of an own one."""
+        whole = sampling_params | {"top_p": 1.0, "top_k": -1}
+        loop = self._agent_loop(columns.pop("agent_name"), group, self.teacher_client[CLIENT])
+        output = await loop.run(with_stream(whole, columns), **columns)
+        outputs = output if isinstance(output, list) else [output]
+        for each in outputs:
+            each.extra_fields.update(versions_of(example))
+        return outputs
+
+    def _agent_loop(self, name: str, group: Group, client: Any) -> AgentLoopBase:
         assert name in _agent_loop_registry, f"no agent loop {name} among {sorted(_agent_loop_registry)}"
         config = _agent_loop_registry[name]
         construct: Any = hydra.utils.instantiate
@@ -281,7 +314,7 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
         loop: AgentLoopBase = construct(
             config,
             trainer_config=DictConfigWrap(config=self.config),
-            server_manager=self.llm_client,
+            server_manager=client,
             tokenizer=self.tokenizer,
             processor=self.processor,
             hf_model_type=self.hf_model_type,

@@ -26,6 +26,7 @@ ENGINE_MODULES = {
     "kimi_ckpt_engine": "kimi_checkpoint_engine",
     "delta_sharded": "delta_checkpoint_engine",
 }
+PROBE = "Let x_1 = 12.5; then 3·x_1 + 7 ≥ 44.\n\n\tSo the answer is \\boxed{44}."  # which two tokenizers split alike
 VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes first
 
 
@@ -75,7 +76,9 @@ def check_model(config: DictConfig) -> None:
 
 
 def _check_guide(config: DictConfig) -> None:
-    """Read every response of the guide as the rollout will, with the model's tokenizer."""
+    """Read every response of the guide as the rollout will, with the model's tokenizer; or compare the tokenizers of
+    both models, where the guide is one.
+    """
     guide = guide_config(config.algorithm.guide)
     model = config.actor_rollout_ref.model
     path = str(model.get("tokenizer_path") or model.path)
@@ -83,7 +86,13 @@ def _check_guide(config: DictConfig) -> None:
         return
     from verl.utils import hf_tokenizer
 
-    tokenizer = hf_tokenizer(path, trust_remote_code=model.get("trust_remote_code", False))
+    trust = bool(model.get("trust_remote_code", False))
+    tokenizer = hf_tokenizer(path, trust_remote_code=trust)
+    if guide.served:
+        assert guide.model is not None
+        if "://" not in guide.model:
+            _check_guide_tokenizer(guide.model, hf_tokenizer(guide.model, trust_remote_code=trust), tokenizer)
+        return
     for file in files_of(config.data.train_files):
         if "://" in file or not file.endswith(".parquet"):
             continue
@@ -91,6 +100,23 @@ def _check_guide(config: DictConfig) -> None:
         prompts, found = check_traces(file, limit=limit, with_log_probs=guide.ratio == "phi", tokenizer=tokenizer)
         if found < prompts:
             print(f"note: data.train_files={file} has responses of the guide to {found} of {prompts} prompts.")
+
+
+def _check_guide_tokenizer(path: str, theirs: Any, ours: Any) -> None:
+    """Refuse a guide with another tokenizer: it is asked in the policy's token ids, and answers in its own."""
+    what = ""
+    if theirs.get_vocab() != ours.get_vocab():
+        what = f"its vocabulary of {len(theirs)} tokens is not the policy's of {len(ours)}"
+    elif theirs.eos_token_id != ours.eos_token_id:
+        what = f"its end-of-sequence token is {theirs.eos_token!r}, the policy's {ours.eos_token!r}"
+    elif theirs.encode(PROBE, add_special_tokens=False) != ours.encode(PROBE, add_special_tokens=False):
+        what = "it splits text into other tokens"
+    if what:
+        raise UserError(
+            f"algorithm.guide.model={path} has another tokenizer than the policy: {what}. Choose a guide of the same "
+            "family, or write its responses to the training data (algorithm.guide.source=traces, "
+            "algorithm.guide.ratio=one)."
+        )
 
 
 def _check_checkpoint_engine(config: DictConfig) -> None:

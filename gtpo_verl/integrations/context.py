@@ -45,6 +45,7 @@ class CreditContext:
         rewards: (B,) float, the verifier's scores without any length penalty.
         old_log_probs: (B, T) float, where the algorithm needs them.
         seed: of what an algorithm draws at random in this step.
+        guide: (B,) bool, rows of a guiding policy; None in a run without one.
         metrics: filled by the estimator.
     """
 
@@ -54,6 +55,7 @@ class CreditContext:
     rewards: torch.Tensor | None = None
     old_log_probs: torch.Tensor | None = None
     seed: int = 0
+    guide: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 

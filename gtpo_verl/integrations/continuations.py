@@ -20,8 +20,9 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.evaluation.continuations import Continuation, Prefix
-from gtpo_verl.integrations.evaluate import Problems, serving, standalone
+from gtpo_verl.integrations.evaluate import Problems, serving
 from gtpo_verl.integrations.reward_loop import Scorable
+from gtpo_verl.integrations.standalone import standalone
 from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkSample
 from gtpo_verl.integrations.vllm.requirements import KEY, truncates
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy

@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import register_adv_est
 
 from gtpo_verl.algorithms import Algorithm, Batch, algorithms
+from gtpo_verl.algorithms.mixed_policy import guide_config, guided_advantages
 from gtpo_verl.integrations.context import current_context, length_penalty
 
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -46,9 +47,11 @@ def estimator(entry: Algorithm) -> Estimator:
             old_log_probs=context.old_log_probs,
             seed=context.seed,
         )
-        out = entry.advantages(
-            replace(batch, length_penalty=length_penalty(settings, batch, context.overlong)), settings
-        )
+        batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong))
+        if context.guide is None:
+            out = entry.advantages(batch, settings)
+        else:
+            out = guided_advantages(entry, batch, context.guide, guide_config(config.guide), settings)
         context.metrics.update(out.metrics)
         advantages = out.advantages.to(token_level_rewards.dtype)
         return advantages, advantages

@@ -23,7 +23,6 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.dataset.rl_dataset import collate_fn
 from verl.workers.rollout.llm_server import LLMServerManager
 
-from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
@@ -39,22 +38,6 @@ from gtpo_verl.integrations.watch import watched
 
 POLL = 0.2  # seconds between two polls for finished prompts
 PARTITION = "val"
-
-
-def standalone(config: DictConfig) -> None:
-    """Turn a training's configuration into that of standalone servers, which load the model themselves; in place."""
-    rollout = "actor_rollout_ref.rollout"
-    settings = {
-        "actor_rollout_ref.hybrid_engine": False,
-        "transfer_queue.enable": True,
-        # the nodes that would train serve instead, with as many replicas as fit on them
-        f"{rollout}.nnodes": config.trainer.nnodes,
-        f"{rollout}.n_gpus_per_node": config.trainer.n_gpus_per_node,
-        f"{rollout}.load_format": "auto",  # in a training verl sends the weights
-        f"{rollout}.calculate_log_probs": False,
-    }
-    for key, value in settings.items():
-        set_value(config, key, value)
 
 
 class Problems:

@@ -6,13 +6,14 @@ known everywhere, and no other column or tag says it.
 """
 
 import asyncio
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
@@ -20,11 +21,13 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug.metrics import calculate_debug_metrics
 
-from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_config, guide_metrics, on_only_advantages
+from gtpo_verl.algorithms.losses import sequence_loss
+from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_metrics, on_only_advantages
 from gtpo_verl.data.traces import Trace
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss
+from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss, one_per_response
+from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.transfer_queue import (
     fetch,
     fetch_rows,
@@ -37,17 +40,9 @@ from gtpo_verl.integrations.transfer_queue import (
 from gtpo_verl.integrations.vllm.agent_loop import RolloutEntropyOutput
 from gtpo_verl.runs.correctness import is_correct
 
+TOKEN_LOSSES = ("vanilla", "gtpo", "mixed")  # `policy_loss.loss_mode` of which own rows have the same loss
+SEQUENCE_LOSS = "grpo_s"
 FIRST_SESSION = 1_000_000  # of the guide's rows; those of the policy are numbered from 0
-
-
-def config_of(config: DictConfig) -> GuideConfig:
-    """The guide of a run; one recorded before there was a guide has none.
-
-    Raises:
-        UserError: an unknown key or an impossible value.
-    """
-    settings: Any = OmegaConf.select(config, "algorithm.guide")
-    return guide_config(settings or {})
 
 
 def is_guide(key: str) -> bool:
@@ -70,15 +65,13 @@ class Reserve:
         config: of the guide.
         size: responses of the group.
         threshold: ``acc`` from which a response is correct.
-        traces: gives the guide's responses to the prompt, in the order in which they are used; asked when one is.
     """
 
-    def __init__(self, config: GuideConfig, size: int, threshold: float, traces: Callable[[], Sequence[Trace]]) -> None:
+    def __init__(self, config: GuideConfig, size: int, threshold: float) -> None:
         self.drop_wrong = config.drop_wrong
         self._config = config
         self._first = size - config.reserved
         self._threshold = threshold
-        self._traces = traces
         self._open = self._first
         self._verdicts: list[bool] = []
         self._example: AgentLoopOutput | None = None
@@ -121,25 +114,21 @@ class Reserve:
             )
         return is_correct(float(info["acc"]), self._threshold)
 
-    async def response(self, session: int) -> AgentLoopOutput | None:
-        """The guide's response for a session that waits, once the others are judged; None where it is the policy's.
-
-        It has the prompt and the columns of one of the policy's own responses.
+    async def turn(self, session: int) -> tuple[int, AgentLoopOutput] | None:
+        """Once the others are judged, for a session that waits: which response of the guide it is, from 0, and one of
+        the policy's own to the same prompt; None where the response is to be the policy's.
         """
         await self._judged.wait()
         number = session - self._first
         if self._example is None or number >= self._config.rows(self._verdicts):
             return None
-        traces = self._traces()
-        return _as_output(traces[number], self._example) if number < len(traces) else None
+        return number, self._example
 
 
-def _as_output(trace: Trace, example: AgentLoopOutput) -> AgentLoopOutput:
+def as_output(trace: Trace, example: AgentLoopOutput) -> AgentLoopOutput:
     """A response of the guide with the columns of an own response to the same prompt, so that both fit into a batch."""
     count = len(trace.ids)
-    own = example.extra_fields
-    # the versions of the weights are those of the own response: the guide has none, and verl's metrics need numbers
-    extra = {name: own.get(name) for name in ("global_steps", "min_global_steps", "max_global_steps")}
+    extra = versions_of(example)
     changes: dict[str, Any] = {
         "response_ids": trace.ids,
         "response_mask": [1] * count,
@@ -156,6 +145,14 @@ def _as_output(trace: Trace, example: AgentLoopOutput) -> AgentLoopOutput:
     return example.model_copy(update=changes)
 
 
+def versions_of(example: AgentLoopOutput) -> dict[str, Any]:
+    """The versions of the weights of an own response, for one of the guide: it has none, and verl's metrics need
+    numbers.
+    """
+    names = ("global_steps", "min_global_steps", "max_global_steps")
+    return {name: example.extra_fields.get(name) for name in names}
+
+
 # -------------------------------------------------------------------- in the trainer
 
 
@@ -163,7 +160,7 @@ class GuideRows:
     """What the trainer does with the guide's rows of its batches."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.config = config_of(config)
+        self.config = guide_of(config)
         self._run = config
         self._log_probs: dict[str, torch.Tensor] = {}  # the policy's, of the guide's rows of the current batch
 
@@ -172,8 +169,14 @@ class GuideRows:
         return self.config.mode != "off"
 
     def loss(self) -> Any:
-        """What the actor's workers call in place of verl's ``ppo_loss``."""
-        actor = omega_conf_to_dataclass(self._run.actor_rollout_ref.actor)
+        """What the actor's workers call in place of verl's ``ppo_loss``.
+
+        `vanilla` and `gtpo` are DAPO's loss of tokens, and so is `mixed` on own rows: it takes their place.
+        """
+        settings = copy.deepcopy(self._run.actor_rollout_ref.actor)
+        if settings.policy_loss.loss_mode in TOKEN_LOSSES:
+            settings.policy_loss.loss_mode = "mixed"
+        actor = omega_conf_to_dataclass(settings)
         return partial(guided_ppo_loss, config=actor, clip=self.config.clip, shape_gamma=self.config.shape_gamma)
 
     def replace_denominators(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> None:
@@ -209,8 +212,10 @@ class GuideRows:
             batch.fields = [*batch.fields, GUIDE_MASK]
 
     def use_own_statistics(self, batch: KVBatchMeta) -> None:
-        """Under ``adv_scope=on_only``, replace the advantages, which verl has computed over all rows of a group."""
-        if self.config.adv_scope == "union":
+        """Under ``adv_scope=on_only``, replace advantages that verl's estimator has computed over all rows of a
+        group; the other estimators have seen to it.
+        """
+        if self.config.adv_scope == "union" or self._run.algorithm.adv_estimator != "grpo":
             return
         last: dict[str, str] = {}  # a session with several outputs counts once, by its last
         for key in real_rows(batch):
@@ -255,9 +260,15 @@ class GuideRows:
         for number, key in enumerate(batch.keys):
             if key in self._log_probs:
                 policy[number, : len(self._log_probs[key])] = self._log_probs[key]
-        actor = self._run.actor_rollout_ref.actor
-        on_guide = mask & of_guide[:, None]
-        return guide_metrics(policy, denominators, advantages, on_guide, actor.clip_ratio_low, actor.clip_ratio_high)
+        actor, on_guide = self._run.actor_rollout_ref.actor, mask & of_guide[:, None]
+        found = guide_metrics(policy, denominators, advantages, on_guide, actor.clip_ratio_low, actor.clip_ratio_high)
+        loss = actor.policy_loss
+        if loss.loss_mode == SEQUENCE_LOSS:
+            clip_ratios = loss.seq_clip_ratio_low, loss.seq_clip_ratio_high
+            A = one_per_response(advantages, on_guide)
+            _, of_sequences = sequence_loss(policy, denominators, A, on_guide, *clip_ratios, loss.seq_ratio)
+            found["clipfrac"] = of_sequences["clipfrac"].item()
+        return found
 
 
 def _agreement_of_own_rows(batch: KVBatchMeta) -> dict[str, Any]:

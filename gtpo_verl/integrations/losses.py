@@ -8,7 +8,7 @@ FSDP and on Megatron.
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from gtpo_verl.algorithms.losses import (
     ce_gppo_loss,
     dcpo_clip_loss,
     mixed_loss,
-    sequence_loss,
+    mixed_sequence_loss,
     token_loss,
 )
 from gtpo_verl.errors import UserError
@@ -91,14 +91,18 @@ def grpo_s_policy_loss(
             "policy loss grpo_s needs its own settings: set actor_rollout_ref.actor.policy_loss._target_="
             "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
         )
-    losses, metrics = sequence_loss(
+    guided = _guided_rows(log_prob)
+    losses, metrics = mixed_sequence_loss(
         log_prob,
         old_log_prob,
-        _one_per_response(advantages, response_mask),
+        one_per_response(advantages, response_mask),
         response_mask,
+        guided.rows,
         clip_ratio_low=settings.seq_clip_ratio_low,
         clip_ratio_high=settings.seq_clip_ratio_high,
         ratio="geometric" if settings.seq_ratio == "geometric" else "arithmetic",
+        clip=guided.clip,
+        shape_gamma=guided.shape_gamma,
     )
     # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.
     tokens = losses.unsqueeze(1).expand_as(log_prob)
@@ -168,7 +172,7 @@ def guided_ppo_loss(
     clip: str,
     shape_gamma: float | None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """verl's `ppo_loss`, in which the policy loss `mixed` knows the guide's rows of a micro-batch.
+    """verl's `ppo_loss`, in which the policy losses `mixed` and `grpo_s` know the guide's rows of a micro-batch.
 
     The trainer gives it to the actor's workers, with `clip` and `shape_gamma` of `algorithm.guide`; `data` has the
     column `guide_mask`, (T_i,) a row.
@@ -182,6 +186,12 @@ def guided_ppo_loss(
     return loss, metrics
 
 
+def _guided_rows(log_prob: torch.Tensor) -> _Guided:
+    """What `guided_ppo_loss` says of this micro-batch, on its device; without it, all rows are the policy's own."""
+    guided = _guided.get() or _Guided(torch.zeros(len(log_prob), dtype=torch.bool), "dapo", None)
+    return replace(guided, rows=guided.rows.to(log_prob.device))
+
+
 def _mixed_loss(
     log_prob: torch.Tensor,
     old_log_prob: torch.Tensor,
@@ -189,14 +199,14 @@ def _mixed_loss(
     response_mask: torch.Tensor,
     **clip_ratios: Any,
 ) -> tuple[torch.Tensor, Metrics]:
-    """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's; without it, all are the policy's own."""
-    guided = _guided.get() or _Guided(torch.zeros(len(log_prob), dtype=torch.bool), "dapo", None)
+    """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's."""
+    guided = _guided_rows(log_prob)
     return mixed_loss(
         log_prob,
         old_log_prob,
         advantages,
         response_mask,
-        guided.rows.to(log_prob.device),
+        guided.rows,
         clip=guided.clip,
         shape_gamma=guided.shape_gamma,
         **clip_ratios,
@@ -206,7 +216,7 @@ def _mixed_loss(
 _register_token_loss("mixed", _mixed_loss)
 
 
-def _one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+def one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
     """(B,) the advantage of each response, taken from its first valid token."""
     mask = response_mask != 0
     first = mask.to(torch.int8).argmax(dim=1, keepdim=True)

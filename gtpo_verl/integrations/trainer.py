@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
 from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.errors import UserError
@@ -33,11 +33,13 @@ from gtpo_verl.integrations.credit_samples import contrasting_pair, credit_sampl
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.guide import GuideRows, own_rows
+from gtpo_verl.integrations.guide_server import CLIENT, GuideServerManager
 from gtpo_verl.integrations.liveness import ended_actors
 from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
+from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import (
@@ -82,6 +84,8 @@ GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized")
 class CreditAssignmentMixin(PPOTrainer):
     """Goes before one of verl's trainers in the bases of a class; see :func:`trainer_class`."""
 
+    _guide_servers: LLMServerManager | None = None
+
     def __init__(self, config: DictConfig) -> None:
         self.entropy_source = entropy_source(config)
         self.guide = GuideRows(config)
@@ -114,6 +118,9 @@ class CreditAssignmentMixin(PPOTrainer):
             super()._setup()
         if self.guide.on:
             self.actor_rollout_wg.set_loss_fn(self.guide.loss())
+        served = guide_servers(self.config)
+        if served is not None:
+            self._guide_servers = GuideServerManager.create(config=served)
 
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = self._budgeted(super()._build_replay_buffer())
@@ -163,6 +170,11 @@ class CreditAssignmentMixin(PPOTrainer):
         manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
         return manager.get_client(client_cls=client_class)
 
+    def get_teacher_client(self) -> dict[str, LLMServerClient] | None:
+        if self._guide_servers is None:
+            return super().get_teacher_client()
+        return {CLIENT: self._guide_servers.get_client(client_cls=SeedingClient)}  # verl hands it to the agent loops
+
     def on_sample_begin(self) -> None:
         self._enter("generating")
         super().on_sample_begin()
@@ -199,7 +211,7 @@ class CreditAssignmentMixin(PPOTrainer):
         return {f"{kind} {number}": actor for kind, all_ in kinds.items() for number, actor in enumerate(all_ or ())}
 
     def check_servers(self) -> None:
-        """Check that the engine of every rollout server is alive.
+        """Check that the engine of every rollout server, and of every server of the guide, is alive.
 
         Raises:
             UserError: one is dead.
@@ -210,6 +222,13 @@ class CreditAssignmentMixin(PPOTrainer):
             raise UserError(
                 f"vLLM died ({'; '.join(dead)}). See the engine's traceback in the run's log; if there is none, it was "
                 f"probably killed for lack of memory. {self._go_on()}"
+            )
+        dead = dead_servers(self._guide_servers.server_handles if self._guide_servers else [])
+        if dead:
+            raise UserError(
+                f"the guide's vLLM died ({'; '.join(dead)}; algorithm.guide.model={self.guide.config.model}). See "
+                "the engine's traceback in the run's log; if there is none, it was probably killed for lack of "
+                f"memory. {self._go_on()}"
             )
 
     def _go_on(self) -> str:
@@ -376,6 +395,7 @@ class CreditAssignmentMixin(PPOTrainer):
             _scores(infos),
             old_log_probs=fetch(batch, "old_log_probs")[0] if reads_log_probs else None,
             seed=SEED_STRIDE * (self.config.get("seed") or 0) + self.global_steps,
+            guide=~own_rows(batch.keys)[:, 0] if self.guide.on else None,
         )
 
     def _zero_lone_responses(self, batch: KVBatchMeta) -> int:

@@ -9,10 +9,18 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.planning.memory import DTYPE_BYTES, GIB, Memory, entropy_bytes, micro_batch_tokens
+from gtpo_verl.planning.memory import (
+    DTYPE_BYTES,
+    ENGINE_WORKSPACE,
+    GIB,
+    Memory,
+    entropy_bytes,
+    micro_batch_tokens,
+)
 from gtpo_verl.planning.parallel import Parallelism
-from gtpo_verl.planning.shapes import ModelShape
+from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import Step
 
 LEVELS = ("error", "warning", "note")
@@ -109,6 +117,31 @@ def sampling_findings(config: DictConfig, step: Step) -> list[Finding]:
             f"at a yield of {step.sampling_yield:g} a step needs {step.generated_prompts} prompts, and "
             f"algorithm.filter_groups.max_num_gen_batches={groups.max_num_gen_batches} allows {step.budget_prompts}: "
             f"{what}.",
+        )
+    ]
+
+
+def guide_findings(config: DictConfig, capacity: float) -> list[Finding]:
+    """The devices of a guide's servers, and whether its weights leave them room; capacity: bytes of one."""
+    guide = guide_config(config.algorithm.guide)
+    if not guide.served:
+        return []
+    rollout, shape = config.actor_rollout_ref.rollout, load_shape(guide.model)
+    weights = DTYPE_BYTES[rollout.dtype] * shape.parameters / guide.tensor_parallel_size
+    budget = rollout.gpu_memory_utilization * capacity
+    room = (
+        f"its weights take about {weights / GIB:.1f} GiB on each, of the {budget / GIB:.1f} GiB that "
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization} gives vLLM"
+    )
+    if weights + ENGINE_WORKSPACE >= budget:
+        remedy = "raise algorithm.guide.tensor_parallel_size, or that share"
+        return [Finding("error", f"the guide {shape.name} leaves no room for a KV cache: {room}: {remedy}.")]
+    devices = guide.replicas * guide.tensor_parallel_size
+    return [
+        Finding(
+            "note",
+            f"the guide {shape.name} has {devices} GPU{'s' * (devices > 1)} of its own besides those of trainer.*: "
+            f"{room}. Its time is not in the estimate.",
         )
     ]
 

@@ -13,6 +13,7 @@ from gtpo_verl.planning.findings import (
     LEVELS,
     Finding,
     checkpoint_findings,
+    guide_findings,
     idle_findings,
     memory_findings,
     mode_findings,
@@ -129,7 +130,7 @@ def make_plan(
     on_gpu = config.trainer.device != "cpu"
     if on_gpu:
         memory = memory_of(config, shape, parallel, capacity)
-        findings += memory_findings(config, shape, parallel, memory)
+        findings += memory_findings(config, shape, parallel, memory) + guide_findings(config, capacity)
     if on_gpu or measured is not None:
         time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
     findings += checkpoint_findings(config, shape)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gtpo_verl.algorithms import grpo_advantages
-from gtpo_verl.algorithms.losses import mixed_loss, token_loss
+from gtpo_verl.algorithms.losses import mixed_loss, mixed_sequence_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_metrics, on_only_advantages
 
 CLIP = (0.2, 0.28, 10.0)
@@ -39,11 +39,15 @@ def test_which_rows_are_the_guides(mode: str, all_wrong: int, some: int, all_cor
     ("settings", "message"),
     [
         ({"mode": "mixed"}, "mode must be one of off, mix, zero, both, got 'mixed'; did you mean mix"),
-        ({"source": "server"}, "source must be one of traces, got 'server'"),
+        ({"source": "http"}, "source must be one of traces, server, got 'http'"),
+        ({"source": "server"}, "source=server needs model=DIRECTORY"),
+        ({"model": "guide"}, "model is read with source=server alone"),
+        ({"replicas": 0}, "replicas must be a whole number, at least 1"),
         ({"n_off": 0}, "n_off must be a whole number, at least 1"),
         ({"n_zero": 1.5}, "n_zero must be a whole number"),
         ({"last_step": True}, "last_step must be a whole number"),
         ({"drop_wrong": "yes"}, "drop_wrong must be true or false"),
+        ({"in_entropy_stats": 1}, "in_entropy_stats must be true or false"),
         ({"clip": "none", "shape_gamma": 0}, "shape_gamma must be above 0"),
         ({"shape_gamma": 0.1}, "shape_gamma is a shaping without a clip"),
         ({"ratio": "one"}, "ratio=one with clip=dapo"),
@@ -156,6 +160,45 @@ def test_every_token_and_its_gradient_against_the_loop(clip: str, gamma: float |
         assert again.grad is not None
         torch.testing.assert_close(losses.detach(), expected.detach(), atol=1e-12, rtol=1e-12)
         torch.testing.assert_close(new.grad, again.grad, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", ["arithmetic", "geometric"])
+@pytest.mark.parametrize(("clip", "gamma"), SETTINGS)
+def test_every_sequence_and_its_gradient_against_the_loop(clip: str, gamma: float | None, ratio: str) -> None:
+    for seed in range(3):
+        new, old, advantages, mask, guide = policies(seed)
+        A = advantages[:, 0]
+        spoiled = torch.where(mask, old, math.nan)
+        losses, metrics = mixed_sequence_loss(
+            new, spoiled, A, mask, guide, *CLIP[:2], ratio=ratio, clip=clip, shape_gamma=gamma
+        )
+        losses.sum().backward()
+        again = new.detach().clone().requires_grad_()
+        expected = torch.zeros_like(losses)
+        for i in mask.any(1).nonzero().squeeze(1).tolist():
+            steps = (again[i] - old[i])[mask[i]]
+            w = steps.exp().mean() if ratio == "arithmetic" else steps.mean().exp()
+            if guide[i] and clip == "none":
+                expected[i] = -A[i] * (w if gamma is None else w / (w + gamma))
+            else:
+                expected[i] = torch.maximum(-A[i] * w, -A[i] * w.clamp(1 - CLIP[0], 1 + CLIP[1]))
+        expected.sum().backward()
+        torch.testing.assert_close(losses.detach(), expected.detach(), atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(new.grad, again.grad, atol=1e-12, rtol=1e-12)
+        _, own = sequence_loss(new[~guide], old[~guide], A[~guide], mask[~guide], *CLIP[:2], ratio=ratio)
+        assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+            {name: value.item() for name, value in own.items()}
+        )
+
+
+def test_without_guide_rows_it_is_the_sequence_loss_bit_for_bit() -> None:
+    new, old, advantages, mask, guide = policies(2, torch.float32)
+    losses, metrics = mixed_sequence_loss(new, old, advantages[:, 0], mask, torch.zeros_like(guide), clip="none")
+    expected, its_metrics = sequence_loss(new, old, advantages[:, 0], mask)
+    assert torch.equal(losses, expected)
+    assert metrics == its_metrics
+    gradients = [torch.autograd.grad(loss.sum(), new)[0] for loss in (losses, expected)]
+    assert torch.equal(*gradients)
 
 
 def test_the_three_losses_differ_on_guide_rows_alone() -> None:

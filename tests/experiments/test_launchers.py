@@ -25,6 +25,8 @@ def test_every_run_on_this_machine_has_gpus_of_its_own(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="3 runs of 2 GPUs do not fit on this machine, which has 5"):
         local_slots([config()], 3)
     assert gpus_of(config(mode="separate_async")) == 5
+    guide = {"mode": "mix", "source": "server", "model": "guide", "replicas": 2, "tensor_parallel_size": 3}
+    assert gpus_of(OmegaConf.merge(config(), {"algorithm": {"guide": guide}})) == 8
 
 
 def test_on_a_cpu_cores_and_memory_decide_and_one_run_always_fits(monkeypatch: pytest.MonkeyPatch) -> None:

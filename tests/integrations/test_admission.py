@@ -1,11 +1,11 @@
 """What a job asks a cluster for; how it is admitted is tested with a real Ray in test_shared_cluster.py."""
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.admission import serving_bundles, training_bundles
-from gtpo_verl.integrations.evaluate import standalone
+from gtpo_verl.integrations.standalone import guide_servers, standalone
 
 CPU = {"CPU": 1.0}
 
@@ -47,3 +47,27 @@ def test_an_evaluation_takes_what_its_training_would_for_servers() -> None:
     bundles = serving_bundles(config)
     assert devices(bundles) == [(1.0, 2.0)] * 2
     assert [bundle for bundle in bundles if "GPU" not in bundle] == [CPU] * 2
+
+
+def test_a_guide_takes_the_devices_of_its_replicas_besides() -> None:
+    guide = [
+        f"algorithm.guide.{key}" for key in ("source=server", "model=guide", "replicas=3", "tensor_parallel_size=2")
+    ]
+    assert devices(training_bundles(composed(*guide, "algorithm.guide.mode=mix"))) == [(1.0, 3.0), *[(2.0, 4.0)] * 3]
+    assert devices(training_bundles(composed(*guide))) == [(1.0, 3.0)], "mode=off has no servers"
+
+
+def test_the_guides_servers_hold_its_model_and_sample_as_the_training_does() -> None:
+    settings = ("algorithm.guide.mode=mix", "algorithm.guide.source=server", "algorithm.guide.model=guide")
+    rollout = [f"actor_rollout_ref.rollout.{key}" for key in ("temperature=0.7", "top_p=0.9", "load_format=dummy")]
+    config = composed(*settings, *rollout, "actor_rollout_ref.model.lora_rank=8", "algorithm.entropy.source=actor")
+    before = OmegaConf.to_container(config)
+    served = guide_servers(config)
+    assert served is not None
+    assert OmegaConf.to_container(config) == before, "the training keeps its own"
+    of_guide = served.actor_rollout_ref
+    assert of_guide.model.path == "guide"
+    assert "lora_rank" not in of_guide.model
+    assert (of_guide.rollout.temperature, of_guide.rollout.top_p, of_guide.rollout.top_k) == (0.7, 1.0, -1)
+    assert (of_guide.rollout.load_format, of_guide.rollout.calculate_log_probs) == ("auto", True)
+    assert guide_servers(composed()) is None

@@ -28,6 +28,7 @@ from verl.workers.rollout.replica import TokenOutput
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker
 from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
+from gtpo_verl.integrations.guide_server import CLIENT
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
 from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
@@ -166,11 +167,16 @@ def run(config: DictConfig, reward: list[Any], runner: asyncio.Runner) -> Callab
     """Send one prompt through a worker: the status of its group, and the columns and tags of its rows by key."""
 
     def run(
-        worker_class: Any, answers: Answers, validate: bool = False, guide: dict[str, Any] | None = None, **prompt: Any
+        worker_class: Any,
+        answers: Answers,
+        validate: bool = False,
+        guide: dict[str, Any] | None = None,
+        server: Any = None,
+        **prompt: Any,
     ) -> Rows:
         async def go() -> Rows:
             of_run = OmegaConf.merge(config, {"algorithm": {"guide": guide or {}}})
-            worker = worker_class(of_run, answers, None, reward)
+            worker = worker_class(of_run, answers, None if server is None else {CLIENT: server}, reward)
             partition = "val" if validate else "train"
             trajectory = {"step": 3, "sample_index": 0, "rollout_n": 0, "validate": validate}
             params = {"temperature": 1.0, "logprobs": True}
@@ -465,6 +471,72 @@ def test_a_response_of_the_guide_that_cannot_be_used_fails_its_group(run: Callab
 def test_a_group_as_small_as_the_guides_rows_is_the_policys(run: Callable[..., Rows]) -> None:
     found = run(GroupAgentLoopWorker, Answers(SOME), guide=BOTH, guide_responses=[GUIDE], __rollout_n__=2)
     assert (found[0], sessions(found)) == ("finished", [0, 1])
+
+
+class Guide(Answers):
+    """A client of the guide's servers, which have no version of the weights."""
+
+    def __init__(self, texts: tuple[str | Exception, ...]) -> None:
+        super().__init__(texts)
+        self.requests: list[dict[str, Any]] = []
+
+    async def generate(self, request_id: str, *, sampling_params: dict[str, Any], **request: Any) -> TokenOutput:
+        self.requests.append(request | {"sampling_params": sampling_params})
+        output = await super().generate(request_id, sampling_params=sampling_params, **request)
+        output.log_probs = [-3.0 - position for position in range(len(output.token_ids))]
+        versions = dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"))
+        output.extra_fields |= versions | {"rollout_versions": np.full(len(output.token_ids), -1, np.int32)}
+        return output
+
+
+SERVER = {"mode": "both", "source": "server", "model": "guide"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent"])
+def test_a_server_of_the_guide_answers_the_prompt_of_the_group(run: Callable[..., Rows], name: str) -> None:
+    server = Guide((GUIDE, "13"))
+    found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER, server=server, agent_name=name, **{COLUMN: 5})
+    status, rows, tags = found
+    assert (status, sessions(found)) == ("finished", [0, 1, -2, -1])
+    own = rows["prompt_0_0"]
+    for request in server.requests:
+        assert list(request["prompt_ids"]) == own["prompts"].tolist()
+        sampling = request["sampling_params"]
+        assert (sampling["temperature"], sampling["top_p"], sampling["top_k"]) == (1.0, 1.0, -1)
+    seeds = [derived(5, FIRST_SESSION + session) for session in (2, 3)]
+    assert sorted(server.seeds) == sorted(seeds), "a stream for each response, none of the policy's"
+    for session, (text, correct) in zip((2, 3), ((GUIDE, 1.0), ("13", 0.0)), strict=True):
+        key = f"prompt_{FIRST_SESSION + session}_0"
+        row, tokens = rows[key], build_tokenizer().encode(text)
+        assert {name: getattr(value, "dtype", None) for name, value in row.items()} == {
+            name: getattr(value, "dtype", None) for name, value in own.items()
+        }
+        assert row["responses"].tolist() == tokens
+        assert row["rollout_log_probs"].tolist() == [-3.0 - position for position in range(len(tokens))]
+        assert row["extra_fields"]["reward_extra_info"]["acc"] == correct, "the same reward function"
+        assert {tags[key][name] for name in ("min_global_steps", "max_global_steps")} == {3}, "verl averages them"
+
+
+@pytest.mark.slow
+def test_a_server_of_the_guide_is_asked_where_its_rows_are_wanted_alone(run: Callable[..., Rows]) -> None:
+    for answers, validate, changes, asked in (
+        (ALL_CORRECT, False, {}, 0),
+        (SOME, False, {}, 1),
+        (SOME, False, {"last_step": 2}, 0),
+        (ALL_WRONG, True, {}, 0),
+    ):
+        server = Guide((GUIDE,))
+        found = run(
+            GroupAgentLoopWorker, Answers(answers), validate, guide=SERVER | changes, server=server, __rollout_n__=N
+        )
+        assert (found[0], len(found[1]), len(server.requests)) == ("finished", N, asked)
+    server = Guide(("13",))
+    found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER | {"drop_wrong": True}, server=server)
+    assert (found[0], sessions(found), len(server.requests)) == ("finished", [0, 1, 2, 3], 2)
+    server = Guide((RuntimeError("the guide's server died"),))
+    found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER, server=server)
+    assert (found[0], sessions(found)) == ("failure", [0, 1])
 
 
 @pytest.mark.slow

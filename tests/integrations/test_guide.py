@@ -3,6 +3,7 @@ with an actor that answers at once.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,9 @@ from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from gtpo_verl.algorithms import grpo_advantages
-from gtpo_verl.algorithms.losses import mixed_loss
-from gtpo_verl.algorithms.mixed_policy import on_only_advantages
+from gtpo_verl.algorithms import Batch, algorithm, grpo_advantages, soft_overlong_penalty
+from gtpo_verl.algorithms.losses import mixed_loss, sequence_loss, token_loss
+from gtpo_verl.algorithms.mixed_policy import guided_advantages, on_only_advantages
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
@@ -194,6 +195,46 @@ def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, rat
         padded(columns.new)[:, : mask.shape[1]], old, union, mask, OF_GUIDE, 0.2, 0.28, 10.0, clip=clip
     )
     assert loss.item() == pytest.approx(losses.sum().item() / tokens_in_all, abs=1e-6)
+
+
+@pytest.mark.parametrize("algo", ["gtpo", "grpo_s", "polarity_entropy"])
+def test_other_methods_compare_own_rows_alone(tmp_path: Path, columns: Columns, algo: str) -> None:
+    """Their advantages through verl's step; the loss that the workers get is theirs on own rows."""
+    trainer = Trainer(tmp_path, columns, f"algo={algo}", "algorithm.guide.mode=mix")
+    metrics: dict[str, Any] = {}
+    batch = trainer._compute_advantage(trainer._compute_old_log_prob(put(columns), metrics), metrics)
+    advantages, old, mask = fetch(batch, "advantages", "old_log_probs")
+    entropy = padded(columns.entropy)[:, : mask.shape[1]]
+    correct = torch.tensor(list(CORRECT.values()))
+    rewards = torch.where(correct, 1.0, -1.0)
+    method = algorithm(algo)
+    of_method, _ = method.configure(trainer.config.algorithm[algo])
+    of_guides = Batch(mask, GROUP, correct, torch.where(OF_GUIDE[:, None], 99.0, entropy), rewards)
+    if algo != "polarity_entropy":  # settings of the quickstart: a soft overlong penalty on correct responses
+        penalty = soft_overlong_penalty(mask.sum(1), 24, 4)
+        of_guides = replace(of_guides, length_penalty=penalty)
+    expected = guided_advantages(method, of_guides, OF_GUIDE, trainer.guide.config, of_method).advantages
+    torch.testing.assert_close(advantages, expected.float(), atol=1e-5, rtol=1e-5)
+    assert advantages[3, 0] > 0, "the guide's row in a group whose own rows are all wrong"
+    assert advantages[0, 0] < 0, "and so they are punished"
+    assert 0 <= metrics["guide/clipfrac"] <= 1
+
+    trainer.guide.mark(batch)
+    assert batch.fields is not None
+    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=batch.fields)
+    whole = [torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)]) for row in columns.new]
+    output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
+    tokens_in_all = int(mask.sum())
+    sizes = {"dp_size": 1, "batch_num_tokens": tokens_in_all, "global_batch_size": 8, "loss_scale_factor": None}
+    tu.assign_non_tensor(data, **sizes)
+    loss, _ = trainer.guide.loss()(model_output=output, data=data)
+    new = padded(columns.new)[:, : mask.shape[1]]
+    if algo == "grpo_s":
+        expected_loss = sequence_loss(new, old, advantages[:, 0], mask)[0].sum() / 8
+    else:
+        expected_loss = token_loss(new, old, advantages, mask, 0.2, 0.28, 10.0)[0].sum() / tokens_in_all
+    assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-6)
+    assert trainer.config.actor_rollout_ref.actor.policy_loss.loss_mode == method.loss, "as it was"
 
 
 @pytest.mark.parametrize("by_std", [True, False])

@@ -161,6 +161,23 @@ def test_without_a_guide_it_is_verls_vanilla_loss_bit_for_bit() -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(its_gradient, gradient, strict=True))
 
 
+@pytest.mark.parametrize(("ranks", "size"), [(1, ROWS), (2, 4)])
+@pytest.mark.parametrize(("ratio", "clip", "gamma"), [("phi", "dapo", None), ("one", "none", 0.1)])
+def test_grpo_s_has_a_ratio_to_the_guide_for_each_of_its_responses(
+    ratio: str, clip: str, gamma: float | None, ranks: int, size: int
+) -> None:
+    batch = Batch(4)
+    loss = partial(guided_ppo_loss, config("grpo_s", loss_agg_mode="seq-mean-token-mean"), clip=clip, shape_gamma=gamma)
+    found, _ = batch.run(loss, ratio, ranks, size)
+    total = 0.0
+    for row, guide in enumerate(batch.guide):
+        A = batch.advantages[row][0].item()
+        w = (batch.new[row] - batch.denominators(ratio)[row]).exp().mean().item()
+        free = guide and clip == "none"
+        total += A * w / (w + 0.1) if free else min(w * A, min(max(w, 0.8), 1.28) * A)
+    assert found == pytest.approx(-total / ROWS, abs=1e-12, rel=0)
+
+
 def test_one_loss_does_not_know_the_guide_of_another() -> None:
     batch = Batch(2)
     batch.run(mixed("none", 0.1), "one")

@@ -158,3 +158,16 @@ def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch,
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(ours, "dead_servers", lambda servers: [])
     trainer.check_servers()
+
+
+def test_a_dead_server_of_the_guide_is_told_from_the_policys(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    trainer = StandIn("actor", step=5, check_every=20)
+    trainer.run_dir = tmp_path
+    trainer.llm_server_manager = SimpleNamespace(server_handles=["a"])
+    trainer._guide_servers = SimpleNamespace(server_handles=["g"])
+    monkeypatch.setattr(ours, "dead_servers", lambda servers: ["server 0: gone"] if servers == ["g"] else [])
+    with pytest.raises(UserError) as caught:
+        trainer.check_servers()
+    assert str(caught.value).startswith("the guide's vLLM died (server 0: gone; algorithm.guide.model=")
+    assert f"trainer.run_dir={tmp_path}" in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -271,3 +271,16 @@ def test_a_checkpoint_costs_what_its_contents_do(
     (found,) = [message for message in messages(config, "note") if message.startswith("a checkpoint")]
     assert f" is {size}, " in found
     assert ("`gtpo-verl export` makes it" in found) is ("hf_model" in contents)
+
+
+def test_the_devices_of_a_guide(run: Run) -> None:
+    guide = [f"algorithm.guide.{key}" for key in ("mode=mix", "source=server", "replicas=2", "tensor_parallel_size=4")]
+    small = run("setting=paper_gtpo_7b", "algo=dapo_mixed", *guide, "algorithm.guide.model=Qwen/Qwen2.5-32B")
+    (note,) = [message for message in messages(small, "note") if "the guide" in message]
+    assert "has 8 GPUs of its own" in note
+    assert "about 15.3 GiB on each" in note, "32.76e9 parameters of 2 bytes over 4"
+    one = run("setting=paper_gtpo_7b", "algo=dapo_mixed", *guide[:3], "algorithm.guide.model=Qwen/Qwen2.5-32B")
+    (error,) = [message for message in messages(one, "error") if "the guide" in message]
+    assert "leaves no room for a KV cache" in error
+    assert "raise algorithm.guide.tensor_parallel_size" in error
+    assert not [message for message in messages(run("setting=paper_gtpo_7b"), "note") if "the guide" in message]

@@ -5,7 +5,7 @@ in blocks that stay in the cache, for the extent of each row; after that only th
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -71,6 +71,9 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
             )
         if values.device != response_mask.device:
             raise ValueError(f"{name} is on {values.device} and response_mask on {response_mask.device}")
+    guide = rows.get("guide")
+    if guide is not None and guide.dtype != torch.bool:
+        raise ValueError(f"guide must be bool, the rows of a guiding policy, got {guide.dtype}")
     correct = rows.get("correct")
     if correct is not None and correct.dtype != torch.bool:
         raise ValueError(f"correct must be bool, the verdict of the verifier (acc >= threshold), got {correct.dtype}")
@@ -146,12 +149,12 @@ def read_layout(response_mask: torch.Tensor, group: torch.Tensor, correct: torch
     return Layout(groups, extents, lengths)
 
 
-def check_penalty(length_penalty: torch.Tensor | None, layout: Layout) -> None:
+def check_penalty(length_penalty: torch.Tensor | None, groups: Iterable[Group]) -> None:
     """Refuse a length penalty that is not finite on a correct response; on other rows it is ignored."""
     if length_penalty is None:
         return
     finite = length_penalty.isfinite().tolist()
-    bad = [row for group in layout.groups for row in group.rows[: group.n] if not finite[row]]
+    bad = [row for group in groups for row in group.rows[: group.n] if not finite[row]]
     if bad:
         raise ValueError(f"length_penalty of row {min(bad)} is {length_penalty[min(bad)].item()}, it must be finite")
 
