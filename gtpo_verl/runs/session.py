@@ -1,6 +1,7 @@
 """One training in its run directory: the lock, what is recorded about it, and how a signal stops it."""
 
 import datetime as dt
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import first_line
 from gtpo_verl.files import write_text
 from gtpo_verl.runs import terminal
@@ -154,6 +156,8 @@ class _Stopper:
             raise KeyboardInterrupt
         self.stop.touch()
         self.reason = SIGNALS[signal.Signals(signum)]
+        if signum == signal.SIGINT and IN_RAY_JOB in os.environ:  # jobs of `submit` ask Ray for this signal
+            self.reason = "SIGINT, from `ray job stop`"
         self._record(self.reason)
         print(
             "\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.",
