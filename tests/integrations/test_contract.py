@@ -138,6 +138,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopWorker.llm_client": "attribute",
         "AgentLoopWorker.processor": "attribute",
         "AgentLoopWorker.reward_loop_worker_handles": "attribute",
+        "AgentLoopWorker.teacher_client": "attribute",
         "AgentLoopWorker.tokenizer": "attribute",
         "AgentLoopWorker.tools": "attribute",
         "DictConfigWrap": "(config)",
@@ -367,6 +368,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "verl.workers.config": {
         "ActorConfig": {"clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_loss", "global_batch_info"},
+        "HFModelConfig": "class",
         "PolicyLossConfig": {"loss_mode"},
     },
     "verl.workers.engine_workers": {
@@ -389,8 +391,10 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "LLMServerClient": "class",
         "LLMServerClient.generate": "(self, request_id, *, prompt_ids, sampling_params, image_data=, video_data=, audio_data=, mm_processor_kwargs=, **kwargs)",
         "LLMServerManager": "(config, worker_group=, rollout_resource_pool=, start_rank=, load_balancer_cls=)",
+        "LLMServerManager.__init__": "(self, config, worker_group=, rollout_resource_pool=, start_rank=, load_balancer_cls=)",
         "LLMServerManager.create": "(cls, *args, **kwargs)",
         "LLMServerManager.get_client": "(self, client_cls=, **kwargs)",
+        "LLMServerManager.rollout_replica_class": "attribute",
         "LLMServerManager.server_handles": "attribute",
     },
     "verl.workers.rollout.replica": {
@@ -399,6 +403,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "RolloutReplicaRegistry": "class",
         "RolloutReplicaRegistry.register": "(cls, name, loader)",
         "TokenOutput": {"token_ids", "log_probs", "extra_fields"},
+        "get_rollout_replica_class": "(rollout, disaggregation_enabled=)",
     },
     "verl.workers.rollout.vllm_rollout.utils": {
         "vLLMColocateWorkerExtension": "class",

@@ -27,6 +27,7 @@ from gtpo_verl.integrations.metrics import ActorPass
 from gtpo_verl.integrations.not_finite import NotFinite
 from gtpo_verl.integrations.trainer import CreditAssignmentMixin
 from gtpo_verl.integrations.transfer_queue import fetch, fetch_rows
+from gtpo_verl.integrations.waiting import PhaseLimit
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -78,6 +79,7 @@ class Trainer(CreditAssignmentMixin):
         self.run_dir = run_dir
         self.trainer_mode = "sync"
         self.global_steps = STEP
+        self.phase_limit = PhaseLimit(None)
         self.entropy_source = entropy_source(config)
         self.guide = GuideRows(config)
         self.actor_pass = ActorPass(1)

@@ -20,6 +20,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.trainer import trainer_class
+from gtpo_verl.integrations.waiting import PhaseLimit
 from gtpo_verl.runs.directory import MetricsRecorder
 
 pytestmark = pytest.mark.slow
@@ -97,6 +98,7 @@ def validate(config: Any, run_dir: Path, failing: set[int]) -> dict[str, float]:
     trainer.config = config
     trainer.run_dir = run_dir
     trainer.global_steps = 0
+    trainer.phase_limit = PhaseLimit(None)
     trainer.val_dataloader = [batch()]
     trainer.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, skip_special_tokens: "text")
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
