@@ -67,14 +67,7 @@ def problems(config: DictConfig) -> tuple[list[str], list[str]]:
     """Check a configuration without model, files and verl; returns errors, at most one per kind of check, and notes."""
     errors: list[str] = []
     notes: list[str] = []
-    for examine in (
-        _check_seed,
-        _check_guards,
-        _check_algorithm,
-        _check_backend,
-        _check_entropy_source,
-        _check_sizes,
-    ):
+    for examine in (_check_seed, _check_guards, _check_algorithm, _check_backend, _check_entropy_source, _check_sizes):
         try:
             notes.extend(examine(config) or ())
         except UserError as error:

@@ -99,6 +99,11 @@ class GuideConfig:
         return self.mode != "off" and self.source == "server"
 
     @property
+    def devices(self) -> int:
+        """Of the guide's servers."""
+        return self.replicas * self.tensor_parallel_size if self.served else 0
+
+    @property
     def mixed(self) -> int:
         """Rows of a group that go to the guide unless all others are correct."""
         return self.n_off if self.mode in ("mix", "both") else 0

@@ -179,15 +179,15 @@ def second_stage(chosen: Chosen, plan: Plan, seed: int) -> list[int]:
     return sorted([*some, *correct[: plan.second_stage - len(some)]])
 
 
-def wanted_counts(chosen: Chosen, plan: Plan, seed: int) -> list[tuple[Prefix, int, int, int]]:
-    """Every request for continuations: with its half, stage and place; those of V(0) first."""
+def wanted_counts(chosen: Chosen, plan: Plan, seed: int) -> list[Prefix]:
+    """Every request for continuations of a point; those of V(0) first."""
     half = plan.continuations // 2
     wanted = []
 
     def add(row: int, sample: int, place: int, tokens: Sequence[int], count: int, stage: int) -> None:
         for number in (0, 1):
             key = (row, sample, place, number, stage)
-            wanted.append((Prefix(key, row, tuple(tokens[:place]), count), number, stage, place))
+            wanted.append(Prefix(key, row, tuple(tokens[:place]), count))
 
     for row in dict.fromkeys(rollout.row for rollout in chosen.responses):
         add(row, OF_PROMPT, 0, (), AT_PROMPT * half, 1)
@@ -235,7 +235,7 @@ def wanted_counts_of_branches(store: Store, chosen: Chosen, plan: Plan) -> list[
 
 def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: Continue, advance: Advance) -> None:
     """Continue every point and every branch that has no counts yet, and keep each when it is finished."""
-    _count(store, [each[0] for each in wanted_counts(chosen, plan, seed)], "continuations", proceed, advance)
+    _count(store, wanted_counts(chosen, plan, seed), "continuations", proceed, advance)
     if plan.branches:
         _sample_branches(store, wanted_branches(chosen, plan), proceed, advance)
         wanted = wanted_counts_of_branches(store, chosen, plan)
@@ -291,11 +291,10 @@ def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
     if next(_rounds(store, plan, rows, seed), None):
         return True
     chosen = choose_responses(store.rollouts, plan, seed)
-    if any(each[0].key not in store.counts for each in wanted_counts(chosen, plan, seed)):
-        return True
     if any((*prefix.key[:3], 0) not in store.branches for prefix in wanted_branches(chosen, plan)):
         return True
-    return any(prefix.key not in store.counts for prefix in wanted_counts_of_branches(store, chosen, plan))
+    wanted = wanted_counts(chosen, plan, seed) + wanted_counts_of_branches(store, chosen, plan)
+    return any(prefix.key not in store.counts for prefix in wanted)
 
 
 def measured(store: Store, chosen: Chosen, *, stages: Sequence[int] = (1, 2)) -> Values:

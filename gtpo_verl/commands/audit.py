@@ -95,22 +95,19 @@ def run(args: argparse.Namespace) -> int:
     export_environment(config)
     check_ray(config, args.overrides)
     from gtpo_verl.audit.store import Store, as_facts
-    from gtpo_verl.evaluation.settings import settings_of
+    from gtpo_verl.evaluation.settings import settings_as_in_training
     from gtpo_verl.integrations.checks import check_with_verl
     from gtpo_verl.integrations.context import overlong
     from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 
     penalty = overlong(config)
-    rollout = config.actor_rollout_ref.rollout
-    sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
-    settings = settings_of(config) | sampling | as_facts(plan)
     facts = {
         "model": str(config.actor_rollout_ref.model.path),
         "command": shlex.join(["gtpo-verl", "audit", args.model, *args.overrides]),
         "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
         "versions": run_versions(),
         "hardware": hardware(),
-        "settings": {key: value for key, value in settings.items() if ".val_kwargs." not in key},
+        "settings": settings_as_in_training(config) | as_facts(plan),
         "overlong": penalty and list(astuple(penalty)),
         "seed": int(config.seed),
         "seconds": 0.0,

@@ -11,10 +11,9 @@ from gtpo_verl import preflight
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.settings import settings_of
+from gtpo_verl.evaluation.settings import settings_as_in_training
 from gtpo_verl.evaluation.subject import configuration, find_subject
 from gtpo_verl.files import file_in_the_way, local_path
-from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.runs.terminal import progress_over
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
     config = configuration(subject, [*args.overrides, f"data.val_files={source}"])
     config.data.filter_overlong_prompts = False  # rows are known by their number in the file
     preflight.check_evaluation(config, "traces")
-    check_model(config)
     preflight.check_data(config, ("val_files",))
 
     from gtpo_verl.integrations.launch import check_ray, export_environment
@@ -67,11 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from gtpo_verl.integrations.checks import check_with_verl
     from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 
-    rollout = config.actor_rollout_ref.rollout
-    sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
-    options = {"--samples": args.samples, "--keep-wrong": args.keep_wrong}
-    settings = settings_of(config) | sampling | options
-    settings = {key: value for key, value in settings.items() if ".val_kwargs." not in key}
+    settings = settings_as_in_training(config) | {"--samples": args.samples, "--keep-wrong": args.keep_wrong}
     bulk_servers(config)
     check_with_verl(config)
     prompts = Prompts(config)

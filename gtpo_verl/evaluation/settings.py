@@ -66,6 +66,13 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     return settings
 
 
+def settings_as_in_training(config: DictConfig) -> dict[str, Any]:
+    """The same for responses that are sampled as the training samples, and not with ``val_kwargs``."""
+    rollout = config.actor_rollout_ref.rollout
+    sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
+    return {key: value for key, value in settings_of(config).items() if ".val_kwargs." not in key} | sampling
+
+
 def is_ignored(key: str) -> bool:
     """Whether the responses do not depend on a key."""
     return any(fnmatch.fnmatchcase(key, pattern) for pattern in IGNORED)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import STOP_FILE
@@ -140,13 +140,11 @@ def job_id(run_dir: Path, attempt: int) -> str:
 
 def gpus_of(config: DictConfig) -> int:
     """The GPUs of a run, those of the rollout's own servers and of a guide's included; on a CPU its ranks."""
-    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
+    from gtpo_verl.integrations.standalone import guide_of  # imports torch
 
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     own = rollout.nnodes * rollout.n_gpus_per_node if trainer.v1.trainer_mode == "separate_async" else 0
-    guide = guide_config(OmegaConf.select(config, "algorithm.guide") or {})
-    served = guide.replicas * guide.tensor_parallel_size if guide.served else 0
-    return int(trainer.nnodes * trainer.n_gpus_per_node + own + served)
+    return int(trainer.nnodes * trainer.n_gpus_per_node + own + guide_of(config).devices)
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:

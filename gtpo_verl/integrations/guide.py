@@ -24,7 +24,6 @@ from verl.utils.debug.metrics import calculate_debug_metrics
 from gtpo_verl.algorithms.losses import sequence_loss
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_metrics, on_only_advantages
 from gtpo_verl.data.traces import Trace
-from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss, one_per_response
 from gtpo_verl.integrations.standalone import guide_of
@@ -38,7 +37,7 @@ from gtpo_verl.integrations.transfer_queue import (
     uid_of,
 )
 from gtpo_verl.integrations.vllm.agent_loop import RolloutEntropyOutput
-from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.correctness import is_correct, verdict
 
 TOKEN_LOSSES = ("vanilla", "gtpo", "mixed")  # `policy_loss.loss_mode` of which own rows have the same loss
 SEQUENCE_LOSS = "grpo_s"
@@ -107,12 +106,7 @@ class Reserve:
             UserError: it has none.
         """
         info = output.extra_fields.get("reward_extra_info", {})
-        if "acc" not in info:
-            raise UserError(
-                "algorithm.guide: a response has no verdict; the reward function must return a dict with `acc` (1 for "
-                "a correct answer) beside `score`."
-            )
-        return is_correct(float(info["acc"]), self._threshold)
+        return is_correct(verdict(info, "on a response of a group with a guide"), self._threshold)
 
     async def turn(self, session: int) -> tuple[int, AgentLoopOutput] | None:
         """Once the others are judged, for a session that waits: which response of the guide it is, from 0, and one of

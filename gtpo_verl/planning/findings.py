@@ -136,12 +136,11 @@ def guide_findings(config: DictConfig, capacity: float) -> list[Finding]:
     if weights + ENGINE_WORKSPACE >= budget:
         remedy = "raise algorithm.guide.tensor_parallel_size, or that share"
         return [Finding("error", f"the guide {shape.name} leaves no room for a KV cache: {room}: {remedy}.")]
-    devices = guide.replicas * guide.tensor_parallel_size
     return [
         Finding(
             "note",
-            f"the guide {shape.name} has {devices} GPU{'s' * (devices > 1)} of its own besides those of trainer.*: "
-            f"{room}. Its time is not in the estimate.",
+            f"the guide {shape.name} has {guide.devices} GPU{'s' * (guide.devices > 1)} of its own besides "
+            f"those of trainer.*: {room}. Its time is not in the estimate.",
         )
     ]
 

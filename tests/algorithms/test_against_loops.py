@@ -9,17 +9,17 @@ the whole grid.
 The tolerance is 1e-9 in float64, and in float32 2e-4 of the largest advantage or of 1, on the same float32 inputs.
 """
 
-import importlib.util
 import inspect
 import itertools
 import math
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
+import reference_loops as reference
 import torch
 from pairwise import pairwise
+from reference_loops import GRID_AXES
 
 from gtpo_verl.algorithms import (
     GRPOSConfig,
@@ -30,33 +30,9 @@ from gtpo_verl.algorithms import (
     soft_overlong_penalty,
 )
 
-
-def load_reference():
-    path = Path(__file__).with_name("reference_loops.py")
-    spec = importlib.util.spec_from_file_location("reference_loops", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = load_reference()
-
 METHODS = {
     "gtpo": (gtpo_advantages, GTPOConfig, reference.gtpo_advantages, ("alpha1", "alpha2")),
     "grpo_s": (grpo_s_advantages, GRPOSConfig, reference.grpo_s_advantages, ("beta1", "beta2")),
-}
-COMMON_AXES = {
-    "normalization": ("all", "joint", "within", "none"),
-    "negatives": ("zero", "inverse", "based_inverse"),
-    "mean": ("arithmetic", "geometric"),
-    "scope": ("group", "batch"),
-    "norm_scope": ("group", "batch"),
-    "degenerate": ("zero", "shape"),
-    "preserve_sign": (False, True),
-}
-GRID_AXES = {
-    "gtpo": COMMON_AXES | {"axis": ("position", "response", "matrix")},
-    "grpo_s": COMMON_AXES | {"entropy_mean": ("arithmetic", "geometric")},
 }
 GRIDS = {
     method: [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
@@ -275,7 +251,7 @@ def test_a_few_large_batches_agree_with_the_loops(method, dtype):
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("normalization", COMMON_AXES["normalization"])
+@pytest.mark.parametrize("normalization", GRID_AXES["gtpo"]["normalization"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_whole_grid_agrees_with_the_loops(method, normalization, dtype):
     size = len(GRIDS[method])

@@ -2,18 +2,17 @@
 float64.
 """
 
-import importlib.util
 import math
 from collections import defaultdict
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import family_loops as family
 import pytest
+import reference_loops as reference
 import torch
 from pairwise import pairwise
+from reference_loops import GRID_AXES
 
 from gtpo_verl.algorithms import AdvantageOutput, Batch, algorithm, algorithms, grpo_s_advantages, gtpo_advantages
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guided_advantages, on_only_advantages
@@ -24,19 +23,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:(alpha|beta)1 \\+ (alpha|beta)2 
 MIX = GuideConfig(mode="mix")
 ON_ONLY = GuideConfig(mode="mix", adv_scope="on_only")
 RESHAPED = [name for name, entry in algorithms().items() if entry.guide == "dapo"]
-
-
-def load_reference() -> ModuleType:
-    path = Path(__file__).with_name("reference_loops.py")
-    spec = importlib.util.spec_from_file_location("reference_loops_of_guides", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = load_reference()
 
 
 def guided(
@@ -100,20 +86,8 @@ def test_a_guide_without_an_entropy_weighs_as_the_average_own_response() -> None
 
 # -------------------------------------------------------------------- GTPO and GRPO-S against loops
 
-AXES = {
-    "normalization": ("all", "joint", "within", "none"),
-    "negatives": ("zero", "inverse", "based_inverse"),
-    "mean": ("arithmetic", "geometric"),
-    "scope": ("group", "batch"),
-    "norm_scope": ("group", "batch"),
-    "degenerate": ("zero", "shape"),
-    "preserve_sign": (False, True),
-    "kind": ("no penalty", "penalty"),
-}
-POINTS = {
-    "gtpo": pairwise(AXES | {"axis": ("position", "response", "matrix")}),
-    "grpo_s": pairwise(AXES | {"entropy_mean": ("arithmetic", "geometric")}),
-}
+KINDS = {"kind": ("no penalty", "penalty")}
+POINTS = {name: pairwise(axes | KINDS) for name, axes in GRID_AXES.items()}
 
 
 def random_batch(seed: int, with_penalty: bool) -> tuple[Batch, torch.Tensor]:

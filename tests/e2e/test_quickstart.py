@@ -5,7 +5,6 @@ One training, because starting one takes more than a minute; the fixture is in c
 resumed, it is run by test_three_arms.py.
 """
 
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import reference_loops as loops
 import torch
 from metrics_doc import undocumented
 
@@ -133,11 +133,11 @@ REFERENCE = {
 
 @pytest.mark.parametrize("step", REFERENCE)
 def test_a_step_was_trained_on_the_advantages_of_the_papers_equations(quickstart: Quickstart, step: int) -> None:
-    """By the loops of tests/algorithms/reference_loops.py, from the entropies and verdicts that the step recorded."""
+    """By the loops of tests/support/reference_loops.py, from the entropies and verdicts that the step recorded."""
     from gtpo_verl.config import compose_config
 
     name, weight, punished = REFERENCE[step]
-    batch, loops = credit(quickstart, step), reference_loops()
+    batch = credit(quickstart, step)
     floor = compose_config([f"algo={name}", "setting=quickstart"]).algorithm[name].entropy_floor
     options = loops.Options(scale2=weight, entropy_floor=floor)
     _, group = np.unique(groups(batch), return_inverse=True)
@@ -149,16 +149,6 @@ def test_a_step_was_trained_on_the_advantages_of_the_papers_equations(quickstart
     wanted = torch.tensor(expected.advantages, dtype=torch.float64)
     assert wanted.abs().max() > 0.5
     torch.testing.assert_close(batch["advantages"].double(), wanted, atol=1e-6, rtol=0)
-
-
-def reference_loops() -> Any:
-    path = Path(__file__).parents[1] / "algorithms" / "reference_loops.py"
-    spec = importlib.util.spec_from_file_location("reference_loops", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def groups(batch: dict[str, Any]) -> np.ndarray:

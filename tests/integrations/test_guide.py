@@ -2,6 +2,7 @@
 with an actor that answers at once.
 """
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,11 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.algorithms import Batch, algorithm, grpo_advantages, soft_overlong_penalty
 from gtpo_verl.algorithms.losses import mixed_loss, sequence_loss, token_loss
-from gtpo_verl.algorithms.mixed_policy import guided_advantages, on_only_advantages
+from gtpo_verl.algorithms.mixed_policy import GuideConfig, guided_advantages, on_only_advantages
 from gtpo_verl.config import compose_config, prepare
+from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
+from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows, Reserve
 from gtpo_verl.integrations.metrics import ActorPass
 from gtpo_verl.integrations.not_finite import NotFinite
 from gtpo_verl.integrations.trainer import CreditAssignmentMixin
@@ -142,6 +144,21 @@ def padded(rows: list[torch.Tensor]) -> torch.Tensor:
 RATIOS = {"phi": "phi", "one": "zeros", "old": "actor"}
 
 
+def loss_of_worker(trainer: Trainer, batch: KVBatchMeta, columns: Columns, tokens_in_all: int) -> torch.Tensor:
+    """The loss that a worker gets from the marked rows of all 8 responses; the policy's new log-probs are the
+    columns'.
+    """
+    trainer.guide.mark(batch)
+    assert batch.fields is not None, "verl's workers read the columns that the advantage step knew"
+    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=batch.fields)
+    whole = [torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)]) for row in columns.new]
+    output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
+    sizes = {"dp_size": 1, "batch_num_tokens": tokens_in_all, "global_batch_size": 8, "loss_scale_factor": None}
+    tu.assign_non_tensor(data, **sizes)
+    loss: torch.Tensor = trainer.guide.loss()(model_output=output, data=data)[0]
+    return loss
+
+
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, ratio: str) -> None:
     clip = "none" if ratio == "one" else "dapo"
@@ -184,15 +201,8 @@ def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, rat
     assert metrics["training/accuracy"] == pytest.approx(2 / 8), "of all rows"
     assert undocumented(name for name in metrics if name.startswith("guide/")) == set()
 
-    trainer.guide.mark(batch)
-    assert batch.fields is not None, "verl's workers read the columns that the advantage step knew"
-    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=batch.fields)
-    whole = [torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)]) for row in columns.new]
-    output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
     tokens_in_all = int(mask.sum())
-    sizes = {"dp_size": 1, "batch_num_tokens": tokens_in_all, "global_batch_size": 8, "loss_scale_factor": None}
-    tu.assign_non_tensor(data, **sizes)
-    loss, _ = trainer.guide.loss()(model_output=output, data=data)
+    loss = loss_of_worker(trainer, batch, columns, tokens_in_all)
     losses, _ = mixed_loss(
         padded(columns.new)[:, : mask.shape[1]], old, union, mask, OF_GUIDE, 0.2, 0.28, 10.0, clip=clip
     )
@@ -221,15 +231,8 @@ def test_other_methods_compare_own_rows_alone(tmp_path: Path, columns: Columns, 
     assert advantages[0, 0] < 0, "and so they are punished"
     assert 0 <= metrics["guide/clipfrac"] <= 1
 
-    trainer.guide.mark(batch)
-    assert batch.fields is not None
-    data = tq.kv_batch_get(keys=batch.keys, partition_id="train", select_fields=batch.fields)
-    whole = [torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)]) for row in columns.new]
-    output = {"log_probs": torch.nested.as_nested_tensor(whole, layout=torch.jagged)}
     tokens_in_all = int(mask.sum())
-    sizes = {"dp_size": 1, "batch_num_tokens": tokens_in_all, "global_batch_size": 8, "loss_scale_factor": None}
-    tu.assign_non_tensor(data, **sizes)
-    loss, _ = trainer.guide.loss()(model_output=output, data=data)
+    loss = loss_of_worker(trainer, batch, columns, tokens_in_all)
     new = padded(columns.new)[:, : mask.shape[1]]
     if algo == "grpo_s":
         expected_loss = sequence_loss(new, old, advantages[:, 0], mask)[0].sum() / 8
@@ -283,3 +286,19 @@ def test_the_workers_get_the_loss_where_there_is_a_guide(
         trainer.actor_rollout_wg.set_loss_fn = given.append
         trainer._setup()
         assert len(given) == expected
+
+
+@pytest.mark.parametrize(("acc", "rows"), [(1.0, 0), (0.0, 1), (None, 1)])
+def test_the_verdicts_of_a_group_decide_and_none_is_wrong(acc: float | None, rows: int) -> None:
+    """A verifier that failed on a response has returned None for it."""
+    reserve = Reserve(GuideConfig(mode="zero"), size=2, threshold=0.5)
+    output = SimpleNamespace(extra_fields={"reward_extra_info": {"acc": acc}})
+    with reserve.awaited(0) as judge:
+        judge([output])
+    assert (asyncio.run(reserve.turn(1)) is not None) == bool(rows)
+
+
+def test_a_response_without_a_verdict_is_named() -> None:
+    reserve = Reserve(GuideConfig(mode="zero"), size=2, threshold=0.5)
+    with pytest.raises(UserError, match="no verdict on a response of a group with a guide"):
+        reserve.is_correct(SimpleNamespace(extra_fields={"reward_extra_info": {}}))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import HF_WEIGHTS, MetricsRecorder, read_record, record_phase
 from gtpo_verl.runs.session import training_session
@@ -90,6 +91,16 @@ def test_the_file_stop_is_the_reason_where_there_was_no_signal(tmp_path: Path) -
     with session(tmp_path):
         (tmp_path / "STOP").touch()
     assert (status(tmp_path), reason(tmp_path)) == ("interrupted", "the file STOP")
+
+
+def test_ray_stops_a_job_with_the_signal_of_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with session(tmp_path):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert reason(tmp_path) == "Ctrl-C"
+    monkeypatch.setenv(IN_RAY_JOB, "{}")
+    with session(tmp_path):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert reason(tmp_path) == "SIGINT, from `ray job stop`"
 
 
 @pytest.mark.parametrize(("step", "expected"), [(2, "interrupted"), (3, "complete")])

@@ -11,12 +11,10 @@ farewell.
 """
 
 import dataclasses
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -140,32 +138,8 @@ WATCHED = {
 }
 
 
-class Watcher(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules to be watched as Python would have, and patches them before anyone gets hold of them."""
-
-    def __init__(self) -> None:
-        self.loaders: dict[str, importlib.abc.Loader] = {}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in WATCHED or fullname in self.loaders:
-            return None
-        self.loaders[fullname] = NotImplemented  # the search below comes here again
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None
-        assert spec.loader is not None
-        self.loaders[fullname] = spec.loader
-        spec.loader = self
-        return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loaders[spec.name].create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loaders[module.__name__].exec_module(module)
-        WATCHED[module.__name__](module)
-
-
 if "GTPO_VERL_RECORD" in os.environ:
-    sys.meta_path.insert(0, Watcher())
+    sys.path.append(str(Path(__file__).parents[2] / "support"))
+    from import_hooks import install
+
+    install(after=WATCHED)

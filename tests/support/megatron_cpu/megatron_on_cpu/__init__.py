@@ -13,14 +13,10 @@ others, when the module they are in is imported; a module of its own for each ob
 ``transformer_engine/``, beside this package, stands in for NVIDIA's Transformer Engine.
 """
 
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-from collections.abc import Callable, Sequence
 from types import ModuleType
 
-Change = Callable[[ModuleType], None]
+import import_hooks
+from import_hooks import Change
 
 
 def _use_cpu(core: ModuleType) -> None:
@@ -78,38 +74,6 @@ AFTER: dict[str, Change] = {
 }
 
 
-class Changer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules to be changed as Python would have, and changes them before anyone gets hold of them."""
-
-    def __init__(self) -> None:
-        self.loaders: dict[str, importlib.abc.Loader] = {}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in BEFORE.keys() | AFTER.keys() or fullname in self.loaders:
-            return None
-        self.loaders[fullname] = NotImplemented  # the search below comes here again
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        self.loaders[fullname] = spec.loader
-        spec.loader = self
-        return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loaders[spec.name].create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        BEFORE.get(module.__name__, _nothing)(module)
-        self.loaders[module.__name__].exec_module(module)
-        AFTER.get(module.__name__, _nothing)(module)
-
-
-def _nothing(module: ModuleType) -> None:
-    pass
-
-
 def install() -> None:
     """From now on change modules as they are imported."""
-    sys.meta_path.insert(0, Changer())
+    import_hooks.install(after=AFTER, before=BEFORE)

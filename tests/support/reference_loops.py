@@ -61,6 +61,22 @@ LOWEST_ENTROPY = -1e-3  # below it is not round-off any more
 SHARE_TOLERANCE = 1e-9  # of GROP's shares of correct answers
 
 
+# Every value of every option.
+_COMMON_AXES: dict[str, tuple[object, ...]] = {
+    "normalization": ("all", "joint", "within", "none"),
+    "negatives": ("zero", "inverse", "based_inverse"),
+    "mean": ("arithmetic", "geometric"),
+    "scope": ("group", "batch"),
+    "norm_scope": ("group", "batch"),
+    "degenerate": ("zero", "shape"),
+    "preserve_sign": (False, True),
+}
+GRID_AXES = {
+    "gtpo": _COMMON_AXES | {"axis": ("position", "response", "matrix")},
+    "grpo_s": _COMMON_AXES | {"entropy_mean": ("arithmetic", "geometric")},
+}
+
+
 @dataclass(frozen=True)
 class Options:
     """The options of both methods, under the names of the specification; ``scale1, scale2`` are α1, α2 or β1, β2."""
