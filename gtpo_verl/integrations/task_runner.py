@@ -28,7 +28,7 @@ class TaskRunner:
         from verl.single_controller.ray.base import ResourcePoolManager
         from verl.utils.logging_utils import configure_verl_logging
 
-        from gtpo_verl.integrations.trainer import trainer_class
+        from gtpo_verl.integrations.starting import Beside, Started
 
         configure_verl_logging()
         plugin.check_registered()
@@ -48,12 +48,18 @@ class TaskRunner:
 
         try:
             with watched(check):
-                tq.init(config.transfer_queue)
+                made = Beside(tq.init, config.transfer_queue)
+                started = Started(config)
+                from gtpo_verl.integrations.trainer import trainer_class  # seconds, while the others start
+
+                made.wait()
+                started.start_agent_loops()
                 trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
+                trainer.started = started
                 # verl stops where it finds too little free; this job was admitted, and its wait is bounded
                 with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):
                     trainer.init()
-                trainer.fit(self._agent_loops(config, trainer))
+                trainer.fit(started.agent_loops or self._agent_loops(config, trainer))
             succeeded = True
         except Exception:
             check()  # a dead process causes many other errors; this one names the cause

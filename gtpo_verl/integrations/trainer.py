@@ -37,9 +37,9 @@ from gtpo_verl.integrations.guide_server import CLIENT, GuideServerManager
 from gtpo_verl.integrations.liveness import ended_actors
 from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
-from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
+from gtpo_verl.integrations.starting import Started
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import (
@@ -85,6 +85,7 @@ class CreditAssignmentMixin(PPOTrainer):
     """Goes before one of verl's trainers in the bases of a class; see :func:`trainer_class`."""
 
     _guide_servers: LLMServerManager | None = None
+    started: Started | None = None  # what there is before init(); made here if nobody has
 
     def __init__(self, config: DictConfig) -> None:
         self.entropy_source = entropy_source(config)
@@ -114,7 +115,10 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _setup(self) -> None:
         record_phase(self.run_dir, 0, "starting")
-        with temporarily(trainer_base, "RewardLoopManager", GroupRewardLoopManager):
+        self.started = self.started or Started(self.config)
+        with ExitStack() as stack:
+            for name, made in self.started.instead().items():
+                stack.enter_context(temporarily(trainer_base, name, made))
             super()._setup()
         if self.guide.on:
             self.actor_rollout_wg.set_loss_fn(self.guide.loss())
@@ -203,9 +207,12 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _workers(self) -> dict[str, Any]:
         """The Ray actors that there are by now, beside the engines and TransferQueue, by name."""
+        started = self.started
+        rewards = getattr(self, "reward_loop_manager", started and started.rewards)
+        agent_loops = getattr(self, "agent_loop_manager", started and started.agent_loops)
         kinds = {
-            "reward worker": getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", None),
-            "agent loop worker": getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", None),
+            "reward worker": getattr(rewards, "reward_loop_workers", None),
+            "agent loop worker": getattr(agent_loops, "agent_loop_workers", None),
             "actor rank": getattr(getattr(self, "actor_rollout_wg", None), "_workers", None),
         }
         return {f"{kind} {number}": actor for kind, all_ in kinds.items() for number, actor in enumerate(all_ or ())}

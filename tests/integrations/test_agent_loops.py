@@ -579,7 +579,7 @@ def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(get_trainer_cls(mode), "_setup", lambda self: made.append(trainer_base.RewardLoopManager))
     trainer = object.__new__(trainer_class(mode))
     trainer.run_dir = tmp_path
-    trainer.config = compose_config(["algo=dapo"])
+    trainer.config = compose_config(["algo=dapo", "reward.reward_model.enable=true"])  # so nothing is started before
     trainer.guide = GuideRows(trainer.config)
     trainer._setup()
     assert made == [GroupRewardLoopManager]

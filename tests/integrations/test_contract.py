@@ -230,6 +230,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.trainer.ppo.utils": {
         "create_rl_dataset": "(data_paths, data_config, tokenizer, processor, is_train=, max_samples=)",
         "need_critic": "(config)",
+        "need_teacher_policy": "(config)",
         "need_reference_policy": "(config)",
     },
     "verl.trainer.ppo.v1": {
@@ -389,15 +390,24 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "FullyAsyncLLMServerClient": "class",
         "FullyAsyncLLMServerClient.generate": "(self, request_id, *, prompt_ids, sampling_params, image_data=, video_data=, audio_data=, mm_processor_kwargs=, **kwargs)",
         "LLMServerClient": "class",
+        "LLMServerClient.__init__": "(self, config, load_balancer_handle=, **kwargs)",
+        "LLMServerClient._acquire_server": "(self, request_id, **extra)",
         "LLMServerClient.generate": "(self, request_id, *, prompt_ids, sampling_params, image_data=, video_data=, audio_data=, mm_processor_kwargs=, **kwargs)",
         "LLMServerManager": "(config, worker_group=, rollout_resource_pool=, start_rank=, load_balancer_cls=)",
         "LLMServerManager.__init__": "(self, config, worker_group=, rollout_resource_pool=, start_rank=, load_balancer_cls=)",
+        "LLMServerManager._init_global_load_balancer": "(self)",
         "LLMServerManager.create": "(cls, *args, **kwargs)",
         "LLMServerManager.get_client": "(self, client_cls=, **kwargs)",
         "LLMServerManager.rollout_replica_class": "attribute",
+        "LLMServerManager.rollout_replicas": "attribute",
+        "LLMServerManager.server_addresses": "attribute",
         "LLMServerManager.server_handles": "attribute",
     },
+    "verl.workers.rollout.router": {
+        "get_router_handle": "(servers, router_config_path=, full_determinism=, load_balancer_cls=)",
+    },
     "verl.workers.rollout.replica": {
+        "RolloutReplica": "class",
         "RolloutReplica.is_reward_model": "attribute",
         "RolloutReplica.is_teacher_model": "attribute",
         "RolloutReplicaRegistry": "class",

@@ -284,6 +284,7 @@ def test_the_workers_get_the_loss_where_there_is_a_guide(
         given: list[Any] = []
         trainer = Trainer(tmp_path, columns, "algo=dapo_mixed", f"algorithm.guide.mode={mode}")
         trainer.actor_rollout_wg.set_loss_fn = given.append
+        trainer.started = SimpleNamespace(instead=dict)
         trainer._setup()
         assert len(given) == expected
 

@@ -1,0 +1,218 @@
+"""Processes that start beside each other.
+
+verl starts the actor's ranks, then the reward workers, then vLLM's servers, then the load balancer and the agent loops,
+and waits for each. Most of a start is the import of torch, transformers, verl and vLLM, 5 to 10 s of CPU time in every
+process, and no process needs another one for that.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from omegaconf import DictConfig
+from verl.plugin.platform import get_platform
+from verl.trainer.ppo.utils import need_teacher_policy
+from verl.workers.rollout import router
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+
+from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
+from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
+from gtpo_verl.integrations.standalone import guide_of
+from gtpo_verl.integrations.streams import SeedingClient
+
+
+class Beside:
+    """Calls a function in a thread. Unlike an executor's, the thread is not waited for when the process must end."""
+
+    def __init__(self, function: Callable[..., object], *arguments: Any) -> None:
+        self._error: BaseException | None = None
+
+        def call() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=call, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            BaseException: what the function raised.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+class Started:
+    """The processes of a training that need no other one, started as soon as Ray is up.
+
+    Reward workers, unless there is a reward model; with verl's synchronous trainer also the load balancer, servers and
+    agent loops of the policy, unless the run names a router or a manager of agent loops of its own, or a teacher or a
+    guide answers too: the clients of these are of servers that are not there yet.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        rollout = config.actor_rollout_ref.rollout
+        self.rewards: GroupRewardLoopManager | None = None
+        self.agent_loops: Any = None
+        self._balancer: Any = None
+        self._replicas: list[RolloutReplica] = []
+        if config.reward.reward_model.enable:
+            return
+        self.rewards = GroupRewardLoopManager(config=config)
+        others = need_teacher_policy(config) or guide_of(config).served
+        own = rollout.get("router_config_path") or rollout.agent.get("agent_loop_manager_class")
+        if config.trainer.v1.trainer_mode == "sync" and not others and not own:
+            self._balancer = _start_load_balancer(rollout)
+            self._replicas = _start_replicas(config)
+
+    def start_agent_loops(self) -> None:
+        """Start them where their servers are known; TransferQueue must be up."""
+        if self.rewards is None or self._balancer is None:
+            return
+        self.agent_loops = GroupAgentLoopManager.create(
+            config=self._config,
+            llm_client=NamedServersClient(config=self._config, load_balancer_handle=self._balancer),
+            teacher_client=None,
+            reward_loop_worker_handles=self.rewards.reward_loop_worker_handles,
+        )
+
+    def instead(self) -> dict[str, Any]:
+        """What takes the place of the classes in verl's trainer module, by name."""
+        rewards = self.rewards
+        if rewards is None:
+            return {"RewardLoopManager": GroupRewardLoopManager}
+        made: dict[str, Any] = {"RewardLoopManager": lambda **_: rewards}
+        if self._balancer is not None:
+            made["LLMServerManager"] = _servers_behind(self._balancer, self._replicas)
+        return made
+
+
+def _start_load_balancer(rollout: DictConfig) -> Any:
+    """verl's load balancer without servers, which are added when they are up.
+
+    Its class travels as code, and of the servers it gets names: its process imports neither verl nor vLLM, which a
+    handle would, whose methods are annotated with their types. `NamedServersClient` makes handles of the names.
+    """
+    ray.cloudpickle.register_pickle_by_value(router)
+    try:
+        return router.get_router_handle(servers={}, full_determinism=rollout.get("full_determinism", False))
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(router)
+
+
+def _servers_behind(balancer: Any, replicas: list[RolloutReplica]) -> type[LLMServerManager]:
+    """verl's manager of vLLM servers, for a load balancer and replicas that there are already.
+
+    Args:
+        replicas: of `_start_replicas`; without any, verl makes them.
+    """
+
+    class ServersBehind(LLMServerManager):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            if replicas:
+                made: Any = lambda replica_rank, **_: replicas[replica_rank]  # noqa: E731
+                self.rollout_replica_class = made  # verl's base class leaves it as it is
+            super().__init__(*args, **kwargs)
+
+        async def _init_global_load_balancer(self) -> None:
+            self.global_load_balancer = balancer
+            names = [_server_name(replica) for replica in self.rollout_replicas]
+            await balancer.add_servers.remote(dict(zip(self.server_addresses, names, strict=True)))
+
+    return ServersBehind
+
+
+class NamedServersClient(SeedingClient):
+    """The client of a load balancer that knows the servers by their names."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._handles: dict[str, Any] = {}
+
+    async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
+        name: Any
+        server, name = await super()._acquire_server(request_id, **extra)
+        if name not in self._handles:
+            self._handles[name] = ray.get_actor(name)
+        return server, self._handles[name]
+
+
+def _server_name(replica: Any) -> str:
+    """The name of the Ray actor that verl makes for the first, or only, node of a replica of the policy."""
+    return f"{replica._get_server_name_prefix()}server_{replica.replica_rank}_0{replica.name_suffix}"
+
+
+def _start_replicas(config: DictConfig) -> list[RolloutReplica]:
+    """The replicas of the policy, whose servers' processes have been started; none where verl must place them.
+
+    verl creates a server on the node of its replica's ranks, which are not there yet: on a cluster of one node there is
+    only one place.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if len(ray.nodes()) > 1 or rollout.name != "vllm" or rollout.disaggregation.enabled:
+        return []
+    size = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
+    replica_class = get_rollout_replica_class(rollout.name)
+    replicas = [
+        replica_class(
+            replica_rank=rank,
+            config=rollout,
+            model_config=config.actor_rollout_ref.model,
+            gpus_per_node=rollout.n_gpus_per_node,
+        )
+        for rank in range(config.trainer.nnodes * config.trainer.n_gpus_per_node // size)
+    ]
+    for replica in replicas:
+        of_vllm: Any = replica
+        of_vllm.server_class = StartedServer(replica)
+    return replicas
+
+
+class StartedServer:
+    """Takes the place of a replica's Ray class of servers: the actor that it makes is there already.
+
+    Args:
+        replica: of one node.
+    """
+
+    def __init__(self, replica: Any) -> None:
+        self._stock = replica.server_class
+        self._options = {
+            "name": _server_name(replica),
+            "runtime_env": {
+                "env_vars": dict.fromkeys(get_platform().ray_noset_envvars(), "1") | get_platform().rollout_env_vars()
+            },
+            "max_concurrency": replica.max_concurrency,
+        }
+        server_class: Any = ray.remote(_constructed_later(self._stock.__ray_actor_class__))
+        self._actor: Any = server_class.options(**self._options).remote()
+
+    def options(self, **options: Any) -> Any:
+        """Itself; an ordinary class where verl wants another server than was expected."""
+        wanted = {name: value for name, value in options.items() if name != "scheduling_strategy"}
+        if wanted == self._options:
+            return self
+        ray.kill(self._actor)
+        return self._stock.options(**options)
+
+    def remote(self, **arguments: Any) -> Any:
+        """The actor, constructed."""
+        ray.get(self._actor.construct.remote(**arguments))
+        return self._actor
+
+
+def _constructed_later(stock: Any) -> type:
+    """A class whose constructor is a method, so that its process can start before the arguments are known."""
+
+    def construct(self: Any, **arguments: Any) -> None:
+        stock.__init__(self, **arguments)
+
+    return type(stock.__name__, (stock,), {"__init__": lambda self: None, "construct": construct})

@@ -1,0 +1,149 @@
+"""Processes of a training that start beside each other, on a real Ray."""
+
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from gtpo_verl.config import compose_config
+from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
+from gtpo_verl.integrations.starting import (
+    Beside,
+    NamedServersClient,
+    Started,
+    StartedServer,
+    _servers_behind,
+    _start_load_balancer,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def server_class() -> Any:
+    """Stands in for vLLM's server, whose process takes half a minute. Ray sends a local class as code."""
+
+    class Server:
+        def __init__(self, config: Any, cuda_visible_devices: str) -> None:
+            if config is None:
+                raise ValueError("no config")
+            self.arguments = config, cuda_visible_devices
+
+        def get_arguments(self) -> Any:
+            return self.arguments
+
+    return ray.remote(Server)
+
+
+def replica(rank: int = 0) -> Any:
+    return SimpleNamespace(
+        server_class=server_class(),
+        replica_rank=rank,
+        name_suffix="",
+        max_concurrency=7,
+        _get_server_name_prefix=lambda: "vllm_",
+    )
+
+
+@pytest.fixture
+def balancer(queue: None) -> Any:
+    handle = _start_load_balancer(compose_config(["algo=dapo"]).actor_rollout_ref.rollout)
+    yield handle
+    ray.kill(handle)
+
+
+def test_what_runs_beside_raises_where_it_is_waited_for() -> None:
+    seen: list[Any] = []
+    beside = Beside(lambda value: seen.append((value, threading.current_thread() is threading.main_thread())), 3)
+    beside.wait()
+    assert seen == [(3, False)]
+    failing = Beside(int, "three")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="three"):
+            failing.wait()
+
+
+def test_the_load_balancer_imports_neither_verl_nor_torch(balancer: Any) -> None:
+    """Each costs its process seconds of CPU time."""
+
+    def imported(self: Any) -> list[str]:
+        import sys
+
+        return [name for name in ("verl", "torch", "vllm", "gtpo_verl") if name in sys.modules]
+
+    ray.get(balancer.add_servers.remote({"127.0.0.1:1": "vllm_server_0_0"}))
+    assert ray.get(balancer.acquire_server.remote("a request")) == ("127.0.0.1:1", "vllm_server_0_0")
+    assert ray.get(balancer.__ray_call__.remote(imported)) == []
+
+
+def test_clients_get_servers_that_start_after_them(balancer: Any) -> None:
+    """Routing is verl's: the fewest requests in flight, and the same server for the same request."""
+    client = NamedServersClient(config=compose_config(["algo=dapo"]), load_balancer_handle=balancer)
+    servers = [StartedServer(replica(rank)) for rank in range(2)]
+    made = [
+        one.options(**one._options).remote(config=rank, cuda_visible_devices="") for rank, one in enumerate(servers)
+    ]
+    manager = object.__new__(_servers_behind(balancer, []))
+    manager.rollout_replicas, manager.server_addresses = [replica(0), replica(1)], ["a:1", "b:2"]
+    asyncio.run(manager._init_global_load_balancer())
+    assert manager.global_load_balancer is balancer
+
+    async def acquire() -> list[tuple[str, Any]]:
+        return [await client._acquire_server(request) for request in ("one", "two", "one")]
+
+    acquired = asyncio.run(acquire())
+    assert sorted(address for address, _ in acquired[:2]) == ["a:1", "b:2"]
+    assert acquired[2] == acquired[0]
+    for address, handle in acquired:
+        assert ray.get(handle.get_arguments.remote())[0] == ["a:1", "b:2"].index(address)
+    for actor in made:
+        ray.kill(actor)
+
+
+def test_a_started_server_is_constructed_when_its_arguments_are_known(queue: None) -> None:
+    server = StartedServer(replica())
+    with pytest.raises(ValueError, match="no config"):
+        server.options(**server._options).remote(config=None, cuda_visible_devices="0")
+    actor = server.options(scheduling_strategy="DEFAULT", **server._options).remote(config=1, cuda_visible_devices="0")
+    assert ray.get(actor.get_arguments.remote()) == (1, "0")
+    assert ray.get(ray.get_actor("vllm_server_0_0").get_arguments.remote()) == (1, "0")
+    ray.kill(actor)
+
+
+def test_another_server_than_was_expected_is_made_by_verl(queue: None) -> None:
+    server = StartedServer(replica())
+    actor = server.options(name="another", max_concurrency=3).remote(config=1, cuda_visible_devices="0")
+    assert ray.get(actor.get_arguments.remote()) == (1, "0")
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(server._actor.get_arguments.remote(), timeout=30)
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("reward.reward_model.enable=true", ["RewardLoopManager"]),
+        ("trainer.v1.trainer_mode=separate_async", ["RewardLoopManager"]),
+        ("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager", ["RewardLoopManager"]),
+        ("actor_rollout_ref.rollout.router_config_path=mine.yaml", ["RewardLoopManager"]),
+        ("seed=1", ["RewardLoopManager", "LLMServerManager"]),
+    ],
+)
+def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, override: str, names: list[str]) -> None:
+    """Nothing whose servers or arguments verl, or the user, knows only later."""
+    from gtpo_verl.integrations import starting
+
+    monkeypatch.setattr(starting, "GroupRewardLoopManager", SimpleNamespace)
+    monkeypatch.setattr(starting, "_start_load_balancer", lambda rollout: "balancer")
+    monkeypatch.setattr(starting, "_start_replicas", lambda config: [])
+    started = Started(compose_config(["algo=dapo", override]))
+    assert list(started.instead()) == names
+    started.start_agent_loops() if names == ["RewardLoopManager"] else None
+    assert started.agent_loops is None
+
+
+def test_with_a_reward_model_verl_makes_the_reward_workers() -> None:
+    started = Started(compose_config(["algo=dapo", "reward.reward_model.enable=true"]))
+    assert started.instead() == {"RewardLoopManager": GroupRewardLoopManager}
