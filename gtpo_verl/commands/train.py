@@ -159,6 +159,8 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
         start = preflight.find_start(config)  # again, now that no other training writes to the directory
         if start.message and start.folder:
             repair_tracker(start.folder)
+        if start.folder:
+            print(f"Resuming from {start.folder.name} of {config.trainer.total_training_steps} steps.", flush=True)
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",
