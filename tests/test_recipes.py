@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gtpo_verl import preflight
 from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.planning.plan import make_plan
@@ -139,6 +140,28 @@ def test_an_allocator_with_which_vllm_cannot_sleep_is_refused(script: str, tools
     done = call(f"scripts/{script}", "head", tools=tools, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert (done.returncode, done.stdout) == (1, "")
     assert "unset it" in done.stderr
+
+
+def launch_lines() -> list[str]:
+    """The complete launch lines of docs/clusters.md and README.md."""
+    found = []
+    for document in ("README.md", "docs/clusters.md"):
+        for block in re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [line for line in lines if line.startswith("scripts/launch_ray_cluster.sh")]
+    assert len(found) >= 3
+    return found
+
+
+@pytest.mark.parametrize("line", launch_lines())
+@pytest.mark.slow
+def test_a_documented_launch_line_composes_and_plans_without_an_error(line: str) -> None:
+    overrides = shlex.split(line)[1:]
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    assert preflight.problems(config)[0] == []
+    keys = {word.partition("=")[0] for word in overrides}
+    assert keys >= {"trainer.run_dir", "data.train_files", "data.val_files", "actor_rollout_ref.model.path"}
 
 
 # -------------------------------------------------------------------- templates

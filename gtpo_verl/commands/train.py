@@ -44,6 +44,7 @@ examples:
   gtpo-verl train --multirun algo=dapo,gtpo seed=1,2 ...             the same as `gtpo-verl sweep --local`
   gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    validate the run, also on a machine without a GPU
 
+A model is a name on the hub or a directory: `hf download NAME --local-dir DIR` makes one.
 Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To resume, repeat the command
 with the same trainer.run_dir. All that the run prints is in train.log there.
 """
