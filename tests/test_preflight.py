@@ -677,6 +677,15 @@ def test_a_model_that_transformers_cannot_read_is_named_before_ray_starts(
     assert "\n" not in str(caught.value)
 
 
+def test_sizes_that_are_wrong_are_named_together(composed: Composer) -> None:
+    wrong = ("data.train_batch_size=33", "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.max_model_len=100")
+    with pytest.raises(UserError, match=r"^4 settings do not fit: ") as caught:
+        preflight.check(composed(*wrong, "reward.reward_kwargs.max_resp_len=1024"))
+    for number, words in enumerate(("at least two", "not a multiple", "is shorter than", "verl's DAPO reward"), 1):
+        assert words in str(caught.value).split(f"({number}) ")[1].split(f" ({number + 1})")[0]
+    assert "\n" not in str(caught.value)
+
+
 def test_weights_of_another_configuration_are_refused_before_ray_starts(composed: Composer, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
