@@ -77,7 +77,7 @@ def check_ray(config: DictConfig, overrides: Sequence[str] = ()) -> None:
         if any(override.lstrip("+").split("=")[0] == key for override in overrides) and ray_init[name] is not None:
             raise UserError(
                 f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
-                "out, or add ray_kwargs.ray_init.address=local to start a separate Ray."
+                "out, or add ++ray_kwargs.ray_init.address=local to start a separate Ray."
             )
 
 
