@@ -96,6 +96,14 @@ def test_launchers_are_for_gpus_wherever_they_are_called(script: str, words: tup
     assert "hardware=gpu" not in given
 
 
+def test_the_check_of_a_cluster_run_is_that_of_the_run(tools: Path) -> None:
+    words = ("algo=gtpo", "trainer.run_dir=relative")
+    run = call("scripts/launch_ray_cluster.sh", *words, tools=tools).stdout.splitlines()
+    check = call("scripts/launch_ray_cluster.sh", *words, "--check", tools=tools).stdout.splitlines()
+    assert run[:2] == ["gtpo-verl", "submit"]
+    assert check == [*run[:-1], "--check", run[-1]]
+
+
 @pytest.mark.slow
 def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
     """With the real command behind it: `--cfg` stops before anything starts."""
