@@ -3,6 +3,7 @@ task with its model.
 """
 
 import argparse
+import os
 import re
 import shlex
 from pathlib import Path
@@ -123,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare_task(args: argparse.Namespace) -> None:
     """Prepare an embedded task, and print the overrides of a training on it."""
+    # Before torch is imported, as in the quickstart: threads that spin make the warm start slow on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     for option, given in (
         ("FILE", args.files),
         ("--from", args.source),
