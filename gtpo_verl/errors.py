@@ -14,6 +14,16 @@ class UserError(Exception):
     """Something the user can put right; the message says what is wrong and what to do, in one line."""
 
 
+def refuse(problems: Iterable[str]) -> None:
+    """Raise one UserError for all problems, numbered where there are several; nothing where there is none."""
+    found = list(problems)
+    if len(found) == 1:
+        raise UserError(found[0])
+    if found:
+        listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(found, start=1))
+        raise UserError(f"{len(found)} settings do not fit: {listed}")
+
+
 def main_guard(command: Callable[[], int]) -> int:
     """Run a command; a :class:`UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
 

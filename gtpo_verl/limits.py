@@ -1,13 +1,14 @@
 """Ranges of the numbers that a run is made of: what is outside could only fail later, and less clearly."""
 
 import math
+from collections.abc import Iterator
 from math import inf
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.errors import UserError, first_line, refuse
 
 _ROLLOUT = "actor_rollout_ref.rollout."
 _ACTOR = "actor_rollout_ref.actor."
@@ -59,33 +60,37 @@ def check_limits(config: DictConfig) -> None:
     """Check that counts are whole, at least 1 and not absurd, and that shares and rates are in their ranges.
 
     Raises:
-        UserError: the first key whose value is outside, with its range.
+        UserError: every key whose value is outside, with its range.
     """
+    refuse(_outside(config))
+
+
+def _outside(config: DictConfig) -> Iterator[str]:
     for key in (*_COUNTS, *_COUNTS_OR_NULL):
         value = _value(config, key)
         if value is None and key in _COUNTS_OR_NULL:
             continue
         if not _whole(value) or not 1 <= value <= _LARGEST_COUNT:
-            raise UserError(f"{key}={_shown(value)}: it must be from 1 to {_LARGEST_COUNT:,}.")
+            yield f"{key}={_shown(value)}: it must be from 1 to {_LARGEST_COUNT:,}."
     for key in _RESPONSES:
         value = _value(config, key)
         if not _whole(value) or not 1 <= value <= _MOST_RESPONSES:
-            raise UserError(f"{key}={_shown(value)}: it must be from 1 to {_MOST_RESPONSES:,}.")
+            yield f"{key}={_shown(value)}: it must be from 1 to {_MOST_RESPONSES:,}."
     for key in _SHARES:
         value = _value(config, key)
         if value is not None and not (_number(value) and 0 < value <= 1):
-            raise UserError(f"{key}={_shown(value)}: it must be above 0 and at most 1.")
+            yield f"{key}={_shown(value)}: it must be above 0 and at most 1."
     for key in _NOT_NEGATIVE:
         value = _value(config, key)
         if value is not None and not (_number(value) and 0 <= value < inf):
-            raise UserError(f"{key}={_shown(value)}: it must be a finite number that is not negative.")
+            yield f"{key}={_shown(value)}: it must be a finite number that is not negative."
     for key in _NUMBERS:
         value = _value(config, key)
         if value is not None and not (_number(value) and math.isfinite(value)):
-            raise UserError(f"{key}={_shown(value)}: it must be a finite number.")
+            yield f"{key}={_shown(value)}: it must be a finite number."
     for key in _STEPS:
         if not _whole(_value(config, key)):
-            raise UserError(f"{key}={_shown(_value(config, key))}: it must be a number of steps.")
+            yield f"{key}={_shown(_value(config, key))}: it must be a number of steps."
 
 
 def _value(config: DictConfig, key: str) -> Any:

@@ -16,12 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import check_path_in_job, files_of
 from gtpo_verl.data.traces import check_traces
-from gtpo_verl.errors import UserError, first_line, within
+from gtpo_verl.errors import UserError, first_line, refuse, within
 from gtpo_verl.files import file_in_the_way, read_json
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import check_rollout
 from gtpo_verl.limits import check_limits
-from gtpo_verl.planning.step import check_batches
+from gtpo_verl.planning.step import batch_problems
 from gtpo_verl.runs import checkpoints
 from gtpo_verl.runs.checkpoints import Layout, Start
 from gtpo_verl.runs.guards import read_bounds
@@ -84,7 +84,7 @@ def check_evaluation(config: DictConfig, command: str) -> None:
     """
     _check_seed(config)
     check_limits(config)
-    _check_lengths(config)
+    refuse(_length_problems(config))
     _check_model(config)
     if config.reward.reward_model.enable:
         raise UserError(f"reward.reward_model.enable=true: `gtpo-verl {command}` needs a verifier, not a reward model.")
@@ -418,43 +418,47 @@ def _check_entropy_source(config: DictConfig) -> None:
 
 
 def _check_sizes(config: DictConfig) -> None:
+    refuse(_size_problems(config))
+
+
+def _size_problems(config: DictConfig) -> Iterator[str]:
+    """All sizes that do not fit each other."""
+    batches = batch_problems(config)  # numbers outside their range come first
     rollout = config.actor_rollout_ref.rollout
     if rollout.n < 2:
-        raise UserError(
-            f"actor_rollout_ref.rollout.n={rollout.n}: a group needs at least two responses to be compared."
-        )
-    check_batches(config)
-    _check_separate_servers(config)
-    _check_lengths(config)
+        yield f"actor_rollout_ref.rollout.n={rollout.n}: a group needs at least two responses to be compared."
+    yield from batches
+    yield from _separate_server_problems(config)
+    yield from _length_problems(config)
 
 
-def _check_separate_servers(config: DictConfig) -> None:
+def _separate_server_problems(config: DictConfig) -> Iterator[str]:
     """What ``separate_async`` asserts when the trainer is made, minutes after the start."""
     if config.trainer.v1.trainer_mode != "separate_async":
         return
     for name in ("nnodes", "n_gpus_per_node"):
         value = config.actor_rollout_ref.rollout[name]
         if value < 1:
-            raise UserError(
+            yield (
                 f"actor_rollout_ref.rollout.{name}={value}: trainer.v1.trainer_mode=separate_async has rollout servers "
                 "on devices of their own; say how many, besides those of trainer."
             )
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     updates = config.trainer.v1.separate_async.parameter_sync_step
-    if updates * mini != batch:
-        raise UserError(
+    if batch % mini == 0 and updates * mini != batch:
+        yield (
             f"trainer.v1.separate_async.parameter_sync_step={updates}: it must be {batch // mini}, the updates of a "
             "step (data.train_batch_size / actor_rollout_ref.actor.ppo_mini_batch_size)."
         )
 
 
-def _check_lengths(config: DictConfig) -> None:
+def _length_problems(config: DictConfig) -> Iterator[str]:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     reward = config.reward.reward_kwargs
     overlong = reward.overlong_buffer_cfg
     limit = data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < data.max_prompt_length + data.max_response_length:
-        raise UserError(
+        yield (
             f"actor_rollout_ref.rollout.max_model_len={rollout.max_model_len} is shorter than data.max_prompt_length + "
             f"data.max_response_length = {data.max_prompt_length + data.max_response_length}: raise it, or set it to "
             "null."
@@ -467,12 +471,12 @@ def _check_lengths(config: DictConfig) -> None:
             if reward.max_resp_len > limit
             else "verl's DAPO reward would go beyond the full penalty, and GTPO's and GRPO-S's would not"
         )
-        raise UserError(
+        yield (
             f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: "
             f"{why}. Remove the override; max_resp_len follows the limit."
         )
     if not 0 < overlong.len <= limit:
-        raise UserError(
+        yield (
             f"reward.reward_kwargs.overlong_buffer_cfg.len={overlong.len} must be between 1 and "
             f"data.max_response_length={limit}: it is the number of tokens before the limit over which the penalty "
             "grows."

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Train on a running Ray cluster (scripts/ray_node.sh): submits the job and follows its log.
-#   scripts/launch_ray_cluster.sh setting=paper_gtpo_32b backend=megatron algo=gtpo trainer.run_dir=/shared/gtpo-32b ...
-# Arguments are Hydra overrides, as for `gtpo-verl train`, and options of `gtpo-verl submit`. RAY_API_SERVER_ADDRESS is
-# the dashboard of the head node.
+#   scripts/launch_ray_cluster.sh setting=paper_gtpo_32b backend=megatron algo=gtpo trainer.run_dir=/shared/gtpo-32b \
+#       actor_rollout_ref.model.path=/shared/models/Qwen2.5-32B ...
+# Arguments are Hydra overrides, as for `gtpo-verl train`, and options of `gtpo-verl submit`: --check asks the cluster.
+# RAY_API_SERVER_ADDRESS is the dashboard of the head node.
 set -euo pipefail
 here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/environment.sh"
 with_gpus "$@"
 for argument in "$@"; do
-    case "$argument" in --cfg | --check | --help) exec gtpo-verl train "$@" "${hardware[@]}" ;; esac # nothing to submit
+    case "$argument" in --cfg | --help) exec gtpo-verl train "$@" "${hardware[@]}" ;; esac # nothing to submit
 done
 exec gtpo-verl submit --environment "$here/environment.sh" "$@" "${hardware[@]}"

@@ -45,6 +45,15 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
     assert (linted.returncode, linted.stdout) == (0, "")
 
 
+def test_the_packages_of_the_image_are_those_documented_for_nodes_without_one() -> None:
+    installed = re.search(r"--no-install-recommends \\\n\s+(.*) \\", DOCKERFILE.read_text())
+    documented = re.search(r"^apt-get install (.*)$", (ROOT / "docs" / "clusters.md").read_text(), re.MULTILINE)
+    assert installed is not None
+    assert documented is not None
+    # the image's base has a compiler
+    assert {*installed[1].split(), "build-essential"} == {*documented[1].split()}
+
+
 def test_the_dockerfile_copies_and_installs_what_exists() -> None:
     text = DOCKERFILE.read_text()
     for source in re.findall(r"^COPY (\S+) ", text, re.MULTILINE):

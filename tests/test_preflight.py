@@ -1,6 +1,7 @@
 """Bad input gets one line that says what to do, before verl, Ray or vLLM start."""
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import checks
+from gtpo_verl.tasks.model import build_model
 
 REWARD = """
 def good(data_source, solution_str, ground_truth, extra_info=None):
@@ -672,6 +674,27 @@ def test_a_model_that_transformers_cannot_read_is_named_before_ray_starts(
     preflight.check(config)  # it needs no transformers
     with pytest.raises(UserError, match=message) as caught:
         checks.check_with_verl(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_sizes_that_are_wrong_are_named_together(composed: Composer) -> None:
+    wrong = ("data.train_batch_size=33", "actor_rollout_ref.rollout.n=1", "actor_rollout_ref.rollout.max_model_len=100")
+    with pytest.raises(UserError, match=r"^4 settings do not fit: ") as caught:
+        preflight.check(composed(*wrong, "reward.reward_kwargs.max_resp_len=1024"))
+    for number, words in enumerate(("at least two", "not a multiple", "is shorter than", "verl's DAPO reward"), 1):
+        assert words in str(caught.value).split(f"({number}) ")[1].split(f" ({number + 1})")[0]
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_of_another_configuration_are_refused_before_ray_starts(composed: Composer, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    build_model(8, 0, **shape).save_pretrained(model)
+    checks.check_model(composed(f"actor_rollout_ref.model.path={model}"))
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"hidden_size": 16}))
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight is 8 × 8, by the configuration 8 × 16") as caught:
+        checks.check_model(composed(f"actor_rollout_ref.model.path={model}"))
     assert "\n" not in str(caught.value)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gtpo_verl import preflight
 from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.planning.plan import make_plan
@@ -95,6 +96,14 @@ def test_launchers_are_for_gpus_wherever_they_are_called(script: str, words: tup
     assert "hardware=gpu" not in given
 
 
+def test_the_check_of_a_cluster_run_is_that_of_the_run(tools: Path) -> None:
+    words = ("algo=gtpo", "trainer.run_dir=relative")
+    run = call("scripts/launch_ray_cluster.sh", *words, tools=tools).stdout.splitlines()
+    check = call("scripts/launch_ray_cluster.sh", *words, "--check", tools=tools).stdout.splitlines()
+    assert run[:2] == ["gtpo-verl", "submit"]
+    assert check == [*run[:-1], "--check", run[-1]]
+
+
 @pytest.mark.slow
 def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
     """With the real command behind it: `--cfg` stops before anything starts."""
@@ -139,6 +148,28 @@ def test_an_allocator_with_which_vllm_cannot_sleep_is_refused(script: str, tools
     done = call(f"scripts/{script}", "head", tools=tools, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     assert (done.returncode, done.stdout) == (1, "")
     assert "unset it" in done.stderr
+
+
+def launch_lines() -> list[str]:
+    """The complete launch lines of docs/clusters.md and README.md."""
+    found = []
+    for document in ("README.md", "docs/clusters.md"):
+        for block in re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
+            lines = block.replace("\\\n", " ").splitlines()
+            found += [line for line in lines if line.startswith("scripts/launch_ray_cluster.sh")]
+    assert len(found) >= 3
+    return found
+
+
+@pytest.mark.parametrize("line", launch_lines())
+@pytest.mark.slow
+def test_a_documented_launch_line_composes_and_plans_without_an_error(line: str) -> None:
+    overrides = shlex.split(line)[1:]
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    assert preflight.problems(config)[0] == []
+    keys = {word.partition("=")[0] for word in overrides}
+    assert keys >= {"trainer.run_dir", "data.train_files", "data.val_files", "actor_rollout_ref.model.path"}
 
 
 # -------------------------------------------------------------------- templates

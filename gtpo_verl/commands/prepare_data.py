@@ -1,23 +1,38 @@
-"""``gtpo-verl prepare-data``: a data set from the hub or from files as a parquet file in verl's schema."""
+"""``gtpo-verl prepare-data``: a data set from the hub or from files as a parquet file in verl's schema, or an embedded
+task with its model.
+"""
 
 import argparse
+import os
+import re
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from gtpo_verl.config import quoted
 from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS, Dataset
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import file_in_the_way
+from gtpo_verl.tasks import TASKS, task
+from gtpo_verl.tasks.prepare import prepare_task
 
+# The quickstart's batch is for one or two ranks; this one divides over any power of two up to 256.
+ON_MORE_DEVICES = (
+    "data.train_batch_size=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.use_dynamic_bsz=true",
+)
 EPILOG = """\
 examples:
   gtpo-verl prepare-data aime-2024                                  from the hub to data/aime-2024.parquet
   gtpo-verl prepare-data dapo-math-17k --against data/aime-2024.parquet
   gtpo-verl prepare-data aime-2025 --from aime2025-I.jsonl aime2025-II.jsonl      without a network
   gtpo-verl prepare-data parquet mine.parquet --problem-column text --answer-column label --style boxed
+  gtpo-verl prepare-data sums --output /shared/task-sums      an embedded task with its tiny model
 
 Of rows with the same problem and answer the first is kept (DAPO's files repeat each problem about 100 times, its AIME
 file 32 times: to average over 32 samples, set actor_rollout_ref.rollout.val_kwargs.n=32). Rows without an answer, and
@@ -30,12 +45,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("name", choices=[*DATASETS, "parquet"], help="a data set, or `parquet` for files of your own")
+    parser.add_argument(
+        "name",
+        choices=[*DATASETS, "parquet", *TASKS],
+        help="a data set, `parquet` for files of your own, or an embedded task (docs/tasks.md)",
+    )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
     parser.add_argument(
         "--from", dest="source", nargs="+", type=Path, metavar="FILE", help="local files instead of the hub's"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: data/NAME.parquet")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: data/NAME.parquet; of a task, the directory outputs/task-NAME",
+    )
     parser.add_argument(
         "--style",
         choices=list(STYLES),
@@ -64,7 +88,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare a data set; returns the exit code."""
+    """Prepare a data set or a task; returns the exit code."""
+    if args.name in TASKS:
+        _prepare_task(args)
+        return 0
     dataset = DATASETS.get(args.name)
     files = _local_files(args)
     output = (args.output or Path("data") / f"{args.name if dataset else files[0].stem}.parquet").resolve()
@@ -93,6 +120,47 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _report(output, prepare(request), dataset, args.conflicts)
     return 0
+
+
+def _prepare_task(args: argparse.Namespace) -> None:
+    """Prepare an embedded task, and print the overrides of a training on it."""
+    # Before torch is imported, as in the quickstart: threads that spin make the warm start slow on a busy machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    for option, given in (
+        ("FILE", args.files),
+        ("--from", args.source),
+        ("--style", args.style),
+        ("--against", args.against),
+        ("--conflicts", args.conflicts != "drop"),
+        ("--data-source", args.data_source),
+        ("--problem-column", args.problem_column),
+        ("--answer-column", args.answer_column),
+        ("--guide-column", args.guide_column),
+        ("--revision", args.revision != "main"),
+        ("--force", args.force),
+    ):
+        if given:
+            raise UserError(f"prepare-data {args.name} makes an embedded task: {option} is for data sets.")
+    embedded = task(args.name)
+    directory = (args.output or embedded.directory(Path("outputs"))).absolute()  # not resolved: the nodes' links differ
+    if blocked := file_in_the_way(directory):
+        raise UserError(f"--output {directory}: {blocked} is a file, not a directory.")
+    prepared = prepare_task(embedded, directory)
+    paths = {
+        "actor_rollout_ref.model.path": prepared.model_path,
+        "data.train_files": prepared.train_file,
+        "data.val_files": prepared.val_file,
+    }
+    overrides = ["setting=quickstart", f"task={embedded.name}", *(_override(key, path) for key, path in paths.items())]
+    print(
+        f"Overrides for `gtpo-verl train` and `submit`, on one or two devices:\n{shlex.join(overrides)}\n"
+        f"On more, also:\n{shlex.join(ON_MORE_DEVICES)}"
+    )
+
+
+def _override(key: str, path: Path) -> str:
+    plain = re.fullmatch(r"[\w./-]+", str(path))
+    return f"{key}={path if plain else quoted(path)}"
 
 
 def _local_files(args: argparse.Namespace) -> list[Path]:

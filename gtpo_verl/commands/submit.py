@@ -17,6 +17,7 @@ from gtpo_verl.experiments.jobs import JobInfo, Jobs
 from gtpo_verl.experiments.package import WorkingDirectory
 from gtpo_verl.experiments.request import check_request, run_dir_of
 from gtpo_verl.runs.lock import GRACE
+from gtpo_verl.runs.terminal import STOPPED
 
 EPILOG = """\
 examples:
@@ -31,6 +32,10 @@ The job carries this package and the files of the working directory, without hid
 other relative paths are those of the working directory. A job's first phase is the check of `gtpo-verl train --check`,
 and that every node uses this package. Ctrl-C while following leaves the job alone.
 """
+
+
+# The lines by which a training says how far it is.
+_STEP = re.compile(rf"(?P<what>step|{STOPPED}) (?P<step>\d+)(/| of )(?P<steps>\d+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,22 +130,28 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def follow(jobs: Jobs, name: str) -> int:
-    """Print the log of a job until it ends; returns 0 if it succeeded.
+    """Print the log of a job until it ends, and of one that was stopped how far it is; returns 0 if it succeeded.
 
     Raises:
         UserError: it failed, with its last error; or it is unknown.
     """
     known(jobs, name)
+    unfinished, step, stopped = "", "", False
     try:
         for text in jobs.follow(name):
             sys.stdout.write(text)
             sys.stdout.flush()
+            *lines, unfinished = (unfinished + text).split("\n")
+            for found in filter(None, map(_STEP.match, lines)):
+                step, stopped = f" after step {found['step']} of {found['steps']}", found["what"] == STOPPED
     except KeyboardInterrupt:
         print(f"\nThe job goes on. {_hints(name)}", file=sys.stderr)
         return 130
     job = known(jobs, name)
     if job.status == "FAILED":
         raise UserError(f"job {name} failed: {job.reason.removeprefix('error: ')}")
+    if stopped or job.status == "STOPPED":
+        print(f"Job {name} was stopped{step}. To resume it, submit the same line again, with a new --id if it has one.")
     print(f"Job {name}: {job.status}", flush=True)
     return 0 if job.status == "SUCCEEDED" else 1
 

@@ -44,6 +44,7 @@ examples:
   gtpo-verl train --multirun algo=dapo,gtpo seed=1,2 ...             the same as `gtpo-verl sweep --local`
   gtpo-verl train setting=paper_gtpo_32b hardware=gpu ... --check    validate the run, also on a machine without a GPU
 
+A model is a name on the hub or a directory: `hf download NAME --local-dir DIR` makes one.
 Ctrl-C finishes the step, saves a checkpoint and stops; a second Ctrl-C stops at once. To resume, repeat the command
 with the same trainer.run_dir. All that the run prints is in train.log there.
 """
@@ -159,6 +160,8 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
         start = preflight.find_start(config)  # again, now that no other training writes to the directory
         if start.message and start.folder:
             repair_tracker(start.folder)
+        if start.folder:
+            print(f"Resuming from {start.folder.name} of {config.trainer.total_training_steps} steps.", flush=True)
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",

@@ -130,7 +130,7 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
             )
         if item.is_delete() or item.is_sweep_override():
             raise UserError(f"{item.input_line}: an evaluation takes KEY=VALUE and +KEY=VALUE only.")
-        if not item.is_add() and OmegaConf.select(config, key, default=_MISSING) is _MISSING:
+        if not (item.is_add() or item.is_force_add()) and OmegaConf.select(config, key, default=_MISSING) is _MISSING:
             raise UserError(f"{key}: the run has no such key. To add it, write +{key}=...")
         OmegaConf.update(config, key, item.value(), force_add=True)
     return config

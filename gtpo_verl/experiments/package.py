@@ -15,6 +15,7 @@ from pathspec import PathSpec
 
 import gtpo_verl
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs.provenance import keep_code_state
 
 MAX_FILES = 2000
 MAX_SIZE = 50 * 2**20  # bytes; Ray keeps it in the memory of the head and copies it to every node
@@ -117,6 +118,8 @@ def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
 def copy_plugin(target: Path) -> list[Path]:
     """Copy this package, its YAML files and its metadata into ``target``; returns the directories made there.
 
+    The copy says of which commit it is, where it is made of a checkout.
+
     Raises:
         UserError: it is not installed, or another version's metadata is.
     """
@@ -125,6 +128,7 @@ def copy_plugin(target: Path) -> list[Path]:
     shutil.copytree(next(iter(gtpo_verl.__path__)), package, ignore=ignore)
     configs = importlib.import_module("gtpo_verl.configs")  # elsewhere in an editable installation
     shutil.copytree(next(iter(configs.__path__)), package / "configs", ignore=ignore, dirs_exist_ok=True)
+    keep_code_state(package)
     return [package, _copy_metadata(target)]
 
 

@@ -13,6 +13,7 @@ from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.config import files_of
 from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError, did_you_mean, first_line, within
+from gtpo_verl.integrations.weights import weights_fault
 from gtpo_verl.runs.correctness import verdict
 from gtpo_verl.verifiers.reward import close_pools
 from gtpo_verl.versions import installed_version
@@ -51,28 +52,38 @@ def check_with_verl(config: DictConfig) -> None:
 
 
 def check_model(config: DictConfig) -> None:
-    """Read the configuration and the tokenizer of a local model as verl's workers will, minutes after the start.
+    """Read the configuration and the tokenizer of a local model as verl's workers will, minutes after the start, and
+    compare the weights with the configuration.
 
     Raises:
-        UserError: transformers cannot read them.
+        UserError: transformers cannot read them, or the weights are those of another configuration.
     """
     from transformers import AutoConfig, AutoTokenizer
 
     model = config.actor_rollout_ref.model
     if not Path(model.path).is_dir():
         return
+    read: dict[str, Any] = {}
     for what, kind, key in (
         ("configuration", AutoConfig, "hf_config_path"),
         ("tokenizer", AutoTokenizer, "tokenizer_path"),
     ):
         place = model.get(key) or model.path
         try:
-            kind.from_pretrained(place, trust_remote_code=bool(model.get("trust_remote_code")))
+            read[what] = kind.from_pretrained(place, trust_remote_code=bool(model.get("trust_remote_code")))
         except Exception as error:
             raise UserError(
                 f"actor_rollout_ref.model.path={model.path}: transformers cannot read the {what} in {place} "
                 f"({type(error).__name__}: {first_line(error)}): copy the model again."
             ) from error
+    if set(model.get("override_config") or ()) - {"attn_implementation"}:
+        return  # the run changes the configuration
+    fault = weights_fault(Path(model.path), read["configuration"])
+    if fault:
+        raise UserError(
+            f"actor_rollout_ref.model.path={model.path}: its weights do not fit its config.json: {fault}. Copy the "
+            "whole model again."
+        )
 
 
 def _check_guide(config: DictConfig) -> None:

@@ -27,7 +27,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
 from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
-from gtpo_verl.integrations.launch import enter_cluster, leave_sizes_to_cluster
+from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_sizes_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.streams import SeedingClient, assign_streams
@@ -93,8 +93,15 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
     """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the servers' manager and the verifier's.
 
     Raises:
-        UserError: the cluster has no room and ``wait`` is off, or TransferQueue died.
+        UserError: the cluster has no room and ``wait`` is off, or a process or a node died.
     """
+    after = "The stack trace is at the end of the log. Repeat the command for the rest."
+    with in_one_line(after), _serving(config, wait=wait) as managers:
+        yield managers
+
+
+@contextmanager
+def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, GroupRewardLoopManager]]:
     leave_sizes_to_cluster(config)
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)

@@ -5,7 +5,8 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -76,7 +77,7 @@ def check_ray(config: DictConfig, overrides: Sequence[str] = ()) -> None:
         if any(override.lstrip("+").split("=")[0] == key for override in overrides) and ray_init[name] is not None:
             raise UserError(
                 f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
-                "out, or add ray_kwargs.ray_init.address=local to start a separate Ray."
+                "out, or add ++ray_kwargs.ray_init.address=local to start a separate Ray."
             )
 
 
@@ -165,17 +166,48 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
                 raise UserError(str(error.cause)) from error
             ports_lost += "EADDRINUSE" in str(error)
             if "EADDRINUSE" not in str(error) or ports_lost > 1:
-                raise _in_one_line(error, config) from error
+                raise _in_one_line(error, _after(config)) from error
             say("The port that verl had chosen is in use by another process: starting again.")
         except UserError:
             raise
         except Exception as error:  # of Ray itself: a process died, or Ray did not start
-            raise _in_one_line(error, config) from error
+            raise _in_one_line(error, _after(config)) from error
         finally:
             ray.shutdown()
 
 
-def _in_one_line(error: Exception, config: DictConfig) -> UserError:
+@contextmanager
+def in_one_line(after: str) -> Iterator[None]:
+    """Let an error in the block that nobody expected end the command with one line; its stack traces go to stderr.
+
+    Args:
+        after: sentences behind the error: where stderr goes, and what to do.
+
+    Raises:
+        UserError: in place of the error.
+        OSError: as it was raised, because it is one line already.
+    """
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except Exception as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(
+            cause, UserError
+        ):  # in a task: the error itself is a stack trace, and an instance of both classes
+            raise UserError(str(cause)) from error
+        if isinstance(error, UserError | OSError) and not isinstance(error, RayError):
+            raise
+        raise _in_one_line(error, after) from error
+
+
+def _after(config: DictConfig) -> str:
+    log = Path(config.trainer.run_dir) / LOG_FILE
+    return f"The stack trace is at the end of {log}. The same command resumes from the last checkpoint."
+
+
+def _in_one_line(error: Exception, after: str) -> UserError:
     """What to tell the user about an error that nobody expected; its stack traces go to the log."""
     from ray.exceptions import RayActorError, RayTaskError
 
@@ -189,8 +221,7 @@ def _in_one_line(error: Exception, config: DictConfig) -> UserError:
         what = str(cause).strip().splitlines()[-1]
     else:
         what = f"{type(cause).__name__}: {first_line(cause)}"
-    log = f"The stack trace is at the end of {Path(config.trainer.run_dir) / LOG_FILE}"
-    return UserError(f"{what.rstrip('.')}. {log}. The same command resumes from the last checkpoint.")
+    return UserError(f"{what.rstrip('.')}. {after}")
 
 
 def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl import __version__, versions
+from gtpo_verl.files import read_json, write_json
 
 # settings whose files decide what a run computes; their paths may differ between machines, their content must not
 FILE_KEYS = (
@@ -24,6 +25,7 @@ FILE_KEYS = (
     "reward.custom_reward_function.path",
 )
 
+KEPT_FILE = "code.json"  # in the package that a job carries
 _PACKAGE = Path(__file__).resolve().parents[1]
 _CODE = ("gtpo_verl", "configs")  # of the checkout: what a training executes
 _BLOB_LENGTH = 64  # a file of the hub's cache links to one named by its SHA-256
@@ -54,7 +56,8 @@ def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str
     """The commit that runs, and what the working tree changes in it.
 
     Args:
-        root: of the checkout; an installed wheel has none, and its version says what it is.
+        root: of the checkout; an installed wheel has none, and its version says what it is. A job's package has none
+            either, and `keep_code_state` has said where it is from.
 
     Returns:
         ``{"commit", "diff"}``, ``diff`` a SHA-256 of the changes or None without any, both None outside of a checkout;
@@ -63,7 +66,8 @@ def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     inside = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
     if commit is None or inside is None or Path(inside).resolve() != root.resolve():
-        return {"commit": None, "diff": None}, ""
+        kept = read_json(root / _CODE[0] / KEPT_FILE) or {"code": {"commit": None, "diff": None}, "changes": ""}
+        return kept["code"], kept["changes"]
     places = [place for place in _CODE if (root / place).exists()]
     changes = _output("git", "-C", str(root), "diff", "HEAD", "--binary", "--", *places) or ""
     listed = _output("git", "-C", str(root), "ls-files", "--others", "--exclude-standard", "--", *places) or ""
@@ -72,6 +76,13 @@ def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str
         changes += _output("git", "-C", str(root), "diff", "--no-index", "--", "/dev/null", name, accept=(0, 1)) or ""
     diff = hashlib.sha256(changes.encode()).hexdigest() if changes else None
     return {"commit": commit, "diff": diff}, changes
+
+
+def keep_code_state(package: Path) -> None:
+    """Write what `code_state` says of this process's code into a copy of the package that goes to another machine."""
+    code, changes = code_state()
+    if code["commit"]:
+        write_json(package / KEPT_FILE, {"code": code, "changes": changes})
 
 
 def checksums(config: Mapping[str, Any]) -> dict[str, str | None]:

@@ -3,7 +3,7 @@
 import datetime as dt
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,7 @@ from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import first_line
 from gtpo_verl.files import write_text
 from gtpo_verl.runs import terminal
+from gtpo_verl.runs.checkpoints import tracked_step
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
     DIFF_FILE,
@@ -68,6 +69,7 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
                 yield
         except KeyboardInterrupt:
             record.close("interrupted", stopper.reason)
+            print(_stopped(run_dir, record.config, stopper.reason), flush=True)
             raise
         except Exception as error:
             record.close("failed", first_line(error))
@@ -75,6 +77,7 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         progress = progress_of(run_dir)
         if stop.exists() and (progress.steps is None or progress.step < progress.steps):
             record.close("interrupted", stopper.reason)
+            print(_stopped(run_dir, record.config, stopper.reason), flush=True)
         else:
             record.close("complete", "all steps were trained")
         stop.unlink(missing_ok=True)
@@ -125,6 +128,18 @@ class _Record:
         if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
             self.facts["checksums"] = checksums(self.config)
         write_record(self.run_dir, self.facts | {"status": status, "reason": reason})
+
+
+def _stopped(run_dir: Path, config: Mapping[str, Any], reason: str) -> str:
+    """How far a training is that was stopped, and from where the same command goes on."""
+    progress = progress_of(run_dir)
+    try:
+        saved = tracked_step(Path(config.get("trainer.default_local_dir") or run_dir / "checkpoints"))
+    except ValueError:  # a tracker that is not readable: the next start says what it takes
+        saved = None
+    goes_on = f"resumes from global_step_{saved}" if saved else "starts from the first step, for nothing was saved"
+    step = max(progress.step, saved or 0)
+    return f"{terminal.STOPPED} {step} of {progress.steps or '?'} ({reason}). The same command {goes_on}."
 
 
 def _now() -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 LOG_FILE = "train.log"
 LOG_FORMAT = "gtpo_verl %(levelname)s: %(message)s"  # of this package's loggers in a run's processes
+STOPPED = "Stopped after step"  # the last line of a training that was stopped begins so
 POLL = 0.5  # seconds between looks at log and metrics
 
 _WARNING = re.compile(r"gtpo_verl (WARNING|ERROR): (?P<text>.*)")

@@ -15,6 +15,7 @@ from gtpo_verl.errors import UserError, did_you_mean
 
 # the module of each task; its TASK is an EmbeddedTask
 _MODULES = {"sums": "gtpo_verl.tasks.sums.task", "countdown": "gtpo_verl.tasks.countdown.task"}
+TASKS = tuple(_MODULES)  # their names
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,13 @@ def test_a_run_without_a_model_a_quickstart_and_before_without_a_run(run_dir: Pa
         find_subject(str(model), before=True)
 
 
+def test_an_override_may_add_a_key_as_hydra_does(run_dir: Path) -> None:
+    subject = find_subject(str(run_dir))
+    for word in ("+", "++"):
+        config = configuration(subject, [f"{word}ray_kwargs.ray_init.address=local"])
+        assert config.ray_kwargs.ray_init.address == "local"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

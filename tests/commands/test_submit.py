@@ -4,14 +4,16 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from gtpo_verl.cli import main
-from gtpo_verl.commands.submit import exports, variables
+from gtpo_verl.commands.submit import exports, follow, variables
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import jobs
 from gtpo_verl.experiments.jobs import JobInfo
@@ -100,6 +102,45 @@ def test_the_reason_of_a_failure_is_its_last_error() -> None:
     assert reason("failed with exit code 2:\nerror: first\nerror: second \nbye\n") == "error: second"
     assert reason("Traceback\nValueError: x") == "ValueError: x"
     assert reason("") == "Ray gives no reason."
+
+
+class EndedJob:
+    """The jobs of a cluster that has one, with this log and this end."""
+
+    address = "http://head:8265"
+
+    def __init__(self, status: str, *log: str) -> None:
+        self.log = log
+        self.job = JobInfo(id="a", status=status, run_dir="/a", start=None, end=None)
+
+    def info(self, name: str) -> JobInfo:
+        return self.job
+
+    def follow(self, name: str) -> Iterator[str]:
+        yield from self.log
+
+
+@pytest.mark.parametrize(
+    ("job", "code", "last"),
+    [
+        (EndedJob("STOPPED", "step 1/30: x\nst", "ep 2/30: y\n"), 1, "Job a was stopped after step 2 of 30. To resume"),
+        (EndedJob("STOPPED"), 1, "Job a was stopped. To resume"),
+        (
+            EndedJob("SUCCEEDED", "step 2/30: x\nStopped after step 3 of 30 (the file STOP).\n"),
+            0,
+            "after step 3 of 30.",
+        ),
+        (EndedJob("SUCCEEDED", "step 30/30: x\n"), 0, ""),
+    ],
+)
+def test_a_job_that_was_stopped_says_where_and_how_to_go_on(
+    job: Any, code: int, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert follow(job, "a") == code
+    said = capsys.readouterr().out
+    assert said.endswith(f"Job a: {job.job.status}\n")
+    assert last in said
+    assert ("submit the same line again" in said) == bool(last)
 
 
 THIN = """

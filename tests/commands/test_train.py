@@ -1,10 +1,15 @@
 """`gtpo-verl train` as a Hydra application: what it prints, and completion of the shell."""
 
+import argparse
 from pathlib import Path
 
 import pytest
+from checkpoint_writer import write_fsdp
 
 from gtpo_verl.cli import main
+from gtpo_verl.commands.train import launch
+from gtpo_verl.config import compose_config, prepare
+from gtpo_verl.integrations import launch as launching
 
 
 @pytest.mark.slow
@@ -52,3 +57,19 @@ def test_completion_installs_itself(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_multirun_is_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--multirun", "algo=gtpo"]) == 2
     assert "a sweep needs an axis" in capsys.readouterr().err
+
+
+def test_a_resumed_run_says_from_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["setting=quickstart", "hardware=cpu", f"trainer.run_dir={tmp_path}"]
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    for step in ("export_environment", "validate", "check_ray", "check_gpus", "run_job"):
+        monkeypatch.setattr(launching, step, lambda *_, **__: None)
+    args = argparse.Namespace(overrides=overrides, wait=False, verbose=False)
+    assert launch(config, args) == 0
+    assert "Resuming" not in capsys.readouterr().out
+    write_fsdp(tmp_path / "checkpoints", 6)
+    assert launch(config, args) == 0
+    assert "Resuming from global_step_6 of 24 steps.\n" in capsys.readouterr().out

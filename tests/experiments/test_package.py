@@ -12,6 +12,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import package
 from gtpo_verl.experiments.handover import fingerprint
 from gtpo_verl.experiments.package import WorkingDirectory, copy_files, copy_plugin
+from gtpo_verl.runs.provenance import code_state
 
 
 def fill(root: Path, *names: str, size: int = 10) -> None:
@@ -101,6 +102,7 @@ def test_the_plugin_is_carried_whole_and_wins_over_another_version(tmp_path: Pat
     (tmp_path / "a").mkdir()
     plugin, info = copy_plugin(tmp_path / "a")
     assert info.name == f"gtpo_verl-{gtpo_verl.__version__}.dist-info"
+    assert code_state(tmp_path / "a") == code_state()
     assert not list(plugin.rglob("__pycache__"))
     for name in ("configs/base.yaml", "configs/algo/ladder/6_dapo.yaml", "planning/models", "py.typed"):
         assert (plugin / name).exists(), name

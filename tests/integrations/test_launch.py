@@ -1,14 +1,16 @@
 """What is done about a job that does not start."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from omegaconf import DictConfig, OmegaConf
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations import launch
+from gtpo_verl.integrations import evaluate, launch
 from gtpo_verl.integrations.admission import DevicesTakenError
 from gtpo_verl.integrations.waiting import StepGivenUpError
 
@@ -65,6 +67,39 @@ def test_a_process_that_died_is_one_line_and_its_trace_goes_to_the_log(
     with pytest.raises(UserError, match=r"^ValueError: of a worker\. The stack trace"):
         launch.run_job(RUN)
     assert "Traceback of forty lines" in capsys.readouterr().err
+
+
+def test_a_node_that_is_lost_while_an_evaluation_starts_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever Ray says of it, and in whatever part of the start."""
+    inside = RayTaskError(
+        "look", "Traceback of forty lines\nConnectionError: lost", UserError("the verifier is missing")
+    )
+    for error, message in (
+        (
+            RayActorError(),
+            r"^a process of the run died; .* or its node is gone\. The stack trace is at the end of the log",
+        ),
+        (NodeDiedError("node 10.0.0.2 died"), r"^NodeDiedError: node 10\.0\.0\.2 died\. The stack trace"),
+        (inside.as_instanceof_cause(), "^the verifier is missing$"),
+        (UserError("no room"), "^no room$"),
+    ):
+        monkeypatch.setattr(evaluate, "_serving", lambda *_, error=error, **__: _raising(error))
+        with pytest.raises(UserError, match=message) as caught, evaluate.serving(RUN, wait=False):
+            pass
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(evaluate, "_serving", lambda *_, **__: _raising(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"), evaluate.serving(RUN, wait=False):
+        pass
+    with pytest.raises(UserError, match=r"^KeyError: 'x'\. The stack trace"), launch.in_one_line("The stack trace."):
+        raise KeyError("x")
+
+
+@contextmanager
+def _raising(error: Exception) -> Iterator[None]:
+    raise error
+    yield
 
 
 def test_a_ray_that_does_not_start_is_one_line(jobs: list[BaseException | None]) -> None:

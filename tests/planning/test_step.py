@@ -148,6 +148,25 @@ def test_what_does_not_divide_is_named(
         check_batches(run(*overrides, changes))
 
 
+def test_all_that_does_not_divide_is_named_at_once(run: Run) -> None:
+    wrong = {
+        "data.train_batch_size": 100,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 5,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": None,
+    }
+    with pytest.raises(
+        UserError, match=r"^3 settings do not fit: \(1\) data\.train_batch_size=100 .* \(2\) each rank's"
+    ) as e:
+        check_batches(run(wrong))
+    assert "(3) actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu is not set" in str(e.value)
+    devices = {"data.train_batch_size": 100, "actor_rollout_ref.rollout.tensor_model_parallel_size": 3}
+    with pytest.raises(UserError, match=r"^2 settings do not fit: .*one rollout engine takes 3 GPUs"):
+        check_batches(run(devices))
+    outside = {"trainer.nnodes": 0, "actor_rollout_ref.rollout.n": 0, "data.train_batch_size": 100}
+    with pytest.raises(UserError, match=r"^2 settings do not fit: \(1\) trainer\.nnodes=0: .* \(2\) .*rollout\.n=0: "):
+        check_batches(run(outside))
+
+
 def test_either_key_of_ulysses_is_read_as_verl_reads_it(run: Run) -> None:
     for key in ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
         parallel = check_batches(run({f"actor_rollout_ref.actor.{key}": 2}))

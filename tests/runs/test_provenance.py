@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs import provenance
 from gtpo_verl.runs.directory import read_record
-from gtpo_verl.runs.provenance import checksums, code_state
+from gtpo_verl.runs.provenance import checksums, code_state, keep_code_state
 from gtpo_verl.runs.session import training_session
 
 
@@ -51,6 +52,22 @@ def test_an_installed_package_has_no_commit_even_below_somebody_elses_checkout(c
     inside = checkout / "lib"
     inside.mkdir()
     assert code_state(inside) == ({"commit": None, "diff": None}, "")
+
+
+def test_a_copy_of_the_package_says_of_which_commit_it_is(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on the node of a cluster, where there is no checkout."""
+    (checkout / "gtpo_verl" / "a.py").write_text("x = 2\n")
+    there = code_state(checkout)
+    monkeypatch.setattr(provenance, "code_state", lambda: there)
+    (tmp_path / "job" / "gtpo_verl").mkdir(parents=True)
+    keep_code_state(tmp_path / "job" / "gtpo_verl")
+    assert code_state(tmp_path / "job") == there
+    assert "+x = 2" in there[1]
+    monkeypatch.setattr(provenance, "code_state", lambda: ({"commit": None, "diff": None}, ""))  # of a wheel
+    keep_code_state(tmp_path)
+    assert not (tmp_path / "code.json").exists()
 
 
 def test_checksums_are_of_contents(tmp_path: Path):

@@ -111,6 +111,24 @@ def test_one_that_is_stopped_in_its_last_step_is_complete(tmp_path: Path, step: 
     assert status(tmp_path) == expected
 
 
+def test_one_that_is_stopped_says_how_far_it_is_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop() -> str:
+        with training_session(tmp_path, config="trainer: {total_training_steps: 30}\n", command="gtpo-verl train"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return capsys.readouterr().out.splitlines()[-1]
+
+    why = "(SIGTERM, from `ray job stop`, a batch system or kill)"
+    assert stop() == (
+        f"Stopped after step 0 of 30 {why}. The same command starts from the first step, for nothing was saved."
+    )
+    MetricsRecorder(tmp_path).write(12, {"timing_s/step": 1.0})
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
+    assert stop() == f"Stopped after step 12 of 30 {why}. The same command resumes from global_step_12."
+
+
 def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     def train() -> None:
         with session(tmp_path):
