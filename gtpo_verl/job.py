@@ -15,7 +15,11 @@ from gtpo_verl.cli import main
 from gtpo_verl.errors import main_guard
 from gtpo_verl.experiments import handover
 from gtpo_verl.experiments.cluster import prove_cluster
+from gtpo_verl.runs.directory import PHASE_FILE
 from gtpo_verl.runs.lock import ask_to_stop
+from gtpo_verl.runs.progress import last_step
+
+REFUSED_OR_FAILED = 2  # exit code of a command that ends with an error
 
 
 def run() -> int:
@@ -25,8 +29,40 @@ def run() -> int:
     if task.action == "stop":
         return 0 if ask_to_stop(Path(task.run_dir)) else 1
     prove_cluster(task.plugin, Path(task.run_dir))
-    options = ["--check"] if task.action == "check" else ["--wait"] if task.wait else []
-    return main(["train", *options, *task.overrides])
+    if task.action == "check":
+        return main(["train", "--check", *task.overrides])
+    return train(task)
+
+
+def train(task: handover.HandOver) -> int:
+    """Train, and after a failure go on from the last checkpoint; returns the exit code of the last attempt.
+
+    There is another attempt while no more than ``task.retries`` in a row have brought no new step. A run that is
+    refused before it starts, is stopped, or whose own process is killed is not tried again.
+    """
+    run_dir = Path(task.run_dir)
+    options = ["--wait"] if task.wait else []
+    reached, fruitless = last_step(run_dir), 0
+    while True:
+        began = _phase(run_dir)
+        code = main(["train", *options, *task.overrides])
+        if code != REFUSED_OR_FAILED or not task.retries or _phase(run_dir) == began:
+            return code
+        step = last_step(run_dir)
+        reached, fruitless = (step, 0) if step > reached else (reached, fruitless + 1)
+        if fruitless > task.retries:
+            print(f"Not tried again: {fruitless} attempts in a row have brought no step after {reached}.", flush=True)
+            return code
+        print(
+            f"Trying again after step {reached}: {fruitless} of {task.retries} retries without a new step.", flush=True
+        )
+        options = ["--wait"]  # a node that was lost may come back
+
+
+def _phase(run_dir: Path) -> int | None:
+    """Changes when a training begins; None where there has been none."""
+    file = run_dir / PHASE_FILE
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 if __name__ == "__main__":

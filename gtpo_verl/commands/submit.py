@@ -64,6 +64,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--check", action="store_true", help="check the run on the cluster and stop")
     parser.add_argument("--wait", action="store_true", help="let the training wait for devices that other jobs hold")
+    parser.add_argument(
+        "--retries",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a failure go on from the last checkpoint, until more than N attempts in a row have brought no new "
+        "step (default: %(default)s)",
+    )
     parser.add_argument("--id", metavar="JOB", help="name of the job (default: the run directory's, and the time)")
     parser.add_argument(
         "--working-dir", type=Path, default=Path(), metavar="DIR", help="files to carry (default: this directory's)"
@@ -108,6 +116,8 @@ def submit(args: argparse.Namespace) -> int:
     """Check what can be checked here, submit, and follow unless told otherwise; returns the exit code."""
     if args.id and args.id != _as_id(args.id):
         raise UserError(f"--id {args.id}: use letters, digits and _.- only, for instance {_as_id(args.id)}.")
+    if args.retries < 0:
+        raise UserError(f"--retries {args.retries}: it must be 0 or more.")
     working_dir = WorkingDirectory(path=args.working_dir.resolve(), exclude=tuple(args.exclude))
     files = working_dir.files()
     overrides = check_request(args.overrides, working_dir=working_dir.path, carried=files)
@@ -122,6 +132,7 @@ def submit(args: argparse.Namespace) -> int:
         working_dir=working_dir,
         check_only=args.check,
         wait=args.wait,
+        retries=args.retries,
     )
     if not submitted:
         raise UserError(f"a job {name} exists on {jobs.address}: choose another --id.")

@@ -28,6 +28,7 @@ class HandOver:
     overrides: Hydra overrides of the run.
     environment: variables of the job and of all its workers; secrets are among them.
     wait: whether a training waits for devices that other jobs hold.
+    retries: attempts in a row at a training that has failed, without a new step.
     plugin: :func:`fingerprint` of the package that was carried; known when it is packed.
     """
 
@@ -36,6 +37,7 @@ class HandOver:
     overrides: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
     wait: bool = False
+    retries: int = 0
     plugin: str = ""
 
     def write(self, directory: Path) -> None:

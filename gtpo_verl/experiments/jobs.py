@@ -99,6 +99,7 @@ class Jobs:
         working_dir: WorkingDirectory | None = None,
         check_only: bool = False,
         wait: bool = False,
+        retries: int = 0,
     ) -> bool:
         """Submit a training, with this package and the files of a working directory.
 
@@ -109,6 +110,7 @@ class Jobs:
             working_dir: the files to carry; None: those of the current directory.
             check_only: end the job after its checks.
             wait: let the training wait for devices that other jobs hold, instead of failing.
+            retries: let the job go on from the last checkpoint after a failure, so often without a new step.
 
         Returns:
             Whether it was submitted: False if the cluster has or had a job of this id, whatever it was.
@@ -126,7 +128,12 @@ class Jobs:
             if files:
                 copy_files(directory.path, files, Path(place) / "files")
             task = HandOver(
-                action=action, run_dir=run_dir, overrides=tuple(overrides), environment=dict(environment), wait=wait
+                action=action,
+                run_dir=run_dir,
+                overrides=tuple(overrides),
+                environment=dict(environment),
+                wait=wait,
+                retries=retries,
             )
             return self._start(Path(place), submission_id, task)
 

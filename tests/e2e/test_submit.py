@@ -1,16 +1,20 @@
-"""A training submitted to a Ray cluster by the command, from a directory of the user's, and stopped by it."""
+"""A training submitted to a Ray cluster by the command, from a directory of the user's, stopped by it, and tried again
+after its engine was killed.
+"""
 
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from ray_head import Head, ray_head
 
 from gtpo_verl.cli import main
 from gtpo_verl.experiments.jobs import Jobs
-from gtpo_verl.runs.directory import read_record
+from gtpo_verl.files import read_json
+from gtpo_verl.runs.directory import PHASE_FILE, read_record
 from gtpo_verl.tasks import Task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
@@ -50,12 +54,28 @@ def test_a_submitted_training_stops_with_a_checkpoint_and_goes_on(
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert (run_dir / "checkpoints" / f"global_step_{steps[-1]}").is_dir()
 
-    goal = steps[-1] + 1
+    before, goal = steps[-1], steps[-1] + 2
     capsys.readouterr()
-    assert main([*submit, "--id", "second", "--", *words, f"trainer.total_training_steps={goal}"]) == 0
+    again = [*submit, "--detach", "--retries", "1", "--id", "second", "--", *words]
+    assert main([*again, f"trainer.total_training_steps={goal}"]) == 0
+    kill_the_engine(run_dir, step=before + 1)
+    capsys.readouterr()
+    assert main([*submit, "--logs", "second"]) == 0
     printed = capsys.readouterr().out
     assert printed.index("Plugin gtpo_verl") < printed.index("This run is valid: 1 rank on CPUs.")
+    assert f"Resuming from global_step_{before} of {goal} steps." in printed
+    assert f"Trying again after step {before}: " in printed
     assert printed.endswith("Job second: SUCCEEDED\n")
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps[-1] == goal
-    assert len(steps) == len(set(steps)), "it began again"
+    assert steps == list(range(1, goal + 1))
+
+
+def kill_the_engine(run_dir: Path, step: int) -> None:
+    """Kill vLLM's engine when the training generates for a step."""
+    deadline = time.monotonic() + 600
+    while not {"step": step, "phase": "generating"}.items() <= (read_json(run_dir / PHASE_FILE) or {}).items():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    processes = psutil.process_iter(["cmdline"])
+    (engine,) = [one for one in processes if "VLLM::EngineCore" in " ".join(one.info["cmdline"] or [])]
+    engine.kill()

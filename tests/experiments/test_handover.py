@@ -34,7 +34,8 @@ def test_only_its_owner_can_read_it(task: HandOver, tmp_path: Path) -> None:
     task.write(tmp_path / DIRECTORY)
     (file,) = (tmp_path / DIRECTORY).iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert set(json.loads(file.read_text())) == {"action", "run_dir", "overrides", "environment", "wait", "plugin"}
+    keys = {"action", "run_dir", "overrides", "environment", "wait", "retries", "plugin"}
+    assert set(json.loads(file.read_text())) == keys
 
 
 def test_outside_a_job_there_is_none() -> None:
