@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test_nodes.py tests/experiments/test_jobs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench fuzz chaos wheel clean
+.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench fuzz chaos vulnerabilities wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,11 +53,15 @@ fuzz: $(READY) ## hostile input: 100,000 cases in process and 300 whole commands
 chaos: $(READY) ## kills and faults on real trainings, hours of them; goes on where it was stopped
 	$(BIN)/python benchmarks/chaos.py
 
+vulnerabilities: ## ask PyPI for known vulnerabilities of the pinned packages of both stacks; needs the internet
+	$(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	for stack in gpu cpu; do .venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r gtpo_verl/$${stack}_constraints.txt || exit 1; done
+
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean: ## remove .venv, builds and caches; keep outputs/
-	rm -rf $(VENV) .venv-vllm-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* .venv-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # PYTHON=/path/to/python chooses the interpreter; the default is the first of these that is 3.11 or 3.12.
