@@ -36,7 +36,7 @@ OVERRIDES = (
     *(f"{ACTOR}.megatron.{key}={value}" for key, value in LAYOUTS["tp2"].settings().items()),
     *(f"~{ACTOR}.fsdp_config", "~actor_rollout_ref.ref.fsdp_config"),  # hardware=cpu's, for FSDP
     # the last step validates, as `eval` will again
-    *(f"trainer.test_freq={STEPS}", "data.val_max_samples=32"),
+    *(f"trainer.test_freq={STEPS}", f"trainer.save_freq={STEPS}", "data.val_max_samples=32"),
     *("actor_rollout_ref.rollout.val_kwargs.temperature=0.7", "actor_rollout_ref.rollout.val_kwargs.n=2"),
 )
 
