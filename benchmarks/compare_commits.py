@@ -1,0 +1,174 @@
+"""Is a training faster than at an earlier commit? Pairs of trainings, the earlier commit's and this one's in turn.
+
+    python benchmarks/compare_commits.py d304c8a~1 --pairs 3
+
+Each training is an arm of the quickstart, GTPO, on the embedded task with one seed. Compared are its start (from the
+command to the first generation: the end of the first step less its time), a step (median of those after the first that
+do not validate), a validation, and CPU seconds of all its processes; ratios are of pairs. That both have trained the
+same is checked on rewards and entropies of the first step. Each commit is installed into a directory of its own, beside
+this environment's packages, so it must run with them. Writes `commits.json` and `.md` into benchmarks/results.
+
+Times mean something on a machine with nothing beside it.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.progress import track
+
+from gtpo_verl.files import write_json, write_text
+from gtpo_verl.tasks import Task
+from gtpo_verl.tasks.prepare import prepare_task
+from gtpo_verl.tasks.sums.task import TASK
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+MEASURES = {"start": "s", "step": "s", "validation": "s", "cpu": "s"}
+SAME = ("training/accuracy", "credit/entropy_all")  # of the first step
+LOOK = 0.5  # seconds between two looks at the processes
+
+
+def install(commit: str, place: Path) -> Path:
+    """Install the package as it was at a commit, without its requirements; returns the directory for PYTHONPATH."""
+    tree, target = place / f"{commit}-tree", place / commit
+    subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", tree, commit], check=True)
+    try:
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--target", target, tree], check=True)
+        subprocess.run([sys.executable, "-m", "compileall", "-q", target], check=True)
+    finally:
+        subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
+    return target
+
+
+def train(installed: Path, task: Task, run_dir: Path, steps: int) -> dict[str, float]:
+    """One training; returns what is measured."""
+    shutil.rmtree(run_dir, ignore_errors=True)
+    run_dir.mkdir(parents=True)
+    command = [
+        *(sys.executable, "-m", "gtpo_verl.train", "algo=gtpo", "setting=quickstart", "hardware=cpu"),
+        *(f"actor_rollout_ref.model.path={task.model_path}", f"data.train_files={task.train_file}"),
+        *(f"data.val_files={task.val_file}", f"trainer.run_dir={run_dir}", f"trainer.total_training_steps={steps}"),
+        *(f"trainer.test_freq={steps // 2}", "trainer.val_before_train=False", "trainer.save_freq=-1"),
+    ]
+    metrics = run_dir / "metrics.jsonl"
+    used: dict[tuple[int, float], float] = {}
+    began, first = time.monotonic(), None
+    # not in the checkout, whose package would be found before the installed one
+    with (run_dir / "terminal").open("w") as terminal:
+        process = subprocess.Popen(
+            command, cwd=run_dir, stdout=terminal, stderr=terminal, env=os.environ | {"PYTHONPATH": str(installed)}
+        )
+        while process.poll() is None:
+            time.sleep(LOOK)
+            if first is None and metrics.exists() and metrics.stat().st_size:
+                first = time.monotonic() - began
+            for one in _processes(process.pid):
+                times = one.cpu_times()
+                used[one.pid, one.create_time()] = times.user + times.system
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    if process.returncode or first is None:
+        raise SystemExit(f"error: a training of {installed.name} ended with {process.returncode}; see {run_dir}")
+    data = {line["step"]: line["data"] for line in lines}
+    plain = [data[step] for step in data if step > 1 and "timing_s/testing" not in data[step]]
+    return {
+        "start": first - data[1]["timing_s/step"],
+        "step": statistics.median(values["timing_s/step"] for values in plain),
+        "validation": statistics.median(
+            values["timing_s/testing"] for values in data.values() if "timing_s/testing" in values
+        ),
+        "cpu": sum(used.values()),
+        **{key: data[1][key] for key in SAME if key in data[1]},
+    }
+
+
+def _processes(pid: int) -> list[psutil.Process]:
+    """A process and its descendants that can be asked."""
+    found = []
+    try:
+        for one in (root := psutil.Process(pid), *root.children(recursive=True)):
+            try:
+                one.cpu_times(), one.create_time()
+            except psutil.Error:
+                continue
+            found.append(one)
+    except psutil.Error:
+        pass
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    said = (
+        f"An arm of the quickstart at {result['old']} and at {result['new']}: medians (ranges) of "
+        f"{len(result['pairs'])} pairs, in turn, on {result['machine']}."
+    )
+    lines = [said, "", "| | before | now | now / before |", "|---|---|---|---|"]
+    for name, unit in MEASURES.items():
+        before, now = ([pair[which][name] for pair in result["pairs"]] for which in ("old", "new"))
+        ratios = [one / other for one, other in zip(now, before, strict=True)]
+        lines.append(f"| {name}, {unit} | {_spread(before)} | {_spread(now)} | {_spread(ratios, 2)} |")
+    return "\n".join([*lines, ""])
+
+
+def _spread(values: Sequence[float], digits: int = 1) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def main() -> int:
+    """Compare, write and print; returns the exit code: 1 where the trainings were not the same."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", metavar="COMMIT")
+    parser.add_argument("--new", metavar="COMMIT", default="HEAD")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8, help="of a training (default: %(default)s)")
+    parser.add_argument("--task", type=Path, default=Path("outputs/task-sums"), metavar="DIR")
+    parser.add_argument("--output", type=Path, default=RESULTS / "commits.json")
+    args = parser.parse_args()
+    names = [
+        subprocess.run(
+            ["git", "-C", ROOT, "rev-parse", "--short", commit], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for commit in (args.old, args.new)
+    ]
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    task = prepare_task(TASK, args.task)
+    result: dict[str, Any] = {
+        "old": names[0],
+        "new": names[1],
+        "steps": args.steps,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "pairs": [],
+    }
+    with tempfile.TemporaryDirectory(prefix="gtpo-verl-commits-") as place:
+        installed = [install(name, Path(place)) for name in names]
+        for number in track(range(args.pairs), "pairs"):
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            pair = {
+                ("old", "new")[which]: train(installed[which], task, Path(place) / f"run-{which}", args.steps)
+                for which in order
+            }
+            result["pairs"].append(pair)
+            write_json(args.output, result)
+            write_text(args.output.with_suffix(".md"), table(result))
+    print(table(result))
+    different = [key for pair in result["pairs"] for key in SAME if pair["old"].get(key) != pair["new"].get(key)]
+    if different:
+        print(f"The first steps differ in {', '.join(sorted(set(different)))}: look why before comparing times.")
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
