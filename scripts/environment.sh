@@ -34,6 +34,10 @@ esac
 # Sets `hardware` to the override of a launcher. These are runs on GPUs, also where --check looks at one on a machine
 # with the CPU stack, which would choose hardware=cpu; hardware=cpu among the words leaves it empty.
 with_gpus() { # WORDS
+    command -v gtpo-verl >/dev/null || {
+        echo "error: gtpo-verl is not on PATH: activate its environment first." >&2
+        exit 1
+    }
     case " $* " in
     *" hardware="*) hardware=() ;;
     *) hardware=(hardware=gpu) ;;

@@ -31,6 +31,10 @@ case "${1:-} $#" in
     ;;
 "worker 2")
     token
+    timeout 10 bash -c "</dev/tcp/$2/6379" 2>/dev/null || {
+        echo "error: nothing answers at $2:6379: start the head first (scripts/ray_node.sh head), or open the port." >&2
+        exit 1
+    }
     exec ray start --address="$2:6379" --block --disable-usage-stats
     ;;
 *)

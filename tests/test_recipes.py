@@ -4,9 +4,11 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,34 +115,57 @@ def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
     assert "loss_mode: gtpo" in done.stdout
 
 
-def test_ray_nodes(tools: Path) -> None:
-    head = call("scripts/ray_node.sh", "head", tools=tools).stdout.split()
-    assert head[:3] == ["ray", "start", "--head"]
-    assert "--dashboard-host=127.0.0.1" in head
+@pytest.fixture
+def head() -> Iterator[str]:
+    """An address where something answers at Ray's port."""
+    address = "127.0.0.77"
+    with socket.create_server((address, 6379)):
+        yield address
+
+
+def test_ray_nodes(tools: Path, head: str) -> None:
+    started = call("scripts/ray_node.sh", "head", tools=tools).stdout.split()
+    assert started[:3] == ["ray", "start", "--head"]
+    assert "--dashboard-host=127.0.0.1" in started
     opened = call("scripts/ray_node.sh", "head", tools=tools, DASHBOARD_HOST="0.0.0.0").stdout.split()
     assert "--dashboard-host=0.0.0.0" in opened
     for mode, code in (("disabled", 1), ("token", 0)):
         done = call("scripts/ray_node.sh", "head", tools=tools, DASHBOARD_HOST="0.0.0.0", RAY_AUTH_MODE=mode)
         assert (done.returncode, "set RAY_AUTH_MODE=token" in done.stderr) == (code, bool(code))
     assert call("scripts/ray_node.sh", "head", tools=tools, RAY_AUTH_MODE="disabled").returncode == 0
-    worker = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tools).stdout.split()
-    assert worker[:4] == ["ray", "start", "--address=10.0.0.1:6379", "--block"]
+    worker = call("scripts/ray_node.sh", "worker", head, tools=tools).stdout.split()
+    assert worker[:4] == ["ray", "start", f"--address={head}:6379", "--block"]
+    lost = call("scripts/ray_node.sh", "worker", "127.0.0.78", tools=tools)
+    assert (lost.returncode, lost.stdout) == (1, "")
+    assert lost.stderr.startswith("error: nothing answers at 127.0.0.78:6379")
     for words in ([], ["worker"], ["head", "10.0.0.1"]):
         wrong = call("scripts/ray_node.sh", *words, tools=tools)
         assert (wrong.returncode, wrong.stdout) == (2, "")
         assert "usage:" in wrong.stderr
 
 
-def test_a_node_without_a_token_is_told_how_to_get_one(tmp_path: Path) -> None:
+def test_a_node_without_a_token_is_told_how_to_get_one(tmp_path: Path, head: str) -> None:
     tool = tmp_path / "ray"
     tool.write_text('#!/bin/sh\n[ "$1" = start ] && echo started; [ "$*" = "get-auth-token --generate" ]\n')
     tool.chmod(0o755)
     assert call("scripts/ray_node.sh", "head", tools=tmp_path).stdout == "started\n"
-    done = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tmp_path)
+    done = call("scripts/ray_node.sh", "worker", head, tools=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert "copy ~/.ray/auth_token from the head" in done.stderr
-    open_network = call("scripts/ray_node.sh", "worker", "10.0.0.1", tools=tmp_path, RAY_AUTH_MODE="disabled")
+    open_network = call("scripts/ray_node.sh", "worker", head, tools=tmp_path, RAY_AUTH_MODE="disabled")
     assert open_network.stdout == "started\n"
+
+
+@pytest.mark.parametrize("script", ["launch_one_node.sh", "launch_ray_cluster.sh"])
+def test_an_environment_that_is_not_active_is_named(script: str) -> None:
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "scripts" / script), "algo=gtpo"],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: gtpo-verl is not on PATH: activate its environment first.\n"
 
 
 @pytest.mark.parametrize("script", ["launch_one_node.sh", "launch_ray_cluster.sh", "ray_node.sh"])

@@ -108,10 +108,11 @@ def run(args: argparse.Namespace) -> int:
     if note:  # after the checks: an error must be the only line on stderr
         print(note, file=sys.stderr)
     if args.check:
-        from gtpo_verl.integrations.launch import export_environment, validate
+        from gtpo_verl.integrations.launch import check_cluster_size, export_environment, validate
 
         export_environment(config)
         validate(config)
+        check_cluster_size(config)
         print(
             f"This run is valid: {devices(config)}. `gtpo-verl plan` with the same overrides estimates memory and time."
         )

@@ -109,6 +109,12 @@ def admit(
         UserError: there is no room, and ``wait`` is off.
         KeyboardInterrupt: ``stopped`` while it waited.
     """
+    try:
+        check_size(bundles)
+    except UserError as error:
+        if not wait:
+            raise
+        say(f"Waiting for more nodes: {error}")
     turnstile = enter(wait, say, stopped)
     with _queued(bundles) as probe:
         if probe.wait(PATIENCE):
@@ -125,6 +131,25 @@ def admit(
             if stopped():
                 ray.kill(turnstile)
                 raise KeyboardInterrupt
+
+
+def check_size(bundles: Sequence[Bundle]) -> None:
+    """Check that the cluster could hold these bundles if nothing else ran on it.
+
+    Raises:
+        UserError: it could not.
+    """
+    device = device_resource()
+    nodes = [Counter(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    largest = [f"{node[device]:.0f}" for node in nodes]
+    for bundle in sorted(bundles, key=lambda bundle: bundle.get(device, 0), reverse=True):
+        place = next((node for node in nodes if all(node[name] >= bundle[name] for name in bundle)), None)
+        if place is None:
+            raise UserError(
+                f"the cluster is too small for this run, even idle: {_shortage(bundles)}; its nodes have "
+                f"{', '.join(largest)} {device}s. Set trainer.nnodes and trainer.n_gpus_per_node, or add nodes."
+            )
+        place.subtract(bundle)
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.directory import STOP_FILE
@@ -89,6 +90,27 @@ def leave_sizes_to_cluster(config: DictConfig) -> None:
     for name in ("num_cpus", "num_gpus"):
         if joined_cluster(config) and name in ray_init:
             ray_init[name] = None
+
+
+def check_cluster_size(config: DictConfig) -> None:
+    """In a submitted job: check that its cluster could hold the training, were it idle.
+
+    Raises:
+        UserError: it could not.
+    """
+    if IN_RAY_JOB not in os.environ:
+        return
+    import logging
+
+    import ray
+
+    from gtpo_verl.integrations.admission import check_size, training_bundles
+
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        check_size(training_bundles(config))
+    finally:
+        ray.shutdown()
 
 
 def joined_cluster(config: DictConfig) -> str | None:

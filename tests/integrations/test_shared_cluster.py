@@ -182,14 +182,29 @@ def test_a_job_that_fits_is_admitted_and_takes_nothing(lines: list[str]) -> None
         ([{"GPU": 1.0, "CPU": 9.0}], r"9 CPUs \(16 of 16"),
     ],
 )
-def test_a_job_without_room_says_what_it_needs(bundles: list[dict[str, float]], reason: str) -> None:
+def test_a_job_that_the_cluster_could_never_hold_says_so(bundles: list[dict[str, float]], reason: str) -> None:
     with pytest.raises(UserError, match=reason) as refused:
         admission.admit(bundles, wait=False, say=print)
-    assert "--wait" in str(refused.value)
+    assert "even idle" in str(refused.value)
+    assert "its nodes have 2, 2 GPUs" in str(refused.value)
     assert "\n" not in str(refused.value)
     wait_until(turnstile_is_free)
     with pytest.raises(UserError, match=reason):
         admission.check_room(bundles)
+
+
+@pytest.mark.usefixtures("cluster", "quick")
+def test_a_job_without_room_says_what_it_needs() -> None:
+    other = placement_group([NODE])
+    ray.get(other.ready(), timeout=30)
+    try:
+        admission.check_size([NODE, NODE])
+        with pytest.raises(UserError, match=r"it needs 4 GPUs \(2 of 4 in the cluster are free\)") as refused:
+            admission.admit([NODE, NODE], wait=False, say=print)
+    finally:
+        remove_placement_group(other)
+    assert "--wait" in str(refused.value)
+    wait_until(turnstile_is_free)
 
 
 @pytest.mark.usefixtures("cluster", "quick")
@@ -210,7 +225,7 @@ def test_a_job_that_waits_is_admitted_when_another_ends(lines: list[str]) -> Non
 def test_a_job_that_waits_ends_when_it_is_asked_to_stop(lines: list[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         admission.admit([NODE, NODE, NODE], wait=True, say=lines.append, stopped=lambda: bool(lines))
-    assert lines[0].startswith("Waiting for devices")
+    assert lines[0].startswith("Waiting for more nodes: the cluster is too small")
     wait_until(turnstile_is_free)
 
 
