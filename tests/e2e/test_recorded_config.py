@@ -37,6 +37,7 @@ HANDED_ON = {
     "ray_kwargs.ray_init.runtime_env.env_vars.KMP_BLOCKTIME": "the OpenMP runtime under torch",
     "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "the OpenMP runtime under torch",
     "ray_kwargs.ray_init.runtime_env.env_vars.OMP_WAIT_POLICY": "the OpenMP runtime under torch",
+    "ray_kwargs.ray_init.runtime_env.env_vars.RAY_prestart_worker_first_driver": "Ray's node daemon, which is C++",
     "reward.custom_reward_function.reward_kwargs": "the verifier, as keyword arguments",
 }
 

@@ -18,7 +18,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations import task_runner, trainer
+from gtpo_verl.integrations import starting, task_runner, trainer
 from gtpo_verl.integrations.watch import SIGNAL, watched
 
 
@@ -80,6 +80,8 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
             gone()
 
     monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)
+    early = SimpleNamespace(start_agent_loops=lambda: None, agent_loops="agent loops")
+    monkeypatch.setattr(starting, "Started", lambda config: early)
     monkeypatch.setattr(task_runner, "training_bundles", lambda config: [])
     monkeypatch.setattr(task_runner, "Placement", lambda bundles: SimpleNamespace(check=lambda: None))
     monkeypatch.setattr(task_runner, "watched", functools.partial(watched, interval=0.1))
