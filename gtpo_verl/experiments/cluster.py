@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import logging
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,20 +34,15 @@ def prove_cluster(plugin: str, run_dir: Path) -> None:
     Raises:
         UserError: one does not, in one line that names the node.
     """
-    import ray
+    from gtpo_verl.integrations.nodes import joined, nodes, on_every_node, prove_shared
 
-    from gtpo_verl.integrations.nodes import nodes, on_every_node, prove_shared
-
-    ray.init(log_to_driver=False, logging_level=logging.WARNING)
-    try:
+    with joined():
         places = nodes()
         views: dict[str, View] = on_every_node(look, plugin)
         for node, view in views.items():
             if view.problem:
                 raise UserError(f"node {places[node]}: {view.problem}")
         prove_shared(run_dir)
-    finally:
-        ray.shutdown()
     print(
         f"Plugin gtpo_verl {gtpo_verl.__version__} ({plugin}) on {len(views)} node{'s' * (len(views) > 1)}: "
         f"Python {view.python}, verl {view.verl}.",

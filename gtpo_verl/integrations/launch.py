@@ -100,17 +100,11 @@ def check_cluster_size(config: DictConfig) -> None:
     """
     if IN_RAY_JOB not in os.environ:
         return
-    import logging
-
-    import ray
-
     from gtpo_verl.integrations.admission import check_size, training_bundles
+    from gtpo_verl.integrations.nodes import joined
 
-    ray.init(log_to_driver=False, logging_level=logging.WARNING)
-    try:
+    with joined():
         check_size(training_bundles(config))
-    finally:
-        ray.shutdown()
 
 
 def joined_cluster(config: DictConfig) -> str | None:
@@ -215,9 +209,8 @@ def in_one_line(after: str) -> Iterator[None]:
         yield
     except Exception as error:
         cause = getattr(error, "cause", None)
-        if isinstance(
-            cause, UserError
-        ):  # in a task: the error itself is a stack trace, and an instance of both classes
+        if isinstance(cause, UserError):
+            # raised in a task: the error itself is a stack trace, and an instance of both classes
             raise UserError(str(cause)) from error
         if isinstance(error, UserError | OSError) and not isinstance(error, RayError):
             raise

@@ -1,9 +1,11 @@
 """Asks every node of a Ray cluster, and proves that all of them see one directory."""
 
+import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ from gtpo_verl.errors import UserError, first_line
 WORKER_TIMEOUT = 180.0  # seconds until a worker on every node has started and answered
 SEEN_WITHIN = 60.0  # seconds; an NFS client may remember for as long that a directory was not there
 POLL = 0.5  # seconds
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """Join the Ray that is running, without its workers' output, for a block that only asks."""
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def nodes() -> dict[str, str]:

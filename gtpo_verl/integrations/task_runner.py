@@ -54,8 +54,7 @@ class TaskRunner:
 
                 made.wait()
                 started.start_agent_loops()
-                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-                trainer.started = started
+                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config, started=started)
                 # verl stops where it finds too little free; this job was admitted, and its wait is bounded
                 with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):
                     trainer.init()

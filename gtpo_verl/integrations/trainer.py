@@ -85,9 +85,9 @@ class CreditAssignmentMixin(PPOTrainer):
     """Goes before one of verl's trainers in the bases of a class; see :func:`trainer_class`."""
 
     _guide_servers: LLMServerManager | None = None
-    started: Started | None = None  # what there is before init(); made here if nobody has
 
-    def __init__(self, config: DictConfig) -> None:
+    def __init__(self, config: DictConfig, started: Started) -> None:
+        self.started = started
         self.entropy_source = entropy_source(config)
         self.guide = GuideRows(config)
         self.actor_pass = ActorPass(config.algorithm.entropy.check_every)
@@ -115,7 +115,6 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _setup(self) -> None:
         record_phase(self.run_dir, 0, "starting")
-        self.started = self.started or Started(self.config)
         with ExitStack() as stack:
             for name, made in self.started.instead().items():
                 stack.enter_context(temporarily(trainer_base, name, made))
@@ -207,9 +206,8 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _workers(self) -> dict[str, Any]:
         """The Ray actors that there are by now, beside the engines and TransferQueue, by name."""
-        started = self.started
-        rewards = getattr(self, "reward_loop_manager", started and started.rewards)
-        agent_loops = getattr(self, "agent_loop_manager", started and started.agent_loops)
+        rewards = getattr(self, "reward_loop_manager", self.started.rewards)
+        agent_loops = getattr(self, "agent_loop_manager", self.started.agent_loops)
         kinds = {
             "reward worker": getattr(rewards, "reward_loop_workers", None),
             "agent loop worker": getattr(agent_loops, "agent_loop_workers", None),
@@ -660,7 +658,7 @@ def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:
     return torch.tensor([float(info["score"]) for info in infos])
 
 
-def trainer_class(trainer_mode: str) -> type[PPOTrainer]:
+def trainer_class(trainer_mode: str) -> type[CreditAssignmentMixin]:
     """verl's trainer of this mode, with credit assignment.
 
     It is not registered under another name: verl compares the name of the mode with literals in several places.

@@ -30,6 +30,7 @@ from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker
 from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
 from gtpo_verl.integrations.guide_server import CLIENT
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
+from gtpo_verl.integrations.starting import Started
 from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
 from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS
@@ -581,6 +582,7 @@ def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatc
     trainer.run_dir = tmp_path
     trainer.config = compose_config(["algo=dapo", "reward.reward_model.enable=true"])  # so nothing is started before
     trainer.guide = GuideRows(trainer.config)
+    trainer.started = Started(trainer.config)
     trainer._setup()
     assert made == [GroupRewardLoopManager]
     assert trainer_base.RewardLoopManager is RewardLoopManager

@@ -135,13 +135,17 @@ def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, ove
     """Nothing whose servers or arguments verl, or the user, knows only later."""
     from gtpo_verl.integrations import starting
 
-    monkeypatch.setattr(starting, "GroupRewardLoopManager", SimpleNamespace)
+    rewards = SimpleNamespace(reward_loop_worker_handles=[])
+    monkeypatch.setattr(starting, "GroupRewardLoopManager", lambda config: rewards)
     monkeypatch.setattr(starting, "_start_load_balancer", lambda rollout: "balancer")
     monkeypatch.setattr(starting, "_start_replicas", lambda config: [])
+    made: list[Any] = []
+    monkeypatch.setattr(starting.GroupAgentLoopManager, "create", lambda **arguments: made.append(arguments) or "loops")
     started = Started(compose_config(["algo=dapo", override]))
     assert list(started.instead()) == names
-    started.start_agent_loops() if names == ["RewardLoopManager"] else None
-    assert started.agent_loops is None
+    started.start_agent_loops()
+    early = "LLMServerManager" in names
+    assert (started.agent_loops, len(made)) == ("loops" if early else None, int(early))
 
 
 def test_with_a_reward_model_verl_makes_the_reward_workers() -> None:

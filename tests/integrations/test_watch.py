@@ -70,7 +70,7 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
     """They are sent at the end of the trainer's ``init``, to engines that may die of memory just then."""
 
     class Trainer:
-        def __init__(self, config: object) -> None:
+        def __init__(self, config: object, started: object) -> None:
             pass
 
         def init(self) -> None:
