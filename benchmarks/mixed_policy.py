@@ -33,7 +33,7 @@ from gtpo_verl.tasks.prepare import prepare_task
 from gtpo_verl.tasks.sums.task import TASK
 
 RESULTS = Path(__file__).parent / "results"
-STUDENT = WarmStart(steps=250, batch_size=64)
+STUDENT = WarmStart(steps=80, batch_size=64)
 METHODS: dict[str, tuple[str, ...]] = {
     "dapo": ("algo=dapo",),
     "zero": ("algo=dapo_mixed", "algorithm.guide.mode=zero"),
