@@ -45,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", nargs="?", const="auto", metavar="ADDRESS", help="of a running Ray cluster (default: this node's)"
     )
     parser.add_argument("--dir", type=Path, metavar="DIR", help="--cluster: a directory that all nodes should share")
-    parser.add_argument("--model", metavar="DIR", help="--cluster: a model that all nodes should read")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        action="append",
+        default=[],
+        help="--cluster: a model that all nodes should read; once more for a guide",
+    )
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, metavar="N", help="--cluster: GPUs of the vLLM worker (default: 1)"
     )
@@ -191,7 +197,7 @@ def _cluster_findings(args: argparse.Namespace) -> list[Finding]:
 
     places = nodes()
     try:
-        views = on_every_node(probes.look, args.model)
+        views = on_every_node(probes.look, *args.model)
     except UserError as error:
         return [Finding("nodes", False, str(error), str(error))]
     findings = [

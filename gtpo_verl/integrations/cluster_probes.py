@@ -31,7 +31,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class NodeView:
-    """What a worker finds on its node; ``rdma`` are ports that are up, ``model`` is empty where it can be read."""
+    """What a worker finds on its node; ``rdma`` are ports that are up, ``model`` is empty where all can be read."""
 
     versions: dict[str, str]
     gpus: tuple[str, ...]
@@ -57,11 +57,11 @@ class NodeView:
         return f"{gpus}; {'RDMA on ' + ', '.join(self.rdma) if self.rdma else 'no RDMA device: NCCL uses TCP'}"
 
 
-def look(model: str | None) -> NodeView:
+def look(*models: str) -> NodeView:
     """Look at this node; a worker's function.
 
     Args:
-        model: a directory whose weights are tried, if any.
+        models: directories whose weights are tried.
     """
     gpus = _nvidia_smi("name")
     versions = {name: installed_version(name) or "missing" for name in PACKAGES}
@@ -71,7 +71,7 @@ def look(model: str | None) -> NodeView:
         driver=next(iter(_nvidia_smi("driver_version")), ""),
         rdma=tuple(_rdma_ports()),
         rdma_library=ctypes.util.find_library("ibverbs") is not None,
-        model=_unreadable(Path(model)) if model else "",
+        model=next(filter(None, (_unreadable(Path(model)) for model in models)), ""),
     )
 
 

@@ -140,7 +140,7 @@ def guide_findings(config: DictConfig, capacity: float) -> list[Finding]:
         Finding(
             "note",
             f"the guide {shape.name} has {guide.devices} GPU{'s' * (guide.devices > 1)} of its own besides "
-            f"those of trainer.*: {room}. Its time is not in the estimate.",
+            f"those of trainer.*: {room}.",
         )
     ]
 

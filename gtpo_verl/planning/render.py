@@ -120,6 +120,7 @@ def _time(plan: Plan) -> Table:
     table = _table("Estimated time of a step", "", "seconds", "share", numbers=True)
     rows = {
         "generation": time.generate,
+        "waiting for the guide": time.guide,
         "old log-probs": time.old_log_prob,
         "advantages": time.advantage,
         "updates": time.update,

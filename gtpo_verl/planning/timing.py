@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.planning.memory import Engine, checkpoints_activations
+from gtpo_verl.integrations.standalone import guide_of, guide_servers
+from gtpo_verl.planning.memory import GIB, Engine, checkpoints_activations, engine_of
 from gtpo_verl.planning.parallel import Parallelism
-from gtpo_verl.planning.shapes import ModelShape
+from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob
 from gtpo_verl.planning.transfers import (
     Network,
@@ -94,6 +95,13 @@ def default_assumptions(config: DictConfig, gpu: str) -> Assumptions:
         else Assumption(1.0, "of generated groups", "dynamic sampling is off")
     )
     method = algorithm_of(config)
+    guide = guide_of(config)
+    if guide.served:
+        found["guided_share"] = (
+            Assumption(1.0, "of generated groups", "algorithm.guide.mode: rows of the guide in every group")
+            if guide.mixed
+            else Assumption(0.5, "of generated groups", "default: all first responses are wrong in half of them")
+        )
     found["advantage_ns"] = Assumption(
         method.advantage_ns if method else Algorithm.advantage_ns, "ns per token", f"default: {ADVANTAGE_BENCHMARK}"
     )
@@ -132,7 +140,8 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
 class StepTime:
     """Seconds of each phase of a step; a replica decodes ``concurrent`` responses at once (0 if speed was measured).
 
-    Collectives are part of their phase. Of a measured run, so are the transfers: they are 0 here.
+    Collectives are part of their phase. Of a measured run, so are the transfers and the guide: they are 0 here.
+    ``guide`` is what generation takes longer because of one.
     """
 
     generate: float
@@ -144,6 +153,7 @@ class StepTime:
     weight_sync: float = 0.0
     offload: float = 0.0
     checkpoint: float = 0.0
+    guide: float = 0.0
 
     @property
     def total(self) -> float:
@@ -154,7 +164,7 @@ class StepTime:
         return {name: getattr(self, name) for name in (*PHASES, "total", "concurrent")}
 
 
-PHASES = ("generate", "old_log_prob", "advantage", "update", "weight_sync", "offload", "checkpoint", "other")
+PHASES = ("generate", "guide", "old_log_prob", "advantage", "update", "weight_sync", "offload", "checkpoint", "other")
 
 
 def forward_flops(shape: ModelShape, sequences: float, length: float) -> float:
@@ -184,7 +194,7 @@ def step_time(
     update = passes_of_update(config, parallel) * forward / (peak * values["update_efficiency"])
     old_log_prob = 0.0 if skips_old_log_prob(config) else forward / (peak * values["log_prob_efficiency"])
     advantage = step.responses * lengths.response * values["advantage_ns"] * 1e-9
-    transfers = (0.0, 0.0, 0.0)
+    transfers, guide = (0.0, 0.0, 0.0), 0.0
     if "generated_tokens_per_gpu" in values:  # measured: its phases hold the transfers
         concurrent = 0
         generate = step.generated_tokens / (values["generated_tokens_per_gpu"] * parallel.gpus)
@@ -192,6 +202,7 @@ def step_time(
         concurrent = _concurrent(config, parallel, step, engine, lengths)
         decoder = _Decoder.of(shape, parallel, engine, values)
         generate = _generation(config, shape, parallel, step, lengths, decoder, concurrent)
+        guide = _guide_wait(config, parallel, step, lengths, decoder, generate, values)
         network = Network.of(config, values)
         update = update_pass(config, shape, parallel, step, network).seconds(update)
         if old_log_prob:
@@ -201,9 +212,9 @@ def step_time(
             offload_seconds(config, shape, parallel, network),
             checkpoint_seconds(config, shape, parallel, values),
         )
-    phases = generate + old_log_prob + advantage + update + sum(transfers)
+    phases = generate + guide + old_log_prob + advantage + update + sum(transfers)
     other = phases * values["other_share"] / (1 - values["other_share"])
-    return StepTime(generate, old_log_prob, advantage, update, other, concurrent, *transfers)
+    return StepTime(generate, old_log_prob, advantage, update, other, concurrent, *transfers, guide)
 
 
 @dataclass(frozen=True)
@@ -269,6 +280,45 @@ def _generation(
     tail = alone * decoder.iteration(1, lengths.prompt + limit / 2)
     prefill = forward_flops(shape, step.generated_prompts / parallel.replicas, lengths.prompt) / decoder.flops
     return bulk + tail + prefill
+
+
+def _guide_wait(
+    config: DictConfig,
+    parallel: Parallelism,
+    step: Step,
+    lengths: Lengths,
+    decoder: _Decoder,
+    generate: float,
+    values: dict[str, float],
+) -> float:
+    """Seconds that a guide adds to a step's generation.
+
+    The last rows of a group are generated when its first ones are judged, so a response of mean length follows the
+    last of these, by the policy or by the guide's servers, whichever is slower. And the servers may not keep up with
+    the policy.
+    """
+    guide = guide_of(config)
+    if not guide.reserved:
+        return 0.0
+
+    def last(decoder: _Decoder) -> float:
+        return lengths.response * decoder.iteration(1, lengths.prompt + lengths.response / 2)
+
+    by_policy = 0.0 if guide.mixed == guide.reserved else last(decoder)
+    served = guide_servers(config)
+    if served is None:
+        return by_policy
+    size = guide.tensor_parallel_size
+    servers = replace(parallel, rollout=size, rollout_tensor=size, replicas=guide.replicas)
+    shape = load_shape(str(guide.model))
+    engine = engine_of(served, shape, servers, values["gpu_memory"] * GIB)
+    decoder = _Decoder.of(shape, servers, engine, values)
+    rows = values["guided_share"] * step.generated_prompts * guide.reserved / servers.replicas
+    in_cache = int(engine.kv_tokens / lengths.whole)
+    concurrent = max(1, min(math.ceil(rows), config.actor_rollout_ref.rollout.max_num_seqs, in_cache))
+    iterations = rows * lengths.response / concurrent
+    busy = iterations * decoder.iteration(concurrent, lengths.prompt + lengths.response / 2)
+    return max(busy - generate, 0.0) + max(last(decoder), by_policy)
 
 
 def given_assumptions(assumptions: Assumptions, given: dict[str, float]) -> Assumptions:

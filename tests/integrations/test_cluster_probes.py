@@ -36,7 +36,7 @@ def test_a_nodes_hardware_in_words() -> None:
 
 
 def test_a_model_that_a_node_cannot_read(tmp_path: Path) -> None:
-    assert look(None).model == ""
+    assert look().model == ""
     with pytest.raises(UserError, match=r"has no config\.json: the model must be readable"):
         look(str(tmp_path)).hardware()
     (tmp_path / "config.json").write_text("{}")

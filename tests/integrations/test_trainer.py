@@ -65,6 +65,7 @@ class Trainer(ours.CreditAssignmentMixin):
             }
         )
         self.guide = GuideRows(self.config)
+        self.started: Any = SimpleNamespace(rewards=None, agent_loops=None)
 
     def on_sample_end(self) -> None:
         pass

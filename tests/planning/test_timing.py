@@ -61,6 +61,31 @@ def test_phases_scale_with_what_they_depend_on(run: Run) -> None:
     assert base.other / base.total == pytest.approx(0.03)
 
 
+def test_a_guide_takes_time(run: Run) -> None:
+    """Its rows are a second wave: what it adds is a response of mean length, or what its servers lag behind."""
+    without = time_of(run("setting=paper_gtpo_7b"))
+    assert without.guide == 0
+
+    def guided(mode: str, *server: str, **given: float) -> StepTime:
+        keys = [f"algorithm.guide.{key}" for key in (f"mode={mode}", *server)]
+        return time_of(run("setting=paper_gtpo_7b", "algo=dapo_mixed", *keys), **given)
+
+    assert guided("mix").guide == 0, "given rows in every group leave nothing to generate"
+    again = guided("zero")
+    assert again.guide > 0
+    assert guided("zero", response_length=512).guide < again.guide / 1.5
+    assert again.total == pytest.approx(guided("mix").total + again.guide / 0.97)
+
+    served = ("source=server", "model=Qwen/Qwen2.5-7B")
+    same = guided("mix", *served)
+    assert same.guide == pytest.approx(again.guide), "a guide of the policy's size that keeps up"
+    larger = guided("mix", "source=server", "model=Qwen/Qwen2.5-32B", "tensor_parallel_size=2")
+    assert larger.guide > same.guide
+    busy = guided("mix", *served, "n_off=8", guided_share=1.0)
+    assert guided("mix", *served, "n_off=8", "replicas=4").guide < busy.guide
+    assert guided("mix", *served, "n_off=8", guided_share=0.25).guide < busy.guide
+
+
 def test_without_checkpointing_an_update_is_a_quarter_shorter(run: Run) -> None:
     config = run("setting=paper_gtpo_7b")
     without = run("setting=paper_gtpo_7b", {"actor_rollout_ref.model.enable_gradient_checkpointing": False})
