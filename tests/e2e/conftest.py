@@ -15,7 +15,8 @@ import psutil
 import pytest
 from three_files import NAME, add_method
 
-from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.files import read_json
+from gtpo_verl.runs.directory import METRICS_FILE, PHASE_FILE
 from gtpo_verl.runs.reader import read_metrics
 from gtpo_verl.runs.terminal import LOG_FILE
 from gtpo_verl.tasks import Task
@@ -50,6 +51,11 @@ class Training:
     def wait_for_step(self, step: int, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while step not in self.steps():
+            self._check(deadline)
+
+    def wait_for_phase(self, step: int, phase: str, seconds: float = 600) -> None:
+        deadline = time.monotonic() + seconds
+        while not (found := read_json(self.run_dir / PHASE_FILE)) or (found["step"], found["phase"]) != (step, phase):
             self._check(deadline)
 
     def wait_for_log(self, text: str, seconds: float = 600) -> None:

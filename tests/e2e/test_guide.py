@@ -3,6 +3,7 @@
 its own, which in the first step has the policy's weights, keeps them, and is killed at the end.
 """
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import psutil
 import pytest
 import torch
 from metrics_doc import undocumented
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from gtpo_verl.algorithms import grpo_advantages
@@ -63,13 +65,16 @@ def runs(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> 
     rows.to_parquet(directory / "train.parquet")
     settings = common(directory)
     settings += (f"data.train_files={directory / 'train.parquet'}", f"trainer.total_training_steps={STEPS}")
-    zero = start(
-        directory / "zero",
-        *("algo=dapo_mixed", "algorithm.guide.mode=zero", *settings),
-        *(f"trainer.test_freq={STEPS}", f"trainer.save_freq={STEPS}"),
-    )
-    runs = {"zero": zero.wait_for_end()}
+    zero = ("algo=dapo_mixed", "algorithm.guide.mode=zero", *settings)
+    zero += (f"trainer.test_freq={STEPS}", f"trainer.save_freq={STEPS}")
+    runs = {"zero": start(directory / "zero", *zero).wait_for_end()}
     runs["luffy"] = start(directory / "luffy", "algo=luffy", *settings).wait_for_end()
+    stopped = start(directory / "again", *zero)
+    stopped.wait_for_phase(1, "generating")
+    stopped.process.send_signal(signal.SIGTERM)
+    stopped.wait_for_end()
+    assert stopped.steps() == {1}
+    runs["again"] = start(directory / "again", *zero).wait_for_end()
     return runs
 
 
@@ -145,23 +150,40 @@ def test_a_validation_has_no_rows_of_the_guide(runs: dict[str, Path]) -> None:
     assert not lines["output"].str.startswith("=").any()
 
 
+def test_a_run_that_was_stopped_and_resumed_is_the_one_that_was_not(runs: dict[str, Path], metrics: Metrics) -> None:
+    """The same rows of the guide in the same groups, and the same weights, bit for bit."""
+    one, other = runs["zero"], runs["again"]
+    assert sorted(metrics(other)) == list(range(1, STEPS + 1))
+    for step, (ours, theirs) in enumerate(zip(batches(one), batches(other), strict=True), start=1):
+        assert ours["keys"] == theirs["keys"]
+        assert torch.equal(ours["responses"], theirs["responses"])
+        assert torch.equal(ours["old_log_probs"], theirs["old_log_probs"])
+        assert metrics(one)[step]["guide/rescued_groups"] == metrics(other)[step]["guide/rescued_groups"] > 0
+    weights, again = (load_file(run / "model" / "model.safetensors") for run in (one, other))
+    assert weights.keys() == again.keys()
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
 # -------------------------------------------------------------------- a server of its own
 
 
 @pytest.fixture(scope="module")
 def served(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A training in its fourth step that would go on for ever; the policy started with the guide's weights."""
-    directory = tmp_path_factory.mktemp("served")
-    training = start(
-        directory / "run",
+    training = start(tmp_path_factory.mktemp("served") / "run", *with_server(task, tmp_path_factory.mktemp("reward")))
+    training.wait_for_step(STEPS + 1)
+    return training
+
+
+def with_server(task: Task, directory: Path) -> tuple[str, ...]:
+    """Settings of it, with a reward function in this directory."""
+    return (
         *("algo=gtpo", "algorithm.gtpo.length_penalty=none", "algorithm.guide.mode=mix", "algorithm.guide.n_off=2"),
         *("algorithm.guide.source=server", f"algorithm.guide.model={task.model_path}"),
-        *("ray_kwargs.ray_init.num_gpus=2", *common(directory)),
+        *("ray_kwargs.ray_init.num_gpus=2", *common(directory), "trainer.save_freq=1"),
         *(f"trainer.test_freq={STEPS}", "trainer.total_training_steps=100000"),
         *("actor_rollout_ref.rollout.temperature=0.9", "actor_rollout_ref.actor.optim.lr=3e-3"),
     )
-    training.wait_for_step(STEPS + 1)
-    return training
 
 
 def test_the_guide_has_the_last_rows_of_groups_in_training_alone(served: Any, metrics: Metrics) -> None:
@@ -210,7 +232,7 @@ def test_its_denominators_are_the_probabilities_of_the_frozen_model(served: Any,
 
 
 def test_a_killed_guide_ends_the_training_with_its_name(served: Any) -> None:
-    """Runs last: the training does not survive it."""
+    """The training does not survive it."""
     started = served.process.children(recursive=True)
     engines = [process for process in started if "VLLM::EngineCor" in " ".join(process.cmdline() or [process.name()])]
     assert len(engines) == 2
@@ -222,3 +244,18 @@ def test_a_killed_guide_ends_the_training_with_its_name(served: Any) -> None:
     assert str(served.run_dir) in error
     _, left = psutil.wait_procs(started, timeout=20)
     assert left == []
+
+
+def test_then_the_same_command_goes_on(served: Any, task: Task, start: Start, metrics: Metrics, tmp_path: Path) -> None:
+    """Runs last. The guide answers with its own weights still, and the policy with those of the checkpoint."""
+    saved = max(int(path.name.rsplit("_", 1)[-1]) for path in (served.run_dir / "checkpoints").glob("global_step_*"))
+    resumed = start(served.run_dir, *with_server(task, tmp_path))
+    resumed.wait_for_step(saved + 1)
+    resumed.process.send_signal(signal.SIGTERM)
+    resumed.wait_for_end()
+    found = metrics(served.run_dir)
+    assert sorted(found) == list(range(1, max(found) + 1))
+    assert max(found) > saved >= STEPS
+    first = found[saved + 1]
+    assert first["guide/rows_share"] > 0
+    assert abs(first["guide/ratio_mean"] - 1) > 1e-3, "the policy's weights are not those that it started with"
