@@ -21,6 +21,7 @@ from gtpo_verl.runs.directory import (
     DIFF_FILE,
     PHASE_FILE,
     STOP_FILE,
+    differences,
     flatten,
     link_model,
     read_record,
@@ -115,6 +116,9 @@ class _Record:
             "checksums": checksums(self.config),
             "attempts": [*earlier.get("attempts", []), self.attempt],
         }
+        other = differences(_code(earlier), _code(self.facts)) if earlier else []
+        if other:
+            print(f"note: this run goes on with other code: {'; '.join(other)}.", flush=True)
         write_record(run_dir, self.facts | {"status": "running"})
 
     def stopping(self, reason: str) -> None:
@@ -128,6 +132,12 @@ class _Record:
         if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
             self.facts["checksums"] = checksums(self.config)
         write_record(self.run_dir, self.facts | {"status": status, "reason": reason})
+
+
+def _code(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Commit, checksum of uncommitted changes and versions of an attempt; what is damaged is left out."""
+    parts = (record.get(name) for name in ("code", "versions"))
+    return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 
 
 def _stopped(run_dir: Path, config: Mapping[str, Any], reason: str) -> str:

@@ -54,6 +54,22 @@ def test_an_attempt_knows_where_its_log_begins_and_is_in_no_phase_yet(tmp_path: 
         assert not (tmp_path / "phase.json").exists()
 
 
+def test_an_attempt_with_other_code_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for commit, version in (("a1", "2.0"), ("a1", "2.0"), ("b2", "2.1")):
+        assert capsys.readouterr().out == ""
+        monkeypatch.setattr("gtpo_verl.runs.session.code_state", lambda commit=commit: ({"commit": commit}, ""))
+        monkeypatch.setattr("gtpo_verl.runs.session.run_versions", lambda version=version: {"torch": version})
+        with session(tmp_path):
+            pass
+    said = capsys.readouterr().out
+    assert said == "note: this run goes on with other code: commit was a1, is b2; torch was 2.0, is 2.1.\n"
+    (tmp_path / "run.json").write_text('{"code": 3, "versions": []}')
+    with session(tmp_path):
+        assert "commit was not set, is b2" in capsys.readouterr().out
+
+
 def test_ctrl_c_asks_the_trainer_to_stop_and_the_run_is_interrupted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
