@@ -117,16 +117,36 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
                 yield number, _parsed(line)
 
 
+def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list[Any]:
+    """Move lines of a file to the end of another one; what is no JSON stays. Killed in between, a line is in both.
+
+    Args:
+        chosen: whether to move the line with this value.
+
+    Returns:
+        The values of the lines that were moved; none, and nothing is changed, where there is no such file.
+    """
+    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
+    values = [_parsed(line.decode("utf-8", "replace")) for line in lines]
+    moves = [value is not None and chosen(value) for value in values]
+    if any(moves):
+        with to.open("ab") as end:
+            end.writelines(line.rstrip(b"\n") + b"\n" for line, moved in zip(lines, moves, strict=True) if moved)
+        write_bytes(file, b"".join(line for line, moved in zip(lines, moves, strict=True) if not moved))
+    return [value for value, moved in zip(values, moves, strict=True) if moved]
+
+
 def read_json_lines_from(file: Path, offset: int) -> tuple[list[Any], int]:
     """Read the complete lines behind ``offset`` (bytes) of a file that is still being written.
 
     Returns:
         The values of these lines, without those that are not JSON, and the offset to go on from. Nothing, and the same
-        offset, where there is no such file yet.
+        offset, where there is no such file yet. A file that has become shorter is read from its end on.
     """
     if not file.is_file():
         return [], offset
     with file.open("rb") as content:
+        offset = min(offset, content.seek(0, 2))
         content.seek(offset)
         text = content.read()
     end = text.rfind(b"\n") + 1

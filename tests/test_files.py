@@ -65,6 +65,24 @@ def test_reading_resumes_behind_the_last_complete_line(tmp_path: Path) -> None:
     assert first + second == [1, {"step": 2}]
 
 
+def test_lines_are_moved_and_a_reader_of_the_file_goes_on_behind_what_is_left(tmp_path: Path) -> None:
+    file, to = tmp_path / "lines.jsonl", tmp_path / "moved.jsonl"
+    assert files.move_json_lines(file, to, lambda value: True) == []
+    for value in (1, 2, 3):
+        files.append_json_line(file, value)
+    _, offset = files.read_json_lines_from(file, 0)
+    before = file.read_bytes()
+    assert files.move_json_lines(file, to, lambda value: value > 9) == []
+    assert (file.read_bytes(), to.exists()) == (before, False)
+    file.write_bytes(before + b'{"to\n4')  # the last line is complete but for its end
+    assert files.move_json_lines(file, to, lambda value: value > 1) == [2, 3, 4]
+    assert files.read_json_lines_from(file, offset) == ([], file.stat().st_size)
+    files.append_json_line(file, 2)
+    assert list(files.read_json_lines(file)) == [(1, 1), (2, None), (3, 2)]
+    files.move_json_lines(file, to, lambda value: value > 1)
+    assert to.read_text() == "2\n3\n4\n2\n"
+
+
 def test_ending_the_torn_line_of_no_file_or_an_empty_one_writes_nothing(tmp_path: Path) -> None:
     files.end_torn_line(tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -22,6 +22,7 @@ from gtpo_verl.config import (
 from gtpo_verl.errors import UserError
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.checkpoints import repair_tracker
+from gtpo_verl.runs.directory import set_aside
 from gtpo_verl.runs.session import training_session
 from gtpo_verl.runs.terminal import LOG_FILE, following, printing_to
 
@@ -163,6 +164,10 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
             repair_tracker(start.folder)
         if start.folder:
             print(f"Resuming from {start.folder.name} of {config.trainer.total_training_steps} steps.", flush=True)
+        again = set_aside(run_dir, start.step)
+        if again:
+            steps = f"steps {again[0]} to {again[-1]}" if len(again) > 1 else f"step {again[0]}"
+            print(f"note: {steps} had no checkpoint; what was logged of it is in *.replaced.jsonl now.", flush=True)
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",

@@ -47,6 +47,12 @@ class Start:
     folder: Path | None
     message: str = ""
 
+    @property
+    def step(self) -> int:
+        """The last one that counts; -1 where even a validation before the first one is repeated."""
+        named = self.folder and _NAME.fullmatch(self.folder.name)
+        return int(named[1]) if named else -1
+
 
 def checkpoints(directory: Path) -> dict[int, Path]:
     """{step: folder} of the checkpoints in a directory, complete or not, in order of steps."""

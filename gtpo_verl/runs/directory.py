@@ -14,6 +14,7 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from gtpo_verl.files import (
     append_json_line,
     end_torn_line,
+    move_json_lines,
     read_json,
     read_json_lines,
     read_json_lines_from,
@@ -41,7 +42,7 @@ HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"
 class MetricsRecorder:
     """Appends ``{"step": int, "data": {name: number}}`` to ``metrics.jsonl``.
 
-    A step that is written again after a resume comes later in the file, and wins.
+    The step from which a run resumes may be written again, with its validation; readers take the later values.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -77,7 +78,7 @@ def record_groups(run_dir: Path, step: int, groups: dict[str, int]) -> None:
 
     Args:
         run_dir: the run's directory.
-        step: a step that is written again after a resume comes later in the file, and wins.
+        step: the last one trained.
         groups: the step in which a group's responses were generated, by uid of the group.
     """
     append_json_line(run_dir / GROUPS_FILE, {"step": int(step), "groups": groups})
@@ -105,6 +106,27 @@ def restore_step(run_dir: Path, checkpoint: Path) -> bool:
             append_json_line(file, line)
             lacking.append(file.name)
     return METRICS_FILE in lacking
+
+
+def set_aside(run_dir: Path, step: int) -> list[int]:
+    """Move what was logged of steps behind ``step``, which are trained again, to ``metrics.replaced.jsonl`` and
+    ``groups.replaced.jsonl``.
+
+    Args:
+        step: the last that counts, -1 for none.
+
+    Returns:
+        The steps whose metrics were moved.
+    """
+
+    def replaced(value: Any) -> bool:
+        return isinstance(value, dict) and isinstance(value.get("step"), int) and value["step"] > step
+
+    moved = {}
+    for name in (METRICS_FILE, GROUPS_FILE):
+        file = run_dir / name
+        moved[name] = move_json_lines(file, file.with_suffix(f".replaced{file.suffix}"), replaced)
+    return sorted({value["step"] for value in moved[METRICS_FILE]})
 
 
 def record_phase(run_dir: Path, step: int, phase: str) -> None:

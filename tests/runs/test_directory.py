@@ -11,6 +11,7 @@ from gtpo_verl.runs.directory import (
     read_metrics_from,
     read_record,
     record_groups,
+    set_aside,
     write_record,
 )
 
@@ -21,6 +22,22 @@ def test_metrics_are_appended_one_line_a_step(tmp_path: Path) -> None:
     recorder.write(2, {"a": 3})
     lines, _ = read_metrics_from(tmp_path / "run", 0)
     assert lines == [{"step": 1, "data": {"a": 1.0, "b": 0.5, "c": 2.0}}, {"step": 2, "data": {"a": 3.0}}]
+
+
+def test_steps_that_are_trained_again_are_set_aside(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(tmp_path)
+    for step in range(4):
+        recorder.write(step, {"a": step})
+        record_groups(tmp_path, step, {"uid": step})
+    assert set_aside(tmp_path, 3) == []
+    assert set_aside(tmp_path, 1) == [2, 3]
+    assert set_aside(tmp_path, 1) == []
+    for name in ("metrics", "groups"):
+        kept, moved = (tmp_path / f"{name}{end}" for end in (".jsonl", ".replaced.jsonl"))
+        steps = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in (kept, moved)]
+        assert steps == [[0, 1], [2, 3]]
+    assert set_aside(tmp_path, -1) == [0, 1]
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_numbers_that_are_not_finite_are_named_and_the_line_stays_json(tmp_path: Path) -> None:
