@@ -118,17 +118,17 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list[Any]:
-    """Move lines of a file to the end of another one; what is no JSON stays. Killed in between, a line is in both.
+    """Move lines of a file to the end of another one. Killed in between, a line is in both.
 
     Args:
-        chosen: whether to move the line with this value.
+        chosen: whether to move the line with this value, None for one that is not JSON.
 
     Returns:
         The values of the lines that were moved; none, and nothing is changed, where there is no such file.
     """
     lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     values = [_parsed(line.decode("utf-8", "replace")) for line in lines]
-    moves = [value is not None and chosen(value) for value in values]
+    moves = [chosen(value) for value in values]
     if any(moves):
         with to.open("ab") as end:
             end.writelines(line.rstrip(b"\n") + b"\n" for line, moved in zip(lines, moves, strict=True) if moved)

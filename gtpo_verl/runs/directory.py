@@ -109,8 +109,8 @@ def restore_step(run_dir: Path, checkpoint: Path) -> bool:
 
 
 def set_aside(run_dir: Path, step: int) -> list[int]:
-    """Move what was logged of steps behind ``step``, which are trained again, to ``metrics.replaced.jsonl`` and
-    ``groups.replaced.jsonl``.
+    """Move what was logged of steps behind ``step``, which are trained again, and lines that a crash has torn, to
+    ``metrics.replaced.jsonl`` and ``groups.replaced.jsonl``.
 
     Args:
         step: the last that counts, -1 for none.
@@ -120,13 +120,15 @@ def set_aside(run_dir: Path, step: int) -> list[int]:
     """
 
     def replaced(value: Any) -> bool:
+        if value is None:
+            return True
         return isinstance(value, dict) and isinstance(value.get("step"), int) and value["step"] > step
 
     moved = {}
     for name in (METRICS_FILE, GROUPS_FILE):
         file = run_dir / name
         moved[name] = move_json_lines(file, file.with_suffix(f".replaced{file.suffix}"), replaced)
-    return sorted({value["step"] for value in moved[METRICS_FILE]})
+    return sorted({value["step"] for value in moved[METRICS_FILE] if value is not None})
 
 
 def record_phase(run_dir: Path, step: int, phase: str) -> None:

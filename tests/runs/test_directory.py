@@ -29,7 +29,10 @@ def test_steps_that_are_trained_again_are_set_aside(tmp_path: Path) -> None:
     for step in range(4):
         recorder.write(step, {"a": step})
         record_groups(tmp_path, step, {"uid": step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "da')
     assert set_aside(tmp_path, 3) == []
+    (tmp_path / "metrics.replaced.jsonl").unlink()
     assert set_aside(tmp_path, 1) == [2, 3]
     assert set_aside(tmp_path, 1) == []
     for name in ("metrics", "groups"):
