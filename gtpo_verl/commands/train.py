@@ -167,7 +167,7 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
         again = set_aside(run_dir, start.step)
         if again:
             steps = f"steps {again[0]} to {again[-1]}" if len(again) > 1 else f"step {again[0]}"
-            print(f"note: {steps} had no checkpoint; what was logged of it is in *.replaced.jsonl now.", flush=True)
+            print(f"note: training again from here; what was logged of {steps} is in *.replaced.jsonl now.", flush=True)
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",
