@@ -10,6 +10,8 @@ from gtpo_verl.cli import main
 from gtpo_verl.commands.train import launch
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations import launch as launching
+from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.reader import read_metrics
 
 
 @pytest.mark.slow
@@ -71,5 +73,10 @@ def test_a_resumed_run_says_from_where(
     assert launch(config, args) == 0
     assert "Resuming" not in capsys.readouterr().out
     write_fsdp(tmp_path / "checkpoints", 6)
+    for step in (6, 7, 8):
+        MetricsRecorder(tmp_path).write(step, {"a": 1})
     assert launch(config, args) == 0
-    assert "Resuming from global_step_6 of 24 steps.\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Resuming from global_step_6 of 24 steps.\n" in printed
+    assert "what was logged of steps 7 to 8 is in *.replaced.jsonl now.\n" in printed
+    assert list(read_metrics(tmp_path / "metrics.jsonl")[0]) == [6]
