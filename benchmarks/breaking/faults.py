@@ -491,7 +491,7 @@ def raising_sampling(lab: Lab, name: str) -> Found:
 
 @fault("reward function returns NaN", "one line ends the command, with step and cause; nothing is trained on it")
 def nan_reward(lab: Lab, name: str) -> Found:
-    return broken_reward(lab, name, reward_overrides("nan", 20, 1), "rm_scores", "the reward function returned it")
+    return broken_reward(lab, name, reward_overrides("is_nan", 20, 1), "rm_scores", "the reward function returned it")
 
 
 @fault("reward function dies", "one line ends the command, which names the reward worker")
