@@ -236,6 +236,8 @@ def _in_one_line(error: Exception, after: str) -> UserError:
         what = str(cause).strip().splitlines()[-1]
     else:
         what = f"{type(cause).__name__}: {first_line(cause)}"
+    if "inline_container.cc" in what and "unexpected pos" in what:  # of PyTorch's writer, which names no cause
+        what = f"a file was not written to its end, as where a disk is full or a quota is reached ({what.rstrip('.')})"
     return UserError(f"{what.rstrip('.')}. {after}")
 
 

@@ -3,9 +3,11 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 
@@ -94,6 +96,16 @@ def test_a_node_that_is_lost_while_an_evaluation_starts_is_one_line(
         pass
     with pytest.raises(UserError, match=r"^KeyError: 'x'\. The stack trace"), launch.in_one_line("The stack trace."):
         raise KeyError("x")
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_to_be_so() -> None:
+    """PyTorch's writer fails on a full disk, and its message does not say why."""
+    full = Path("/dev/full")
+    with (
+        pytest.raises(UserError, match=r"^a file was not written to its end, as where a disk is full .*unexpected pos"),
+        launch.in_one_line("Free some space."),
+    ):
+        torch.save({"weights": torch.zeros(2**20)}, full)
 
 
 @contextmanager
