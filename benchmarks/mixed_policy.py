@@ -35,7 +35,7 @@ from gtpo_verl.tasks.prepare import prepare_task
 from gtpo_verl.tasks.sums.task import TASK
 
 RESULTS = Path(__file__).parent / "results"
-# A warm start that is cut short gives as low an accuracy (80 steps: 0.031), and within 24 steps no arm moved from it.
+# A warm start of 80 steps gives as low an accuracy (0.031), from which 24 steps of DAPO, seed 0, went to 0.051.
 STUDENT = WarmStart(steps=800, batch_size=64, error_rate=0.67)
 STRICT = f"reward.custom_reward_function.path={Path(__file__).with_name('strict_sums.py')}"
 METHODS: dict[str, tuple[str, ...]] = {

@@ -126,14 +126,19 @@ def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list
     Returns:
         The values of the lines that were moved; none, and nothing is changed, where there is no such file.
     """
-    lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
-    values = [_parsed(line.decode("utf-8", "replace")) for line in lines]
-    moves = [chosen(value) for value in values]
-    if any(moves):
+    kept, moved, values = [], [], []
+    for line in file.read_bytes().splitlines() if file.is_file() else []:
+        value = _parsed(line.decode("utf-8", "replace"))
+        if chosen(value):
+            moved.append(line + b"\n")
+            values.append(value)
+        else:
+            kept.append(line + b"\n")
+    if moved:
         with to.open("ab") as end:
-            end.writelines(line.rstrip(b"\n") + b"\n" for line, moved in zip(lines, moves, strict=True) if moved)
-        write_bytes(file, b"".join(line for line, moved in zip(lines, moves, strict=True) if not moved))
-    return [value for value, moved in zip(values, moves, strict=True) if moved]
+            end.writelines(moved)
+        write_bytes(file, b"".join(kept))
+    return values
 
 
 def read_json_lines_from(file: Path, offset: int) -> tuple[list[Any], int]:

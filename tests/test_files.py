@@ -74,7 +74,7 @@ def test_lines_are_moved_and_a_reader_of_the_file_goes_on_behind_what_is_left(tm
     before = file.read_bytes()
     assert files.move_json_lines(file, to, lambda value: value is None) == []
     assert (file.read_bytes(), to.exists()) == (before, False)
-    file.write_bytes(before + b'{"to\n4')  # the last line is complete but for its end
+    file.write_bytes(before + b'{"to\n4')  # the last line lacks its end alone
     assert files.move_json_lines(file, to, lambda value: value in (2, 3, 4)) == [2, 3, 4]
     assert files.read_json_lines_from(file, offset) == ([], file.stat().st_size)
     files.append_json_line(file, 2)

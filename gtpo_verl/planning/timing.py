@@ -244,6 +244,11 @@ class _Decoder:
         reading = (self.weight_bytes + running * context * self.kv_bytes_per_token) / self.bandwidth
         return self.overhead + max(reading, self.flops_per_token * running / self.flops)
 
+    def bulk(self, responses: float, concurrent: int, lengths: Lengths) -> float:
+        """Seconds to decode so many responses of mean length, ``concurrent`` of them at once."""
+        iterations = responses * lengths.response / concurrent
+        return iterations * self.iteration(concurrent, lengths.prompt + lengths.response / 2)
+
 
 def _window(config: DictConfig, step: Step) -> int:
     """Prompts that may be in flight at once."""
@@ -275,7 +280,7 @@ def _generation(
     """
     share = math.ceil(step.generated_responses / parallel.replicas)
     limit = config.data.max_response_length
-    bulk = share * lengths.response / concurrent * decoder.iteration(concurrent, lengths.prompt + lengths.response / 2)
+    bulk = decoder.bulk(share, concurrent, lengths)
     alone = limit - lengths.response if _window(config, step) >= step.generated_prompts else limit
     tail = alone * decoder.iteration(1, lengths.prompt + limit / 2)
     prefill = forward_flops(shape, step.generated_prompts / parallel.replicas, lengths.prompt) / decoder.flops
@@ -295,16 +300,13 @@ def _guide_wait(
 
     The last rows of a group are generated when its first ones are judged, so a response of mean length follows the
     last of these, by the policy or by the guide's servers, whichever is slower. And the servers may not keep up with
-    the policy.
+    the policy; for that, all rows that a group may give to the guide count as its.
     """
     guide = guide_of(config)
     if not guide.reserved:
         return 0.0
 
-    def last(decoder: _Decoder) -> float:
-        return lengths.response * decoder.iteration(1, lengths.prompt + lengths.response / 2)
-
-    by_policy = 0.0 if guide.mixed == guide.reserved else last(decoder)
+    by_policy = 0.0 if guide.mixed == guide.reserved else decoder.bulk(1, 1, lengths)
     served = guide_servers(config)
     if served is None:
         return by_policy
@@ -316,9 +318,8 @@ def _guide_wait(
     rows = values["guided_share"] * step.generated_prompts * guide.reserved / servers.replicas
     in_cache = int(engine.kv_tokens / lengths.whole)
     concurrent = max(1, min(math.ceil(rows), config.actor_rollout_ref.rollout.max_num_seqs, in_cache))
-    iterations = rows * lengths.response / concurrent
-    busy = iterations * decoder.iteration(concurrent, lengths.prompt + lengths.response / 2)
-    return max(busy - generate, 0.0) + max(last(decoder), by_policy)
+    busy = decoder.bulk(rows, concurrent, lengths)
+    return max(busy - generate, 0.0) + max(decoder.bulk(1, 1, lengths), by_policy)
 
 
 def given_assumptions(assumptions: Assumptions, given: dict[str, float]) -> Assumptions:

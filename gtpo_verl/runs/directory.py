@@ -120,15 +120,14 @@ def set_aside(run_dir: Path, step: int) -> list[int]:
     """
 
     def replaced(value: Any) -> bool:
-        if value is None:
-            return True
-        return isinstance(value, dict) and isinstance(value.get("step"), int) and value["step"] > step
+        later = isinstance(value, dict) and isinstance(value.get("step"), int) and value["step"] > step
+        return value is None or later
 
-    moved = {}
-    for name in (METRICS_FILE, GROUPS_FILE):
-        file = run_dir / name
-        moved[name] = move_json_lines(file, file.with_suffix(f".replaced{file.suffix}"), replaced)
-    return sorted({value["step"] for value in moved[METRICS_FILE] if value is not None})
+    metrics, _ = (
+        move_json_lines(run_dir / name, (run_dir / name).with_suffix(".replaced.jsonl"), replaced)
+        for name in (METRICS_FILE, GROUPS_FILE)
+    )
+    return sorted({value["step"] for value in metrics if value is not None})
 
 
 def record_phase(run_dir: Path, step: int, phase: str) -> None:
