@@ -10,7 +10,8 @@ responses as columns of the data (`traces`, sampled once by `gtpo-verl traces`) 
 All is run by `gtpo-verl train` with vLLM; a seed has the same order of data in every arm.
 
 Reported is accuracy on validation problems by steps, and against the responses that were generated for it, with those
-of the guide. Writes `mixed-policy.json`, `.md` and `.png` into benchmarks/results. Complete trainings are not repeated.
+of the guide. Writes `mixed-policy.json`, `.md` and `.png` into benchmarks/results. A training that is complete, in its
+directory or in the results, is not repeated.
 """
 
 import argparse
@@ -185,6 +186,12 @@ def draw(result: dict[str, Any], file: Path) -> None:
     plt.close(figure)
 
 
+def written(output: Path, steps: int) -> dict[str, dict[str, Any]]:
+    """The curves that the results have of trainings of so many steps, by arm and seed."""
+    result = read_json(output) or {}
+    return result.get("runs", {}) if result.get("steps") == steps else {}
+
+
 def main() -> int:
     """Train what is missing, and write; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -209,12 +216,15 @@ def main() -> int:
         runs: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
         for seed in range(args.seeds):
             for arm in arms:
+                if str(seed) in written(args.output, args.steps).get(arm, {}):
+                    progress.advance(bar)
+                    continue
                 run_dir = directory / f"{arm}-{seed}"
                 train(arm, seed, args.steps, student, guide, traces, run_dir)
                 runs[arm][str(seed)] = curve(run_dir)
                 progress.advance(bar)
                 # after each training, so that nothing is lost
-                before = (read_json(args.output) or {}).get("runs", {})
+                before = written(args.output, args.steps)
                 result = {
                     "steps": args.steps,
                     "guide_accuracy": share_kept(traces),
