@@ -1,7 +1,8 @@
 """verl's agent loop worker, doing once for a group what verl does for each of its responses.
 
 * The prompt is rendered and tokenised once.
-* The responses of a group are scored in one call, and written to TransferQueue in one call.
+* The responses of a group are scored in one call, and written to TransferQueue in one call; states of prompts that
+  change at about the same time too.
 * A loop is constructed from its class, without hydra where its entry has no settings.
 * The garbage collector does not walk through what was loaded before the first response.
 
@@ -17,6 +18,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -34,7 +36,7 @@ from verl.experimental.agent_loop.agent_loop import (
 )
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
-from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ, agent_loop_tq
 from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -51,6 +53,7 @@ from gtpo_verl.seeds import derived
 logger = logging.getLogger(__name__)
 
 PATIENCE = 1.0  # seconds that a response waits to be scored with others
+STATE_PATIENCE = 0.02  # seconds that the state of a prompt waits to be written with others
 SCORED_TOGETHER = 8  # responses in a call; more go to several reward workers, which verify at the same time
 # Loops whose prompt follows from messages and tools alone.
 KNOWN_LOOPS = (SingleTurnAgentLoop, ToolAgentLoop, EntropySingleTurnAgentLoop, EntropyToolAgentLoop)
@@ -89,25 +92,26 @@ class Gathering:
         async def bring(thing: Any) -> Any:
             nonlocal brought
             brought = True
-            result = asyncio.get_running_loop().create_future()
-            self._waiting.append((thing, result))
-            self._one_less()
-            return await result
+            self._expected -= 1
+            return await self.bring(thing, last=self._expected == 0)
 
         try:
             yield bring
         finally:
             if not brought:
-                self._one_less()
+                self._expected -= 1
+                if self._waiting and self._expected == 0:
+                    self._call()
 
-    def _one_less(self) -> None:
-        self._expected -= 1
-        if not self._waiting:
-            return
-        if self._expected == 0:
+    async def bring(self, thing: Any, *, last: bool = False) -> Any:
+        """Bring something, from no seat, and wait for its result; nothing else is waited for if it is the last."""
+        result = asyncio.get_running_loop().create_future()
+        self._waiting.append((thing, result))
+        if last:
             self._call()
         elif self._timer is None and self._patience is not None:
             self._timer = asyncio.get_running_loop().call_later(self._patience, self._call)
+        return await result
 
     def _call(self) -> None:
         if self._timer is not None:
@@ -128,6 +132,29 @@ class Gathering:
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+
+class StatesTogether:
+    """TransferQueue for verl's agent loops, which write the state of each prompt, a tag, by two requests of its own:
+    those of the same moment are written together.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        self._stock = stock
+        self._gatherings: dict[str, Gathering] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    async def async_kv_put(self, key: str, partition_id: str, *, tag: dict[str, Any]) -> None:
+        if partition_id not in self._gatherings:
+            self._gatherings[partition_id] = Gathering(partial(self._put, partition_id), STATE_PATIENCE)
+        await self._gatherings[partition_id].bring((key, tag))
+
+    async def _put(self, partition_id: str, states: list[tuple[str, dict[str, Any]]]) -> list[None]:
+        keys, tags = zip(*states, strict=True)
+        await self._stock.async_kv_batch_put(keys=list(keys), partition_id=partition_id, tags=list(tags))
+        return [None] * len(keys)
 
 
 class Group:
@@ -181,6 +208,8 @@ class GroupAgentLoopWorker(_AgentLoopWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         never_collect_what_is_loaded()
+        if not isinstance(agent_loop_tq.tq, StatesTogether):
+            agent_loop_tq.tq = StatesTogether(agent_loop_tq.tq)
         handles = self.reward_loop_worker_handles
         # many prompts of few responses, which are all waited for
         self._of_validation = Gathering(self._request_scores, PATIENCE), Gathering(_put_validation, PATIENCE)

@@ -1,5 +1,6 @@
 """Runs a composed configuration with verl: environment variables, verl's own validation, and the job on Ray."""
 
+import importlib
 import os
 import secrets
 import signal
@@ -17,6 +18,7 @@ from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, say
 
+TRAINER = "gtpo_verl.integrations.trainer"
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -150,10 +152,10 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
             room, and ``wait`` is off.
     """
     import ray
-    from ray.exceptions import RayTaskError
     from verl.trainer.main_ppo import run_ppo
 
     from gtpo_verl.integrations.admission import DevicesTakenError
+    from gtpo_verl.integrations.beside import Beside
     from gtpo_verl.integrations.nodes import prove_shared
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
     from gtpo_verl.integrations.waiting import StepGivenUpError
@@ -161,33 +163,35 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     leave_sizes_to_cluster(config)
     stop = signal.getsignal(signal.SIGTERM)
     ports_lost = 0
+    # On a GPU the trainer is to be an actor: that sees no device, and this process sees all.
+    here = config.trainer.device == "cpu" and not joined_cluster(config)
+    imported = Beside(importlib.import_module, TRAINER) if here else None  # seconds, in which Ray starts
 
     def admitted() -> None:
+        if imported is not None:
+            imported.wait()
         signal.signal(signal.SIGTERM, stop)  # Ray's start has replaced it
         prove_shared(Path(config.trainer.run_dir))
         enter_cluster(config, training=True, wait=wait)
 
     while True:
         try:
-            run_ppo(config, task_runner_class=TaskRunnerClass(admitted))
+            run_ppo(config, task_runner_class=TaskRunnerClass(admitted, here=here))
             return
-        except RayTaskError as error:
-            if isinstance(error.cause, DevicesTakenError) and wait:
+        except Exception as error:
+            cause = getattr(error, "cause", None) or error  # Ray wraps the error of a task
+            if isinstance(cause, DevicesTakenError) and wait:
                 say("Another job took the devices meanwhile: waiting again.")
                 continue
-            if isinstance(error.cause, StepGivenUpError):
-                say(str(error.cause))
+            if isinstance(cause, StepGivenUpError):
+                say(str(cause))
                 return
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from error
+            if isinstance(cause, UserError):
+                raise UserError(str(cause)) from error
             ports_lost += "EADDRINUSE" in str(error)
             if "EADDRINUSE" not in str(error) or ports_lost > 1:
                 raise _in_one_line(error, _after(config)) from error
             say("The port that verl had chosen is in use by another process: starting again.")
-        except UserError:
-            raise
-        except Exception as error:  # of Ray itself: a process died, or Ray did not start
-            raise _in_one_line(error, _after(config)) from error
         finally:
             ray.shutdown()
 

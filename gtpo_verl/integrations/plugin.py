@@ -25,7 +25,7 @@ def register() -> None:
     """
     # verl warns in every process about every training engine that is not installed
     warnings.filterwarnings("ignore", message=".* engine is not available")
-    _log_by_name()
+    log_by_name()
     check_verl()
     seed_process()
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
@@ -38,8 +38,8 @@ def register() -> None:
     _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.NamedSocketAdapter"
 
 
-def _log_by_name() -> None:
-    """In a Ray worker, begin our log lines with our name: the terminal of a run shows them, and no other package's."""
+def log_by_name() -> None:
+    """In a process of a run, begin our log lines with our name: its terminal shows them, and no other package's."""
     import ray
 
     if not ray.is_initialized():

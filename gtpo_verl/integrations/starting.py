@@ -5,8 +5,7 @@ and waits for each. Most of a start is the import of torch, transformers, verl a
 process, and no process needs another one for that.
 """
 
-import threading
-from collections.abc import Callable
+import inspect
 from typing import Any
 
 import ray
@@ -21,32 +20,6 @@ from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import SeedingClient
-
-
-class Beside:
-    """Calls a function in a thread. Unlike an executor's, the thread is not waited for when the process must end."""
-
-    def __init__(self, function: Callable[..., object], *arguments: Any) -> None:
-        self._error: BaseException | None = None
-
-        def call() -> None:
-            try:
-                function(*arguments)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=call, daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait for its end.
-
-        Raises:
-            BaseException: what the function raised.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
 
 
 class Started:
@@ -210,9 +183,35 @@ class StartedServer:
 
 
 def _constructed_later(stock: Any) -> type:
-    """A class whose constructor is a method, so that its process can start before the arguments are known."""
+    """A class that forwards to one of ``stock``, which its method ``construct`` makes once the arguments are known.
+
+    Not a subclass: whoever gets a handle by name loads the class of the actor, and with a subclass its module, in every
+    agent loop the seconds that vLLM takes. Here that is code for a name or, where Ray sends it as code, for ``stock``,
+    loaded by the actor alone.
+    """
+    pickled = ray.cloudpickle.dumps(stock)
+
+    def load(self: Any) -> None:
+        self.stock = ray.cloudpickle.loads(pickled)
 
     def construct(self: Any, **arguments: Any) -> None:
-        stock.__init__(self, **arguments)
+        self.server = self.stock(**arguments)
 
-    return type(stock.__name__, (stock,), {"__init__": lambda self: None, "construct": construct})
+    methods = {
+        name: _forwarding(name, asynchronous=inspect.iscoroutinefunction(method))
+        for name, method in inspect.getmembers(stock, inspect.isfunction)
+        if not name.startswith("__")
+    }
+    return type(stock.__name__, (), methods | {"__init__": load, "construct": construct})
+
+
+def _forwarding(name: str, *, asynchronous: bool) -> Any:
+    """The method ``name`` of a class that forwards to its attribute ``server``."""
+
+    async def awaiting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.server, name)(*args, **kwargs)
+
+    def calling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.server, name)(*args, **kwargs)
+
+    return awaiting if asynchronous else calling

@@ -43,10 +43,11 @@ def with_stream(sampling_params: dict[str, Any], columns: dict[str, Any]) -> dic
 
 
 class SeedingClient(LLMServerClient):
-    """verl's client, with a stream for each request.
+    """verl's client, with a stream for each request, and without the text of its answer.
 
     A response of several turns, or one that a weight update interrupted, is several requests; with one seed for all,
-    tokens far apart would be drawn with the same random numbers.
+    tokens far apart would be drawn with the same random numbers. verl takes the tokens of an answer and drops its text,
+    which vLLM decodes token by token; only strings to stop at need it.
     """
 
     async def generate(
@@ -54,6 +55,8 @@ class SeedingClient(LLMServerClient):
     ) -> TokenOutput:
         if "seed" in sampling_params:
             sampling_params = sampling_params | {"seed": derived(sampling_params["seed"], len(prompt_ids))}
+        if self.config.actor_rollout_ref.rollout.name == "vllm" and not sampling_params.get("stop"):
+            sampling_params = {"detokenize": False} | sampling_params
         return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
 
 

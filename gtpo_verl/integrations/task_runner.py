@@ -1,22 +1,27 @@
-"""The Ray actor that runs a job: verl's V1 task runner with our trainer in it."""
+"""Runs a job, in a Ray actor or in the process of the command: verl's V1 task runner with our trainer in it."""
 
+import copy
+import os
 from collections.abc import Callable
 from typing import Any
 
 import ray
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.admission import Placement, training_bundles
+from gtpo_verl.integrations.beside import Beside
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.integrations.watch import watched
+from gtpo_verl.seeds import seed_process
 
 
 class TaskRunner:
-    """Sets up TransferQueue, the trainer and the agent loops, and trains; a Ray actor by :func:`task_runner_class`."""
+    """Sets up TransferQueue, the trainer and the agent loops, and trains; see :class:`TaskRunnerClass`."""
 
     def run(self, config: DictConfig) -> None:
         """Run the job to its end.
@@ -28,10 +33,12 @@ class TaskRunner:
         from verl.single_controller.ray.base import ResourcePoolManager
         from verl.utils.logging_utils import configure_verl_logging
 
-        from gtpo_verl.integrations.starting import Beside, Started
+        from gtpo_verl.integrations.starting import Started
 
         configure_verl_logging()
+        plugin.log_by_name()
         plugin.check_registered()
+        seed_process()  # again: the checks of the command may have drawn numbers
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
         if entropy_source(config).from_rollout:
@@ -50,7 +57,7 @@ class TaskRunner:
             with watched(check):
                 made = Beside(tq.init, config.transfer_queue)
                 started = Started(config)
-                from gtpo_verl.integrations.trainer import trainer_class  # seconds, while the others start
+                from gtpo_verl.integrations.trainer import trainer_class  # seconds, in an actor, while the others start
 
                 made.wait()
                 started.start_agent_loops()
@@ -90,10 +97,13 @@ class TaskRunnerClass:
 
     Args:
         before: called before the actor is made.
+        here: run the job in this process instead of an actor. That is a process less, and its imports, which this one
+            has already done; the job ends with this process, as one whose Ray it has started does anyway.
     """
 
-    def __init__(self, before: Callable[[], object]) -> None:
+    def __init__(self, before: Callable[[], object], *, here: bool = False) -> None:
         self._before = before
+        self._here = here
         self._options: dict[str, Any] = {}
 
     def options(self, **options: Any) -> "TaskRunnerClass":
@@ -102,4 +112,21 @@ class TaskRunnerClass:
 
     def remote(self) -> Any:
         self._before()
+        if self._here:
+            return _Here()
         return ray.remote(num_cpus=1)(TaskRunner).options(**self._options).remote()
+
+
+class _Here:
+    """A task runner in this process, called as if it were an actor."""
+
+    @property
+    def run(self) -> "_Here":
+        return self
+
+    def remote(self, config: DictConfig) -> Any:
+        threads = os.environ.get("OMP_NUM_THREADS")
+        if threads:  # an actor's torch reads it; this one was imported before the run's variables were set
+            torch.set_num_threads(int(threads))
+        TaskRunner().run(copy.deepcopy(config))  # an actor too has a copy
+        return ray.put(None)

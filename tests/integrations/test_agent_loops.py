@@ -26,7 +26,7 @@ from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
-from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker
+from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker, StatesTogether
 from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
 from gtpo_verl.integrations.guide_server import CLIENT
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
@@ -274,7 +274,8 @@ def test_what_is_the_same_for_a_group_is_done_once(run: Callable[..., Rows], mon
     counted(GroupAgentLoopWorker, "_request_scores")
     counted(tq, "async_kv_batch_put")
     run(GroupAgentLoopWorker, Answers())
-    assert sorted(calls) == ["_request_scores", "async_kv_batch_put", "build_initial_tokens"]
+    # rows once, and the state of the prompt twice
+    assert sorted(calls) == ["_request_scores", *["async_kv_batch_put"] * 3, "build_initial_tokens"]
 
 
 @pytest.mark.slow
@@ -294,6 +295,14 @@ def test_the_prompts_of_a_validation_are_scored_and_written_together(
         return await scored(self, responses)
 
     monkeypatch.setattr(GroupAgentLoopWorker, "_request_scores", counted)
+    written: list[list[str]] = []
+    put = tq.async_kv_batch_put
+
+    async def watched(keys: list[str], **arguments: Any) -> Any:
+        written.append(sorted(keys))
+        return await put(keys=keys, **arguments)
+
+    monkeypatch.setattr(tq, "async_kv_batch_put", watched)
 
     async def go() -> list[str]:
         worker = GroupAgentLoopWorker(config, Slow(), None, reward)
@@ -308,6 +317,7 @@ def test_the_prompts_of_a_validation_are_scored_and_written_together(
     expected = [f"{uid} finished" for uid in "abc"] + [f"{uid}_0_0 success" for uid in "abc"]
     assert runner.run(go()) == sorted(expected)
     assert lots == [3]
+    assert written == [["a", "b", "c"], ["a_0_0", "b_0_0", "c_0_0"], ["a", "b", "c"]], "running, rows, finished"
 
 
 @pytest.mark.slow
@@ -665,6 +675,29 @@ def test_an_exception_is_its_members_own() -> None:
     _, (first, second) = gathered([brings("a"), brings("bad")])
     assert first == "a!"
     assert isinstance(second, ValueError)
+
+
+def test_states_of_another_partition_are_written_apart_and_a_failure_reaches_all_of_a_call() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Queue:
+        name = "TransferQueue"
+
+        async def async_kv_batch_put(self, keys: list[str], partition_id: str, tags: list[dict[str, str]]) -> None:
+            calls.append((partition_id, keys, [tag["status"] for tag in tags]))
+            if "bad" in keys:
+                raise RuntimeError("the storage is gone")
+
+    states = StatesTogether(Queue())
+    assert states.name == "TransferQueue"
+
+    async def go(*prompts: tuple[str, str]) -> list[Any]:
+        puts = (states.async_kv_put(key=key, partition_id=part, tag={"status": key * 2}) for key, part in prompts)
+        return await asyncio.gather(*puts, return_exceptions=True)
+
+    assert asyncio.run(go(("a", "train"), ("b", "val"), ("c", "train"))) == [None] * 3
+    assert calls == [("train", ["a", "c"], ["aa", "cc"]), ("val", ["b"], ["bb"])]
+    assert [type(result) for result in asyncio.run(go(("a", "val"), ("bad", "val")))] == [RuntimeError] * 2
 
 
 @pytest.mark.slow

@@ -16,7 +16,9 @@ from gtpo_verl.integrations import evaluate, launch
 from gtpo_verl.integrations.admission import DevicesTakenError
 from gtpo_verl.integrations.waiting import StepGivenUpError
 
-RUN = OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local"}}, "trainer": {"run_dir": "outputs/run"}})
+RUN = OmegaConf.create(
+    {"ray_kwargs": {"ray_init": {"address": "local"}}, "trainer": {"run_dir": "outputs/run", "device": "cuda"}}
+)
 TAKEN = "torch.distributed.DistNetworkError: port: 35003, code: -98, name: EADDRINUSE, message: address already in use"
 
 

@@ -1,23 +1,28 @@
 """Processes of a training that start beside each other, on a real Ray."""
 
 import asyncio
+import os
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from omegaconf import OmegaConf
 
 from gtpo_verl.config import compose_config
+from gtpo_verl.integrations.beside import Beside
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.starting import (
-    Beside,
     NamedServersClient,
     Started,
     StartedServer,
     _servers_behind,
     _start_load_balancer,
 )
+from gtpo_verl.integrations.task_runner import TaskRunner, TaskRunnerClass
+from gtpo_verl.integrations.vllm.server import EntropyVLLMHttpServer
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +38,9 @@ def server_class() -> Any:
 
         def get_arguments(self) -> Any:
             return self.arguments
+
+        async def get_first(self, *, added: int = 0) -> Any:
+            return self.arguments[0] + added
 
     return ray.remote(Server)
 
@@ -63,6 +71,32 @@ def test_what_runs_beside_raises_where_it_is_waited_for() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="three"):
             failing.wait()
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_job_runs_in_this_process_or_in_an_actor(queue: None, monkeypatch: pytest.MonkeyPatch, here: bool) -> None:
+    """In both it has a configuration of its own, and what it raises ends the wait for it."""
+    before = os.getpid()
+
+    def run(self: TaskRunner, config: Any) -> None:
+        config.seen = os.getpid() == before
+        if config.fails:
+            raise ValueError(f"in this process: {config.seen}")
+
+    monkeypatch.setattr(TaskRunner, "run", run)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[TaskRunner.__module__])
+    called: list[int] = []
+    config = OmegaConf.create({"fails": False, "seen": None})
+    try:
+        runner = TaskRunnerClass(lambda: called.append(1), here=here).remote()
+        assert ray.get(runner.run.remote(config)) is None
+        config.fails = True
+        with pytest.raises(ValueError, match=f"in this process: {here}"):
+            ray.get(runner.run.remote(config))
+    finally:
+        ray.cloudpickle.unregister_pickle_by_value(sys.modules[TaskRunner.__module__])
+    assert called == [1]
+    assert config.seen is None
 
 
 def test_the_load_balancer_imports_neither_verl_nor_torch(balancer: Any) -> None:
@@ -109,7 +143,23 @@ def test_a_started_server_is_constructed_when_its_arguments_are_known(queue: Non
     actor = server.options(scheduling_strategy="DEFAULT", **server._options).remote(config=1, cuda_visible_devices="0")
     assert ray.get(actor.get_arguments.remote()) == (1, "0")
     assert ray.get(ray.get_actor("vllm_server_0_0").get_arguments.remote()) == (1, "0")
+    assert ray.get(actor.get_first.remote(added=2)) == 3
     ray.kill(actor)
+
+
+def test_a_client_of_a_started_server_does_not_import_vllm(queue: None) -> None:
+    """Ray loads the class of an actor where it is found by name: vLLM is 5 s of CPU time in every agent loop."""
+
+    def found() -> tuple[bool, bool]:
+        before = "vllm" in sys.modules
+        ray.get_actor("vllm_server_3_0")
+        return before, "vllm" in sys.modules
+
+    stock = replica(3)
+    stock.server_class = ray.remote(EntropyVLLMHttpServer)
+    server = StartedServer(stock)
+    assert ray.get(ray.remote(found).remote()) == (False, False)
+    ray.kill(server._actor)
 
 
 def test_another_server_than_was_expected_is_made_by_verl(queue: None) -> None:

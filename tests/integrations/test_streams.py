@@ -101,7 +101,17 @@ def test_a_turn_and_a_segment_have_streams_of_their_own(requests: list[dict[str,
 
 def test_a_request_without_a_seed_keeps_none(requests: list[dict[str, Any]]) -> None:
     asyncio.run(client(SeedingClient).generate("a", prompt_ids=[7], sampling_params={"temperature": 0}))
-    assert requests == [{"temperature": 0}]
+    assert requests == [{"temperature": 0, "detokenize": False}]
+
+
+def test_text_is_decoded_only_where_a_string_ends_a_response(requests: list[dict[str, Any]]) -> None:
+    for wanted in ({"stop": ["\n\n"]}, {"stop": None}, {"stop": [], "detokenize": True}):
+        asyncio.run(client(SeedingClient).generate("a", prompt_ids=[7], sampling_params=wanted))
+    assert [request.get("detokenize") for request in requests] == [None, False, True]
+    other = client(SeedingClient)
+    other.config.actor_rollout_ref.rollout.name = "sglang"
+    asyncio.run(other.generate("a", prompt_ids=[7], sampling_params={}))
+    assert requests[-1] == {}, "of vLLM alone"
 
 
 def test_a_process_of_a_run_is_seeded_and_another_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
