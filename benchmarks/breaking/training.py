@@ -23,7 +23,6 @@ from gtpo_verl.runs.status import status_of
 
 # by what the title of the process holds
 KINDS = {
-    "task runner": "ray::TaskRunner",
     "FSDP worker": "ray::WorkerDict",
     "vLLM server": "LLMHttpServer",
     "vLLM engine": "VLLM::EngineCore",

@@ -6,12 +6,16 @@ process, and no process needs another one for that.
 """
 
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
 from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
+from verl.single_controller.ray import base as worker_groups
 from verl.trainer.ppo.utils import need_teacher_policy
+from verl.trainer.ppo.v1 import trainer_base
 from verl.workers.rollout import router
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
@@ -20,6 +24,7 @@ from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import SeedingClient
+from gtpo_verl.integrations.temporarily import temporarily
 
 
 class Started:
@@ -57,7 +62,19 @@ class Started:
             reward_loop_worker_handles=self.rewards.reward_loop_worker_handles,
         )
 
-    def instead(self) -> dict[str, Any]:
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """In the block, verl's trainer finds what has been started where it would start it."""
+        with ExitStack() as stack:
+            for name, made in self._instead().items():
+                stack.enter_context(temporarily(trainer_base, name, made))
+            if len(ray.nodes()) == 1:
+                # verl asks a process on the node of the first rank, which starts for that alone
+                ask = _Here(worker_groups.get_master_addr_port)
+                stack.enter_context(temporarily(worker_groups, "get_master_addr_port", ask))
+            yield
+
+    def _instead(self) -> dict[str, Any]:
         """What takes the place of the classes in verl's trainer module, by name."""
         rewards = self.rewards
         if rewards is None:
@@ -66,6 +83,19 @@ class Started:
         if self._balancer is not None:
             made["LLMServerManager"] = _servers_behind(self._balancer, self._replicas)
         return made
+
+
+class _Here:
+    """A Ray task that is done in this process."""
+
+    def __init__(self, task: Any) -> None:
+        self._function = task._function
+
+    def options(self, **_: Any) -> "_Here":
+        return self
+
+    def remote(self, *arguments: Any, **named: Any) -> Any:
+        return ray.put(self._function(*arguments, **named))
 
 
 def _start_load_balancer(rollout: DictConfig) -> Any:

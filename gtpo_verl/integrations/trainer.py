@@ -16,7 +16,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils import tensordict_utils
@@ -115,9 +114,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _setup(self) -> None:
         record_phase(self.run_dir, 0, "starting")
-        with ExitStack() as stack:
-            for name, made in self.started.instead().items():
-                stack.enter_context(temporarily(trainer_base, name, made))
+        with self.started.in_place():
             super()._setup()
         if self.guide.on:
             self.actor_rollout_wg.set_loss_fn(self.guide.loss())

@@ -82,7 +82,7 @@ def runs(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> 
         )
 
     first = train("reward.custom_reward_function.name=contrast", "trainer.total_training_steps=200")
-    first.wait_for_log("(TaskRunner pid=")
+    first.wait_for_log("(WorkerDict pid=")
     first.process.send_signal(signal.SIGINT)  # long before the end of step 1, the step in progress
     first.wait_for_end()
     runs.first = first.output()

@@ -57,6 +57,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "get": "(object_refs, *, timeout=, _use_object_store=)",
         "wait": "(ray_waitables, *, num_returns=, timeout=, fetch_local=)",
         "init": {"num_cpus", "num_gpus", "include_dashboard", "runtime_env"},
+        "put": "(value, *, _owner=, _tensor_transport=)",
         "remote": "(*args, **kwargs)",
         "shutdown": "(*, wait_for_processes=, _exiting_interpreter=)",
     },
@@ -204,6 +205,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "ResourcePoolManager": {"resource_pool_spec", "mapping"},
         "ResourcePoolManager._check_resource_available": "(self)",
         "ResourcePoolManager.max_colocate_count": "int",
+        "get_master_addr_port": "anything",
     },
     "verl.trainer.constants_ppo": {
         "get_ppo_ray_runtime_env": "(config=)",
@@ -241,6 +243,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "AgentLoopWorkerTQ.__ray_actor_class__": "class",
     },
     "verl.trainer.ppo.v1.agent_loop_tq": {
+        "tq": "anything",
         "AgentLoopManagerTQ.create": "(cls, *args, **kwargs)",
         "AgentLoopManagerTQ.__init__": "(self, *args, **kwargs)",
         "AgentLoopManagerTQ.agent_loop_workers_class": "attribute",
@@ -391,6 +394,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "FullyAsyncLLMServerClient.generate": "(self, request_id, *, prompt_ids, sampling_params, image_data=, video_data=, audio_data=, mm_processor_kwargs=, **kwargs)",
         "LLMServerClient": "class",
         "LLMServerClient.__init__": "(self, config, load_balancer_handle=, **kwargs)",
+        "LLMServerClient.config": "attribute",
         "LLMServerClient._acquire_server": "(self, request_id, **extra)",
         "LLMServerClient.generate": "(self, request_id, *, prompt_ids, sampling_params, image_data=, video_data=, audio_data=, mm_processor_kwargs=, **kwargs)",
         "LLMServerManager": "(config, worker_group=, rollout_resource_pool=, start_rank=, load_balancer_cls=)",

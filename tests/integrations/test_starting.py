@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import ray
 from omegaconf import OmegaConf
+from verl.single_controller.ray import base as worker_groups
+from verl.trainer.ppo.v1 import trainer_base
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.beside import Beside
@@ -192,12 +194,29 @@ def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, ove
     made: list[Any] = []
     monkeypatch.setattr(starting.GroupAgentLoopManager, "create", lambda **arguments: made.append(arguments) or "loops")
     started = Started(compose_config(["algo=dapo", override]))
-    assert list(started.instead()) == names
+    assert list(started._instead()) == names
     started.start_agent_loops()
     early = "LLMServerManager" in names
     assert (started.agent_loops, len(made)) == ("loops" if early else None, int(early))
 
 
+def test_verls_trainer_finds_what_has_started_and_no_process_is_asked_for_a_port(
+    queue: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a process imports verl, and the actor's ranks wait for it."""
+    started = Started(compose_config(["algo=dapo", "reward.reward_model.enable=true"]))
+    stock = worker_groups.get_master_addr_port
+    monkeypatch.setattr(ray.remote_function.RemoteFunction, "_remote", lambda *_, **__: pytest.fail("a task"))
+    with started.in_place():
+        assert trainer_base.RewardLoopManager is GroupRewardLoopManager
+        ports = [2**15, 2**16]
+        address, port = ray.get(worker_groups.get_master_addr_port.options(num_cpus=0).remote(master_port_range=ports))
+    assert address == ray.util.get_node_ip_address()
+    assert ports[0] <= int(port) < ports[1]
+    assert worker_groups.get_master_addr_port is stock
+    assert trainer_base.RewardLoopManager is not GroupRewardLoopManager
+
+
 def test_with_a_reward_model_verl_makes_the_reward_workers() -> None:
     started = Started(compose_config(["algo=dapo", "reward.reward_model.enable=true"]))
-    assert started.instead() == {"RewardLoopManager": GroupRewardLoopManager}
+    assert started._instead() == {"RewardLoopManager": GroupRewardLoopManager}
