@@ -3,6 +3,7 @@ with an actor that answers at once.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -284,7 +285,7 @@ def test_the_workers_get_the_loss_where_there_is_a_guide(
         given: list[Any] = []
         trainer = Trainer(tmp_path, columns, "algo=dapo_mixed", f"algorithm.guide.mode={mode}")
         trainer.actor_rollout_wg.set_loss_fn = given.append
-        trainer.started = SimpleNamespace(instead=dict)
+        trainer.started = SimpleNamespace(in_place=contextlib.nullcontext)
         trainer._setup()
         assert len(given) == expected
 
