@@ -1,6 +1,8 @@
 """Settings for every test process, and which tests share one."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]
 pytest_plugins = ["composed_runs", "evaluation_records", "no_skips", "run_writer", "verifier_pools"]
 
 TRAININGS = "trainings"
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_it_was() -> Iterator[None]:
+    """After a test: `train --info` is Hydra's, which logs debug lines to what stdout is at that moment."""
+    root = logging.getLogger()
+    level, handlers = root.level, set(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers) - handlers:
+        if type(handler) is logging.StreamHandler:  # pytest's own stay
+            root.removeHandler(handler)
 
 
 def group(nodeid: str) -> str:
