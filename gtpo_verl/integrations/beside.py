@@ -1,8 +1,10 @@
-"""Something that is done in a thread while this one goes on."""
+"""Something that is done in a thread while this one goes on, or in this process where Ray would start one."""
 
 import threading
 from collections.abc import Callable
 from typing import Any
+
+import ray
 
 
 class Beside:
@@ -29,3 +31,16 @@ class Beside:
         self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+class Here:
+    """A function that is called as a Ray task or an actor's method would be, and runs in this process at once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def options(self, **_: Any) -> "Here":
+        return self
+
+    def remote(self, *arguments: Any, **named: Any) -> Any:
+        return ray.put(self._function(*arguments, **named))

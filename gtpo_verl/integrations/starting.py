@@ -21,6 +21,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
 from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
+from gtpo_verl.integrations.beside import Here
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import SeedingClient
@@ -70,8 +71,8 @@ class Started:
                 stack.enter_context(temporarily(trainer_base, name, made))
             if len(ray.nodes()) == 1:
                 # verl asks a process on the node of the first rank, which starts for that alone
-                ask = _Here(worker_groups.get_master_addr_port)
-                stack.enter_context(temporarily(worker_groups, "get_master_addr_port", ask))
+                ask: Any = worker_groups.get_master_addr_port
+                stack.enter_context(temporarily(worker_groups, "get_master_addr_port", Here(ask._function)))
             yield
 
     def _instead(self) -> dict[str, Any]:
@@ -83,19 +84,6 @@ class Started:
         if self._balancer is not None:
             made["LLMServerManager"] = _servers_behind(self._balancer, self._replicas)
         return made
-
-
-class _Here:
-    """A Ray task that is done in this process."""
-
-    def __init__(self, task: Any) -> None:
-        self._function = task._function
-
-    def options(self, **_: Any) -> "_Here":
-        return self
-
-    def remote(self, *arguments: Any, **named: Any) -> Any:
-        return ray.put(self._function(*arguments, **named))
 
 
 def _start_load_balancer(rollout: DictConfig) -> Any:

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.admission import Placement, training_bundles
-from gtpo_verl.integrations.beside import Beside
+from gtpo_verl.integrations.beside import Beside, Here
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
@@ -113,20 +114,12 @@ class TaskRunnerClass:
     def remote(self) -> Any:
         self._before()
         if self._here:
-            return _Here()
+            return SimpleNamespace(run=Here(_run_here))
         return ray.remote(num_cpus=1)(TaskRunner).options(**self._options).remote()
 
 
-class _Here:
-    """A task runner in this process, called as if it were an actor."""
-
-    @property
-    def run(self) -> "_Here":
-        return self
-
-    def remote(self, config: DictConfig) -> Any:
-        threads = os.environ.get("OMP_NUM_THREADS")
-        if threads:  # an actor's torch reads it; this one was imported before the run's variables were set
-            torch.set_num_threads(int(threads))
-        TaskRunner().run(copy.deepcopy(config))  # an actor too has a copy
-        return ray.put(None)
+def _run_here(config: DictConfig) -> None:
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:  # an actor's torch reads it; this one was imported before the run's variables were set
+        torch.set_num_threads(int(threads))
+    TaskRunner().run(copy.deepcopy(config))  # an actor too has a copy
