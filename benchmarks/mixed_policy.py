@@ -15,7 +15,6 @@ directory or in the results, is not repeated.
 """
 
 import argparse
-import os
 import shlex
 import signal
 import statistics
@@ -31,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gtpo_verl.files import read_json, write_json, write_text
 from gtpo_verl.runs.directory import read_metrics_from, read_record
 from gtpo_verl.runs.provenance import run_versions
-from gtpo_verl.tasks import Task, WarmStart
+from gtpo_verl.tasks import Task, WarmStart, set_thread_waiting
 from gtpo_verl.tasks.prepare import prepare_task
 from gtpo_verl.tasks.sums.task import TASK
 
@@ -205,7 +204,7 @@ def main() -> int:
     unknown = sorted(set(arms) - set(ARMS))
     if unknown:
         parser.error(f"no such arm: {', '.join(unknown)}; there are {', '.join(ARMS)}")
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_waiting()
     directory = args.dir.resolve()
     student = prepare_task(TASK, directory / "student", warm_start=STUDENT)
     guide = prepare_task(TASK, directory / "guide")

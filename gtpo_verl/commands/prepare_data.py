@@ -3,7 +3,6 @@ task with its model.
 """
 
 import argparse
-import os
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +16,7 @@ from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS, Dataset
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import file_in_the_way
-from gtpo_verl.tasks import TASKS, task
+from gtpo_verl.tasks import TASKS, set_thread_waiting, task
 from gtpo_verl.tasks.prepare import prepare_task
 
 # The quickstart's batch is for one or two ranks; this one divides over any power of two up to 256.
@@ -124,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare_task(args: argparse.Namespace) -> None:
     """Prepare an embedded task, and print the overrides of a training on it."""
-    # Before torch is imported, as in the quickstart: threads that spin make the warm start slow on a busy machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    set_thread_waiting()
     for option, given in (
         ("FILE", args.files),
         ("--from", args.source),

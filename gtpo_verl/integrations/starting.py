@@ -1,18 +1,22 @@
 """Processes that start beside each other.
 
-verl starts the actor's ranks, then the reward workers, then vLLM's servers, then the load balancer and the agent loops,
-and waits for each. Most of a start is the import of torch, transformers, verl and vLLM, 5 to 10 s of CPU time in every
-process, and no process needs another one for that.
+verl starts TransferQueue, then the actor's ranks, the reward workers, vLLM's servers, the load balancer and the agent
+loops, and waits for each. Most of a start is the import of torch, transformers, verl and vLLM, 5 to 10 s of CPU time in
+every process, and no process needs another one for that.
 """
 
+import asyncio
 import inspect
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from verl.plugin.platform import get_platform
+from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray import base as worker_groups
 from verl.trainer.ppo.utils import need_teacher_policy
 from verl.trainer.ppo.v1 import trainer_base
@@ -21,7 +25,7 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
 
 from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
-from gtpo_verl.integrations.beside import Here
+from gtpo_verl.integrations.beside import Beside, Here
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import SeedingClient
@@ -31,20 +35,23 @@ from gtpo_verl.integrations.temporarily import temporarily
 class Started:
     """The processes of a training that need no other one, started as soon as Ray is up.
 
-    Reward workers, unless there is a reward model; with verl's synchronous trainer also the load balancer, servers and
-    agent loops of the policy, unless the run names a router or a manager of agent loops of its own, or a teacher or a
-    guide answers too: the clients of these are of servers that are not there yet.
+    TransferQueue; reward workers, unless there is a reward model; with verl's synchronous trainer also the load
+    balancer, servers and agent loops of the policy, unless the run names a router or a manager of agent loops of its
+    own, or a teacher or a guide answers too: the clients of these are of servers that are not there yet.
     """
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
-        rollout = config.actor_rollout_ref.rollout
         self.rewards: GroupRewardLoopManager | None = None
         self.agent_loops: Any = None
         self._balancer: Any = None
         self._replicas: list[RolloutReplica] = []
-        if config.reward.reward_model.enable:
-            return
+        if not config.reward.reward_model.enable:
+            self._start_workers(config)
+        self._queue = Beside(self._start_queue)
+
+    def _start_workers(self, config: DictConfig) -> None:
+        rollout = config.actor_rollout_ref.rollout
         self.rewards = GroupRewardLoopManager(config=config)
         others = need_teacher_policy(config) or guide_of(config).served
         own = rollout.get("router_config_path") or rollout.agent.get("agent_loop_manager_class")
@@ -52,8 +59,9 @@ class Started:
             self._balancer = _start_load_balancer(rollout)
             self._replicas = _start_replicas(config)
 
-    def start_agent_loops(self) -> None:
-        """Start them where their servers are known; TransferQueue must be up."""
+    def _start_queue(self) -> None:
+        """TransferQueue, and the agent loops, which need it, where their servers are known."""
+        tq.init(self._config.transfer_queue)
         if self.rewards is None or self._balancer is None:
             return
         self.agent_loops = GroupAgentLoopManager.create(
@@ -62,6 +70,14 @@ class Started:
             teacher_client=None,
             reward_loop_worker_handles=self.rewards.reward_loop_worker_handles,
         )
+
+    def wait_for_queue(self) -> None:
+        """Return when TransferQueue is up and the agent loops have been created.
+
+        Raises:
+            BaseException: what their start raised.
+        """
+        self._queue.wait()
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -83,6 +99,8 @@ class Started:
         made: dict[str, Any] = {"RewardLoopManager": lambda **_: rewards}
         if self._balancer is not None:
             made["LLMServerManager"] = _servers_behind(self._balancer, self._replicas)
+        if self._replicas and self._config.trainer.device == "cpu":
+            made["RayWorkerGroup"] = _launching(self._replicas)
         return made
 
 
@@ -119,6 +137,35 @@ def _servers_behind(balancer: Any, replicas: list[RolloutReplica]) -> type[LLMSe
             await balancer.add_servers.remote(dict(zip(self.server_addresses, names, strict=True)))
 
     return ServersBehind
+
+
+def _launching(replicas: list[RolloutReplica]) -> type[RayWorkerGroup]:
+    """verl's worker group, which starts the engines of ``replicas`` before its ranks load the model.
+
+    Not on a GPU, where an engine measures how much memory the ranks have left.
+    """
+
+    class LaunchingWorkerGroup(RayWorkerGroup):
+        def spawn(self, prefix_set: Any) -> Any:
+            groups = super().spawn(prefix_set)
+            for role, group in groups.items():
+                if role.startswith("actor"):
+                    for replica in replicas:
+                        _launch(replica, group)
+            return groups
+
+    return LaunchingWorkerGroup
+
+
+def _launch(replica: Any, group: RayWorkerGroup) -> None:
+    """Start a replica's engine in a thread; returns when the ranks have told it where they are.
+
+    They answer no question while they load the model.
+    """
+    server_class: StartedServer = replica.server_class
+    launched = Beside(asyncio.run, replica.init_hybrid(group), finally_=server_class.asked.set)
+    replica.init_hybrid = lambda group: asyncio.to_thread(launched.wait)
+    server_class.asked.wait()
 
 
 class NamedServersClient(SeedingClient):
@@ -172,9 +219,13 @@ class StartedServer:
 
     Args:
         replica: of one node.
+
+    Attributes:
+        asked: set when verl has asked for the server.
     """
 
     def __init__(self, replica: Any) -> None:
+        self.asked = threading.Event()
         self._stock = replica.server_class
         self._options = {
             "name": _server_name(replica),
@@ -188,6 +239,7 @@ class StartedServer:
 
     def options(self, **options: Any) -> Any:
         """Itself; an ordinary class where verl wants another server than was expected."""
+        self.asked.set()
         wanted = {name: value for name, value in options.items() if name != "scheduling_strategy"}
         if wanted == self._options:
             return self

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.admission import Placement, training_bundles
-from gtpo_verl.integrations.beside import Beside, Here
+from gtpo_verl.integrations.beside import Here
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
@@ -56,12 +56,9 @@ class TaskRunner:
 
         try:
             with watched(check):
-                made = Beside(tq.init, config.transfer_queue)
                 started = Started(config)
                 from gtpo_verl.integrations.trainer import trainer_class  # seconds, in an actor, while the others start
 
-                made.wait()
-                started.start_agent_loops()
                 trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config, started=started)
                 # verl stops where it finds too little free; this job was admitted, and its wait is bounded
                 with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):

@@ -71,6 +71,7 @@ from gtpo_verl.runs.directory import (
     restore_step,
 )
 from gtpo_verl.runs.guards import Guards, read_bounds
+from gtpo_verl.runs.lock import wait_for_end
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +179,17 @@ class CreditAssignmentMixin(PPOTrainer):
     def on_sample_begin(self) -> None:
         self._enter("generating")
         super().on_sample_begin()
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        other = self.config.trainer.after_run_dir
+        if other:
+            record_phase(self.run_dir, self.global_steps, f"waiting for {other}")
+            wait_for_end(Path(other), given_up=self._gives_up_waiting)
+        super().fit(agent_loop_manager)
+
+    def _gives_up_waiting(self) -> bool:
+        self.phase_limit.polled()
+        return (self.run_dir / STOP_FILE).exists()
 
     def on_train_begin(self) -> None:
         super().on_train_begin()
@@ -555,6 +567,7 @@ class CreditAssignmentMixin(PPOTrainer):
             save_groups(self._checkpoint_dir(), "train", sampling.last_step)
 
     def _load_checkpoint(self) -> None:
+        self.started.wait_for_queue()  # the first to need it
         super()._load_checkpoint()
         if self.global_steps == 0:
             return

@@ -230,6 +230,12 @@ def _refusal(run_dir: Path, error: LockedError) -> str:
     return text
 
 
+def wait_for_end(run_dir: Path, given_up: Callable[[], bool]) -> None:
+    """Return when no training holds a run directory, or when ``given_up`` does."""
+    while live_owner(run_dir / LOCK_FILE) is not None and not given_up():
+        time.sleep(POLL)
+
+
 def ask_to_stop(run_dir: Path) -> bool:
     """Ask the training in a run directory to stop after its step, by the file ``STOP``; False if none runs there."""
     if live_owner(run_dir / LOCK_FILE) is None:

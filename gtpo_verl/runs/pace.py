@@ -15,7 +15,7 @@ class Pace:
     """
 
     def __init__(self, steps: int, *, before: int = 0, after: int = 0, clock: Callable[[], float] = time.monotonic):
-        self._steps = steps
+        self.steps = steps
         self._before = before
         self._after = after
         self._clock = clock
@@ -31,7 +31,7 @@ class Pace:
     @property
     def share(self) -> float:
         """Of all steps of all trainings, those that have ended: 0 to 1."""
-        return (self._before + min(1.0, self._last[0] / self._steps)) / (self._before + 1 + self._after)
+        return (self._before + min(1.0, self._last[0] / self.steps)) / (self._before + 1 + self._after)
 
     @property
     def seconds_left(self) -> float | None:
@@ -43,7 +43,7 @@ class Pace:
         (first, first_at), (last, last_at) = self._first, self._last
         step = (last_at - first_at) / (last - first)
         set_up = first_at - self._started
-        left = step * (self._steps - last) + self._after * (set_up + step * self._steps)
+        left = step * (self.steps - last) + self._after * (set_up + step * self.steps)
         return max(0.0, left - (self._clock() - last_at))
 
 

@@ -17,6 +17,7 @@ from gtpo_verl.runs.terminal import LOG_FILE
 
 TRAIN = (sys.executable, "-m", "gtpo_verl.train")
 POLL = 0.5  # seconds between looks at the metrics
+ENDING = 20.0  # seconds that a training may take to stop at once
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _libc = ctypes.CDLL(None)  # loaded before a process forks, not after
@@ -100,6 +101,14 @@ class TrainingProcess:
     def stop(self) -> None:
         """Ask it to stop after its step, with a checkpoint; the second time, to stop at once."""
         self._process.send_signal(signal.SIGINT)
+
+    def end(self) -> None:
+        """Have it stop at once, which leaves nothing behind; kill it where it has not after `ENDING`."""
+        for patience in (POLL, ENDING):
+            self.stop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+        self.kill()
 
     def kill(self) -> None:
         """End it, and what runs in its session, if it still runs."""

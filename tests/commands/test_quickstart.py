@@ -1,10 +1,14 @@
 """What the quickstart hands to its trainings, and which run it resumes; the whole command is run in tests/e2e."""
 
 import argparse
+import functools
 import io
 import json
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -80,12 +84,58 @@ def test_progress_moves_with_and_without_a_terminal(tmp_path: Path, show, shown:
     lines = [json.dumps({"step": step, "data": data}) for step in range(5)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     console = Console(file=io.StringIO(), force_terminal=show is quickstart._show_bar, width=100)
-    training = TrainingProcess(tmp_path, ["algo=nonsense"])
+    training, seen = TrainingProcess(tmp_path, ["algo=nonsense"]), []
     with training.stoppable(lambda: None):
-        show(training, "gtpo", 4, Pace(4, after=2), console)
+        show(training, "gtpo", Pace(4, after=2), console, seen.append)
+    assert seen == [0, 1, 2, 3, 4]
     printed = console.file.getvalue()
     assert [text for text in shown if text not in printed] == []
     assert "100%" not in printed
+
+
+@pytest.fixture
+def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> quickstart.Trainings:
+    """Of two arms; their programs sleep, and print what they were called with."""
+    script = "import sys, time; print(*sys.argv[1:], flush=True); time.sleep(60)"
+    program = [sys.executable, "-c", script]
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: argparse.Namespace(available=2**40))
+    monkeypatch.setattr(quickstart, "TrainingProcess", functools.partial(TrainingProcess, program=program))
+    return quickstart.Trainings(tmp_path, {"dapo": ["algo=dapo"], "gtpo": ["algo=gtpo", "seed=3"]})
+
+
+def test_the_next_arm_starts_early_and_waits_for_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: quickstart.Trainings
+):
+    first = trainings.start("dapo")
+    with monkeypatch.context() as small:
+        small.setattr(psutil, "virtual_memory", lambda: argparse.Namespace(available=2**30))
+        trainings.start_early("gtpo", after="dapo")
+        assert trainings._early == {}  # there is no room for two
+    trainings.start_early("gtpo", after="dapo")
+    early = trainings._early["gtpo"]
+    trainings.start_early("gtpo", after="dapo")
+    assert trainings.start("gtpo") is early
+    assert trainings._early == {}
+    while not early.log.read_text().strip() or not first.log.read_text().strip():
+        time.sleep(0.05)
+    waits = f"++ray_kwargs.ray_init.address=local trainer.after_run_dir={tmp_path / 'dapo'}"
+    assert early.log.read_text().strip() == f"algo=gtpo seed=3 {waits}"
+    assert first.log.read_text().strip() == "algo=dapo"
+    for training in (first, early):
+        training.kill()
+
+
+def test_an_arm_whose_turn_does_not_come_is_ended(trainings: quickstart.Trainings):
+    trainings.start_early("gtpo", after="dapo")
+    early = trainings._early["gtpo"]
+    trainings.close()
+    assert early.returncode is not None
+
+
+def test_on_a_cluster_of_the_users_no_arm_starts_early(trainings: quickstart.Trainings):
+    trainings._overrides["dapo"].append("ray_kwargs.ray_init.address=auto")
+    trainings.start_early("dapo", after="gtpo")
+    assert trainings._early == {}
 
 
 def test_a_line_is_due_after_a_time_or_a_tenth():

@@ -20,6 +20,8 @@ from gtpo_verl.integrations.starting import (
     NamedServersClient,
     Started,
     StartedServer,
+    _launch,
+    _launching,
     _servers_behind,
     _start_load_balancer,
 )
@@ -73,6 +75,8 @@ def test_what_runs_beside_raises_where_it_is_waited_for() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="three"):
             failing.wait()
+    Beside(int, "three", finally_=lambda: seen.append("end"))._thread.join()
+    assert seen[1:] == ["end"]
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -180,7 +184,8 @@ def test_another_server_than_was_expected_is_made_by_verl(queue: None) -> None:
         ("trainer.v1.trainer_mode=separate_async", ["RewardLoopManager"]),
         ("+actor_rollout_ref.rollout.agent.agent_loop_manager_class=mine.Manager", ["RewardLoopManager"]),
         ("actor_rollout_ref.rollout.router_config_path=mine.yaml", ["RewardLoopManager"]),
-        ("seed=1", ["RewardLoopManager", "LLMServerManager"]),
+        ("trainer.device=cuda", ["RewardLoopManager", "LLMServerManager"]),
+        ("trainer.device=cpu", ["RewardLoopManager", "LLMServerManager", "RayWorkerGroup"]),
     ],
 )
 def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, override: str, names: list[str]) -> None:
@@ -190,14 +195,75 @@ def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, ove
     rewards = SimpleNamespace(reward_loop_worker_handles=[])
     monkeypatch.setattr(starting, "GroupRewardLoopManager", lambda config: rewards)
     monkeypatch.setattr(starting, "_start_load_balancer", lambda rollout: "balancer")
-    monkeypatch.setattr(starting, "_start_replicas", lambda config: [])
+    monkeypatch.setattr(starting, "_start_replicas", lambda config: ["a replica"])
+    monkeypatch.setattr(starting.tq, "init", lambda config: None)
     made: list[Any] = []
     monkeypatch.setattr(starting.GroupAgentLoopManager, "create", lambda **arguments: made.append(arguments) or "loops")
     started = Started(compose_config(["algo=dapo", override]))
     assert list(started._instead()) == names
-    started.start_agent_loops()
+    started.wait_for_queue()
     early = "LLMServerManager" in names
     assert (started.agent_loops, len(made)) == ("loops" if early else None, int(early))
+
+
+def test_a_queue_that_does_not_start_ends_the_wait_for_it(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gtpo_verl.integrations import starting
+
+    monkeypatch.setattr(starting.tq, "init", lambda config: int("no queue"))
+    started = Started(compose_config(["algo=dapo", "reward.reward_model.enable=true"]))
+    with pytest.raises(ValueError, match="no queue"):
+        started.wait_for_queue()
+
+
+def launching(fails: str = "") -> tuple[Any, list[str]]:
+    """A replica that asks for its server and then starts an engine, and what has happened."""
+    happened: list[str] = []
+    going_on = threading.Event()
+
+    async def init_hybrid(group: Any) -> None:
+        if fails == "asking":
+            raise ValueError("no rank")
+        await asyncio.sleep(0.1)
+        happened.append(f"asked for {group}")
+        made.server_class.asked.set()
+        await asyncio.to_thread(going_on.wait, 10)
+        happened.append("engine")
+        if fails == "engine":
+            raise ValueError("no engine")
+
+    made: Any = SimpleNamespace(server_class=SimpleNamespace(asked=threading.Event()), init_hybrid=init_hybrid)
+    made.go_on = going_on.set
+    return made, happened
+
+
+def test_an_engine_starts_beside_its_ranks_and_is_waited_for() -> None:
+    made, happened = launching()
+    _launch(made, "the ranks")  # type: ignore[arg-type]
+    assert happened == ["asked for the ranks"]
+    made.go_on()
+    asyncio.run(made.init_hybrid("the ranks"))
+    assert happened == ["asked for the ranks", "engine"]
+
+
+@pytest.mark.parametrize(("fails", "error"), [("asking", "no rank"), ("engine", "no engine")])
+def test_an_engine_that_does_not_start_ends_the_wait_for_it(fails: str, error: str) -> None:
+    made, _ = launching(fails)
+    _launch(made, "the ranks")  # type: ignore[arg-type]
+    made.go_on()
+    with pytest.raises(ValueError, match=error):
+        asyncio.run(made.init_hybrid("the ranks"))
+
+
+def test_only_the_actors_ranks_start_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gtpo_verl.integrations import starting
+
+    calls: list[tuple[str, str]] = []
+    groups = {"critic": "its ranks", "actor_rollout": "the ranks"}
+    monkeypatch.setattr(starting.RayWorkerGroup, "spawn", lambda self, prefix_set: groups)
+    monkeypatch.setattr(starting, "_launch", lambda replica, group: calls.append((replica, group)))
+    of_verl = object.__new__(_launching(["a replica"]))  # type: ignore[list-item]
+    assert of_verl.spawn(set(groups)) == groups
+    assert calls == [("a replica", "the ranks")]
 
 
 def test_verls_trainer_finds_what_has_started_and_no_process_is_asked_for_a_port(

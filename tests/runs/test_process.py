@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from gtpo_verl.runs import process as module
 from gtpo_verl.runs.process import TrainingProcess
 
 
@@ -42,6 +45,20 @@ def test_a_training_that_still_runs_at_the_end_of_the_block_is_killed(tmp_path: 
         child = psutil.Process(training._process.pid)
     assert training.returncode == -signal.SIGKILL
     assert not child.is_running()
+
+
+@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "signal.default_int_handler"])
+def test_a_training_ends_at_once_by_itself_or_by_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str
+) -> None:
+    monkeypatch.setattr(module, "ENDING", 0.5)
+    script = f"import signal, time; signal.signal(signal.SIGINT, {handler}); print('up', flush=True); time.sleep(60)"
+    training = TrainingProcess(tmp_path, [], program=[sys.executable, "-c", script])
+    while "up" not in training.log.read_text():
+        time.sleep(0.05)
+    training.end()
+    assert (training.returncode == -signal.SIGKILL) is (handler == "signal.SIG_IGN")
+    training.end()  # again does no harm
 
 
 def test_a_training_that_printed_nothing_says_so(tmp_path: Path):
