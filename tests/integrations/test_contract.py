@@ -201,6 +201,10 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.single_controller.base.worker_group": {
         "WorkerGroup._workers": "attribute",
     },
+    "verl.single_controller.ray": {
+        "RayWorkerGroup": "class",
+        "RayWorkerGroup.spawn": "(self, prefix_set)",
+    },
     "verl.single_controller.ray.base": {
         "ResourcePoolManager": {"resource_pool_spec", "mapping"},
         "ResourcePoolManager._check_resource_available": "(self)",
@@ -315,6 +319,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer.total_training_steps": "attribute",
         "PPOTrainer.train_dataloader": "attribute",
         "PPOTrainer.trainer_mode": "attribute",
+        "RayWorkerGroup": "class",
         "RewardLoopManager": "class",
         "get_trainer_cls": "(name)",
     },
@@ -351,6 +356,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     },
     "verl.utils.rollout_trace": {
         "rollout_trace_attr": "(sample_index=, step=, rollout_n=, name=, validate=, trace=)",
+    },
+    "verl.utils.torch_functional": {
+        "logprobs_from_logits_v2": "(logits, labels)",
     },
     "verl.utils.reward_score": {
         "default_compute_score": {"data_source", "solution_str", "ground_truth", "extra_info"},
