@@ -17,7 +17,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gtpo_verl.config import choices, chosen
+from gtpo_verl.config import choices, chosen, compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import CPU_MEMORY, OWN_RAY
 from gtpo_verl.files import local_path
@@ -87,7 +87,14 @@ def run(args: argparse.Namespace) -> int:
     overrides = {arm: _overrides(arm, directory / arm, embedded, prepared, args) for arm in arms}
     left = [arm for arm in arms if not record.is_complete(arm)]
     code = 0
-    trainings = Trainings(directory, overrides)
+    trainer = compose_config(overrides[arms[0]]).trainer
+    trainings = Trainings(directory, overrides, memory=CPU_MEMORY * trainer.n_gpus_per_node)
+    stopping = "Stopping after this step, then reporting what was trained. Ctrl-C again stops at once."
+
+    def stop() -> None:
+        console.print(stopping)
+        trainings.stop()
+
     try:
         for number, arm in enumerate(arms, start=2):
             if arm not in left:
@@ -102,10 +109,14 @@ def run(args: argparse.Namespace) -> int:
                 if step > 0 and following:
                     trainings.start_early(following[0], after=arm)
 
-            pace = Pace(_total_steps(overrides[arm]), before=number - 2, after=len(arms) - number + 1)
+            pace = Pace(trainer.total_training_steps, before=number - 2, after=len(arms) - number + 1)
             try:
-                code = _train(training, arm, pace, console, begin_next)
+                with training.stoppable(stop):
+                    show = _show_bar if console.is_terminal else _show_lines
+                    show(training, arm, pace, console, begin_next)
+                code = _outcome(training, arm)
             except UserError:
+                trainings.close()
                 record.close("failed")
                 _report(directory, console)
                 raise
@@ -218,11 +229,13 @@ class Trainings:
     Args:
         directory: of the run.
         overrides: of each arm.
+        memory: bytes that a training may need.
     """
 
-    def __init__(self, directory: Path, overrides: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, directory: Path, overrides: Mapping[str, Sequence[str]], *, memory: int) -> None:
         self._directory = directory
         self._overrides = overrides
+        self._memory = memory
         self._early: dict[str, TrainingProcess] = {}
 
     def start(self, arm: str) -> TrainingProcess:
@@ -232,10 +245,15 @@ class Trainings:
     def start_early(self, arm: str, after: str) -> None:
         """Start an arm that trains when another has ended, if the memory suffices for both; once is enough."""
         joins = any("ray_init.address" in override for override in self._overrides[arm])
-        if arm in self._early or joins or psutil.virtual_memory().available < CPU_MEMORY:
+        if arm in self._early or joins or psutil.virtual_memory().available < self._memory:
             return
         waits = [OWN_RAY, f"trainer.after_run_dir={self._directory / after}"]
         self._early[arm] = TrainingProcess(self._directory / arm, [*self._overrides[arm], *waits])
+
+    def stop(self) -> None:
+        """Ask those whose turn has not come to end; returns at once."""
+        for training in self._early.values():
+            training.stop()
 
     def close(self) -> None:
         """End those whose turn has not come."""
@@ -243,11 +261,8 @@ class Trainings:
             training.end()
 
 
-def _train(training: TrainingProcess, arm: str, pace: Pace, console: Console, on_step: Callable[[int], object]) -> int:
-    """Follow the training of an arm to its end, and show the progress of the run.
-
-    Args:
-        on_step: called with every step that has ended.
+def _outcome(training: TrainingProcess, arm: str) -> int:
+    """What the training of an arm has come to.
 
     Returns:
         0, or 130 when it was stopped.
@@ -255,10 +270,6 @@ def _train(training: TrainingProcess, arm: str, pace: Pace, console: Console, on
     Raises:
         UserError: the training failed.
     """
-    stopping = "Stopping after this step, then reporting what was trained. Ctrl-C again stops at once."
-    with training.stoppable(lambda: console.print(stopping)):
-        show = _show_bar if console.is_terminal else _show_lines
-        show(training, arm, pace, console, on_step)
     if training.stops:
         return 130
     if training.returncode:
@@ -326,12 +337,6 @@ class Due:
 
 def _left(pace: Pace) -> str:
     return "" if pace.seconds_left is None else f"about {in_words(pace.seconds_left)} left, "
-
-
-def _total_steps(overrides: Sequence[str]) -> int:
-    from gtpo_verl.config import compose_config
-
-    return int(compose_config(overrides).trainer.total_training_steps)
 
 
 def _report(directory: Path, console: Console, *, table: bool = True) -> None:

@@ -184,7 +184,8 @@ class CreditAssignmentMixin(PPOTrainer):
         other = self.config.trainer.after_run_dir
         if other:
             record_phase(self.run_dir, self.global_steps, f"waiting for {other}")
-            wait_for_end(Path(other), given_up=self._gives_up_waiting)
+            if not wait_for_end(Path(other), given_up=self._gives_up_waiting):
+                return
         super().fit(agent_loop_manager)
 
     def _gives_up_waiting(self) -> bool:

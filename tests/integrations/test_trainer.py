@@ -123,7 +123,7 @@ LENGTHS = {"a_0_0": 2, "a_1_0": 3, "lone_2_0": 3, "wrong_0_0": 1, "pad_0_0": 1}
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_training_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
-    """Until that has ended, or it is asked to stop itself."""
+    """Until that has ended; asked to stop itself, it does not train."""
     monkeypatch.setattr(PPOTrainer, "fit", lambda self, agent_loops: fitted.set())
     fitted, other = threading.Event(), tmp_path / "other"
     trainer = Trainer(tmp_path / "run")
@@ -135,12 +135,12 @@ def test_a_training_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.Mo
         assert read_json(tmp_path / "run" / "phase.json")["phase"] == f"waiting for {other}"
         if stopped:
             (tmp_path / "run" / "STOP").touch()
-            assert fitted.wait(10 * POLL)
-    assert fitted.wait(10 * POLL)
-    thread.join()
-    fitted.clear()
+            thread.join(10 * POLL)
+            assert not thread.is_alive()
+    thread.join(10 * POLL)
+    assert fitted.is_set() is not stopped
     trainer.fit(None)
-    assert fitted.is_set()
+    assert fitted.is_set() is not stopped
 
 
 def test_log_probs_are_fetched_for_the_methods_that_read_them_and_seeds_differ(tmp_path: Path) -> None:
