@@ -27,6 +27,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
 from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
+from gtpo_verl.integrations.beside import Beside
 from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_sizes_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
@@ -119,11 +120,12 @@ def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManag
             queue.check()
 
         with watched(check):
-            tq.init(config.transfer_queue)
+            queue_up = Beside(tq.init, config.transfer_queue)  # the servers need seconds too, and no queue
             reward = GroupRewardLoopManager(config=config)
             # verl stops where it finds too little free; this job was admitted, and its wait is bounded
             with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
                 manager = LLMServerManager.create(config=config)
+            queue_up.wait()
             yield manager, reward
     finally:
         tq.close()
