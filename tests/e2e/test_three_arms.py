@@ -67,13 +67,14 @@ def test_every_arm_trained_to_its_end(three_arms: tuple[Path, str], metrics: Met
 
 
 def test_an_arm_starts_while_the_one_before_it_trains(three_arms: tuple[Path, str]) -> None:
-    """And trains when that has ended."""
+    """And trains when that has ended. Of two steps, the first ends too late for the last arm to gain by it."""
     directory, _ = three_arms
     records = {arm: json.loads((directory / arm / "run.json").read_text()) for arm in ARMS}
     for before, arm in pairwise(ARMS):
         assert f"trainer.after_run_dir={directory / before}" in records[arm]["overrides"]
         ended = datetime.fromisoformat(records[before]["attempts"][-1]["ended"])
-        assert datetime.fromisoformat(records[arm]["attempts"][-1]["started"]) < ended
+        if arm == ARMS[1]:
+            assert datetime.fromisoformat(records[arm]["attempts"][-1]["started"]) < ended
         assert (directory / arm / "validation" / "0.jsonl").stat().st_mtime > ended.timestamp()
 
 
