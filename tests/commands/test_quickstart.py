@@ -96,7 +96,8 @@ def test_progress_moves_with_and_without_a_terminal(tmp_path: Path, show, shown:
 @pytest.fixture
 def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> quickstart.Trainings:
     """Of two arms; their programs sleep, and print what they were called with."""
-    script = "import sys, time; print(*sys.argv[1:], flush=True); time.sleep(60)"
+    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell in the background ignores Ctrl-C
+    script = f"import signal, sys, time; {handler}; print(*sys.argv[1:], flush=True); time.sleep(60)"
     program = [sys.executable, "-c", script]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: argparse.Namespace(available=2**40))
     monkeypatch.setattr(quickstart, "TrainingProcess", functools.partial(TrainingProcess, program=program))
