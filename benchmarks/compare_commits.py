@@ -111,9 +111,10 @@ def _processes(pid: int) -> list[psutil.Process]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
+    count = len(result["pairs"])
     said = (
         f"An arm of the quickstart at {result['old']} and at {result['new']}: medians (ranges) of "
-        f"{len(result['pairs'])} pairs, in turn, on {result['machine']}."
+        f"{count} pair{'s' * (count > 1)}, in turn, on {result['machine']}."
     )
     lines = [said, "", "| | before | now | now / before |", "|---|---|---|---|"]
     for name, unit in MEASURES.items():

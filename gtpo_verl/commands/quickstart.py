@@ -1,7 +1,7 @@
 """``gtpo-verl quickstart``: three arms on an embedded task, one after the other, and a report that compares them.
 
 Each arm is a separate ``gtpo-verl train``, the command that a user would type. An arm starts its processes while the
-one before it trains, which leaves almost half of two cores idle.
+one before it trains, whose steps leave almost half of two cores idle.
 """
 
 import argparse

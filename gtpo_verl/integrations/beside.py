@@ -8,15 +8,9 @@ import ray
 
 
 class Beside:
-    """Calls a function in a thread. Unlike an executor's, the thread is not waited for when the process must end.
+    """Calls a function in a thread. Unlike an executor's, the thread is not waited for when the process must end."""
 
-    Args:
-        finally_: called at the end of the thread, also where the function has raised.
-    """
-
-    def __init__(
-        self, function: Callable[..., object], *arguments: Any, finally_: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, function: Callable[..., object], *arguments: Any) -> None:
         self._error: BaseException | None = None
 
         def call() -> None:
@@ -24,8 +18,6 @@ class Beside:
                 function(*arguments)
             except BaseException as error:
                 self._error = error
-            finally:
-                finally_()
 
         self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()

@@ -162,10 +162,18 @@ def _launch(replica: Any, group: RayWorkerGroup) -> None:
 
     They answer no question while they load the model.
     """
-    server_class: StartedServer = replica.server_class
-    launched = Beside(asyncio.run, replica.init_hybrid(group), finally_=server_class.asked.set)
+    asked: threading.Event = replica.server_class.asked
+    init_hybrid = replica.init_hybrid
+
+    async def launch() -> None:
+        try:
+            await init_hybrid(group)
+        finally:
+            asked.set()  # where it has failed before it asked
+
+    launched = Beside(asyncio.run, launch())
     replica.init_hybrid = lambda group: asyncio.to_thread(launched.wait)
-    server_class.asked.wait()
+    asked.wait()
 
 
 class NamedServersClient(SeedingClient):
