@@ -14,6 +14,10 @@ class UserError(Exception):
     """Something the user can put right; the message says what is wrong and what to do, in one line."""
 
 
+class StepGivenUpError(UserError):
+    """The run was asked to stop, and its step does not end."""
+
+
 def refuse(problems: Iterable[str]) -> None:
     """Raise one UserError for all problems, numbered where there are several; nothing where there is none."""
     found = list(problems)

@@ -223,6 +223,7 @@ OURS = {  # keys that verl's YAML does not have, and who reads them
     "ray_kwargs.ray_init.num_gpus": "ray.init",
     "ray_kwargs.ray_init.include_dashboard": "ray.init",
     "ray_kwargs.ray_init.runtime_env.env_vars": "ray.init",
+    "ray_kwargs.ray_init.runtime_env.worker_process_setup_hook": "ray.init",
 }
 
 

@@ -41,10 +41,11 @@ from verl.utils.profiler import simple_timer
 from verl.utils.rollout_trace import rollout_trace_attr
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from gtpo_verl.collector import never_collect_what_is_loaded
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
 from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve, as_output, versions_of
 from gtpo_verl.integrations.guide_server import CLIENT
-from gtpo_verl.integrations.reward_loop import Scorable, never_collect_what_is_loaded
+from gtpo_verl.integrations.reward_loop import Scorable
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import COLUMN, with_stream
 from gtpo_verl.integrations.vllm.agent_loop import EntropySingleTurnAgentLoop, EntropyToolAgentLoop

@@ -13,12 +13,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from gtpo_verl.config import IN_RAY_JOB
-from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.errors import StepGivenUpError, UserError, first_line
 from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, say
 
-TRAINER = "gtpo_verl.integrations.trainer"
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -138,6 +137,15 @@ def check_gpus(config: DictConfig) -> None:
         )
 
 
+def _import_trainer(rollout: str) -> None:
+    """Import what the trainer's process needs, its classes of vLLM's servers too: seconds, in which Ray starts."""
+    from verl.workers.rollout.replica import get_rollout_replica_class
+
+    importlib.import_module("gtpo_verl.integrations.trainer")
+    importlib.import_module("gtpo_verl.integrations.starting")
+    get_rollout_replica_class(rollout)
+
+
 def run_job(config: DictConfig, *, wait: bool = False) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
@@ -158,14 +166,13 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     from gtpo_verl.integrations.beside import Beside
     from gtpo_verl.integrations.nodes import prove_shared
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
-    from gtpo_verl.integrations.waiting import StepGivenUpError
 
     leave_sizes_to_cluster(config)
     stop = signal.getsignal(signal.SIGTERM)
     ports_lost = 0
     # On a GPU the trainer is to be an actor: that sees no device, and this process sees all.
     here = config.trainer.device == "cpu" and not joined_cluster(config)
-    imported = Beside(importlib.import_module, TRAINER) if here else None  # seconds, in which Ray starts
+    imported = Beside(_import_trainer, config.actor_rollout_ref.rollout.name) if here else None
 
     def admitted() -> None:
         if imported is not None:

@@ -6,7 +6,6 @@ that. Here the responses travel as arrays, and the worker makes the same ``DataP
 
 import asyncio
 import copy
-import gc
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ from tensordict import TensorDict
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
+
+from gtpo_verl.collector import never_collect_what_is_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -95,16 +96,6 @@ class GroupRewardLoopWorker(RewardLoopWorker):
                 raise
             logger.warning("The reward function gave no result within guards.reward_timeout=%s s.", self._limit)
             raise TimeoutError(f"no reward within guards.reward_timeout={self._limit} s") from error
-
-
-def never_collect_what_is_loaded() -> None:
-    """Exempt what is in memory now from garbage collection.
-
-    torch, transformers and verl leave more than a million objects, and every full collection walks through them: in an
-    agent loop a fifth of the CPU time.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 class GroupRewardLoopManager(RewardLoopManager):

@@ -45,7 +45,7 @@ class Started:
         self.rewards: GroupRewardLoopManager | None = None
         self.agent_loops: Any = None
         self._balancer: Any = None
-        self._replicas: list[RolloutReplica] = []
+        self._replicas: list[Any] = []  # vLLM's, whose class has the attribute `server_class`
         if not config.reward.reward_model.enable:
             self._start_workers(config)
         self._queue = Beside(self._start_queue)
@@ -60,7 +60,13 @@ class Started:
             self._replicas = _start_replicas(config)
 
     def _start_queue(self) -> None:
-        """TransferQueue, and the agent loops, which need it, where their servers are known."""
+        """TransferQueue, and the agent loops, which need it, where their servers are known.
+
+        Not before the servers have imported vLLM: whose engines, started then, do so once more, and are waited for
+        longest.
+        """
+        for replica in self._replicas:
+            replica.server_class.wait_for_imports()
         tq.init(self._config.transfer_queue)
         if self.rewards is None or self._balancer is None:
             return
@@ -244,6 +250,10 @@ class StartedServer:
         }
         server_class: Any = ray.remote(_constructed_later(self._stock.__ray_actor_class__))
         self._actor: Any = server_class.options(**self._options).remote()
+
+    def wait_for_imports(self) -> None:
+        """Return when the actor's process has imported vLLM."""
+        ray.get(self._actor.__ray_ready__.remote())
 
     def options(self, **options: Any) -> Any:
         """Itself; an ordinary class where verl wants another server than was expected."""

@@ -23,7 +23,7 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
 from gtpo_verl.algorithms import algorithm_of, credit_metrics
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.files import append_json_line, write_atomically
 from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.context import CreditContext, credit_context, overlong
@@ -57,7 +57,7 @@ from gtpo_verl.integrations.validation import dump_columns, limits, recorded, va
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
-from gtpo_verl.integrations.waiting import PhaseLimit, StepGivenUpError, bound_wait
+from gtpo_verl.integrations.waiting import PhaseLimit, bound_wait
 from gtpo_verl.runs.checkpoints import prune
 from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.runs.directory import (

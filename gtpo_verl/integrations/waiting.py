@@ -11,17 +11,13 @@ from typing import Any
 
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import StepGivenUpError, UserError
 
 logger = logging.getLogger(__name__)
 
 STOP_PATIENCE = 60.0  # seconds without a response after which a request to stop gives the step up
 NOT_POLLED = 60.0  # seconds between two polls of one wait at most: what is longer was no waiting
 SAID_AT = (1 / 16, 1 / 4, 1 / 2)  # of the limit: when it is said what is waited for
-
-
-class StepGivenUpError(UserError):
-    """The run was asked to stop, and its step does not end."""
 
 
 class BoundedWait:

@@ -701,6 +701,8 @@ def uses() -> set[str]:
 
 def is_module(name: str) -> bool:
     """Whether the name is that of a module, whose symbols have lines of their own."""
+    if name in sys.modules:  # also one that the plugin keeps from being imported
+        return True
     try:
         importlib.import_module(name)
     except ImportError:

@@ -11,10 +11,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations import evaluate, launch
 from gtpo_verl.integrations.admission import DevicesTakenError
-from gtpo_verl.integrations.waiting import StepGivenUpError
 
 RUN = OmegaConf.create(
     {"ray_kwargs": {"ray_init": {"address": "local"}}, "trainer": {"run_dir": "outputs/run", "device": "cuda"}}

@@ -142,6 +142,7 @@ def test_clients_get_servers_that_start_after_them(balancer: Any) -> None:
 
 def test_a_started_server_is_constructed_when_its_arguments_are_known(queue: None) -> None:
     server = StartedServer(replica())
+    server.wait_for_imports()
     with pytest.raises(ValueError, match="no config"):
         server.options(**server._options).remote(config=None, cuda_visible_devices="0")
     actor = server.options(scheduling_strategy="DEFAULT", **server._options).remote(config=1, cuda_visible_devices="0")
@@ -193,8 +194,10 @@ def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, ove
     rewards = SimpleNamespace(reward_loop_worker_handles=[])
     monkeypatch.setattr(starting, "GroupRewardLoopManager", lambda config: rewards)
     monkeypatch.setattr(starting, "_start_load_balancer", lambda rollout: "balancer")
-    monkeypatch.setattr(starting, "_start_replicas", lambda config: ["a replica"])
-    monkeypatch.setattr(starting.tq, "init", lambda config: None)
+    happened: list[str] = []
+    server = SimpleNamespace(wait_for_imports=lambda: happened.append("vLLM imported"))
+    monkeypatch.setattr(starting, "_start_replicas", lambda config: [SimpleNamespace(server_class=server)])
+    monkeypatch.setattr(starting.tq, "init", lambda config: happened.append("queue"))
     made: list[Any] = []
     monkeypatch.setattr(starting.GroupAgentLoopManager, "create", lambda **arguments: made.append(arguments) or "loops")
     started = Started(compose_config(["algo=dapo", override]))
@@ -202,6 +205,7 @@ def test_what_is_started_early(queue: None, monkeypatch: pytest.MonkeyPatch, ove
     started.wait_for_queue()
     early = "LLMServerManager" in names
     assert (started.agent_loops, len(made)) == ("loops" if early else None, int(early))
+    assert happened == (["vLLM imported", "queue"] if early else ["queue"])
 
 
 def test_a_queue_that_does_not_start_ends_the_wait_for_it(queue: None, monkeypatch: pytest.MonkeyPatch) -> None:

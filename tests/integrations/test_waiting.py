@@ -9,10 +9,10 @@ from omegaconf import OmegaConf
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations import waiting
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopWorker, Scorable
-from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, PhaseLimit, StepGivenUpError, bound_wait
+from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, PhaseLimit, bound_wait
 
 
 class Rollouts:
