@@ -1,12 +1,15 @@
 """Is a training faster than at an earlier commit? Pairs of trainings, the earlier commit's and this one's in turn.
 
-    python benchmarks/compare_commits.py d304c8a~1 --pairs 3
+    python benchmarks/compare_commits.py d304c8a~1 --pairs 3 --flames
 
 Each training is an arm of the quickstart, GTPO, on the embedded task with one seed. Compared are its start (from the
 command to the first generation: the end of the first step less its time), a step (median of those after the first that
-do not validate), a validation, and CPU seconds of all its processes; ratios are of pairs. That both have trained the
-same is checked on rewards and entropies of the first step. Each commit is installed into a directory of its own, beside
-this environment's packages, so it must run with them. Writes `commits.json` and `.md` into benchmarks/results.
+do not validate), a validation, and CPU seconds of its processes; ratios are of pairs. That both have trained the same
+is checked on rewards and entropies of the first step. Each commit is installed into a directory of its own, beside this
+environment's packages, so it must run with them. Writes `commits.json` and `.md` into benchmarks/results.
+
+With --flames a last pair, whose times do not count, is sampled by py-spy (`pip install py-spy`), which reads a process
+while it runs: `flames/COMMIT-PROCESS.svg`.
 
 Times mean something on a machine with nothing beside it.
 """
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,23 @@ RESULTS = Path(__file__).parent / "results"
 MEASURES = {"start": "s", "step": "s", "validation": "s", "cpu": "s"}
 SAME = ("training/accuracy", "credit/entropy_all")  # of the first step
 LOOK = 0.5  # seconds between two looks at the processes
+# how processes call themselves, in the order of the table
+PROCESSES = {
+    "AgentLoopWorkerTQ": "agent loop",
+    "GroupAgentLoopWorker": "agent loop",
+    "VLLM::EngineCore": "vLLM's engine",
+    "EntropyVLLMHttpServer": "vLLM's server",
+    "WorkerDict": "FSDP worker",
+    "TaskRunner": "task runner",
+    "RewardLoopWorker": "reward worker",
+    "GroupRewardLoopWorker": "reward worker",
+    "GlobalRequestLoadBalancer": "load balancer",
+    "TransferQueueController": "TransferQueue's controller",
+    "SimpleStorageUnit": "TransferQueue's storage",
+}
+COMMAND, OTHER = "command", "others"
+LABELS = (*dict.fromkeys(PROCESSES.values()), COMMAND, OTHER)
+RATE = 40  # samples a second
 
 
 def install(commit: str, place: Path) -> Path:
@@ -53,8 +74,12 @@ def install(commit: str, place: Path) -> Path:
     return target
 
 
-def train(installed: Path, task: Task, run_dir: Path, steps: int) -> dict[str, float]:
-    """One training; returns what is measured."""
+def train(installed: Path, task: Task, run_dir: Path, steps: int, flames: Path | None = None) -> dict[str, Any]:
+    """One training; returns what is measured.
+
+    Args:
+        flames: a directory for flame graphs of its processes.
+    """
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.mkdir(parents=True)
     command = [
@@ -64,7 +89,8 @@ def train(installed: Path, task: Task, run_dir: Path, steps: int) -> dict[str, f
         *(f"trainer.test_freq={steps // 2}", "trainer.val_before_train=False", "trainer.save_freq=-1"),
     ]
     metrics = run_dir / "metrics.jsonl"
-    used: dict[tuple[int, float], float] = {}
+    used: dict[tuple[int, float], tuple[str, float]] = {}
+    samplers: dict[str, subprocess.Popen[bytes]] = {}
     began, first = time.monotonic(), None
     # not in the checkout, whose package would be found before the installed one
     with (run_dir / "terminal").open("w") as terminal:
@@ -76,8 +102,21 @@ def train(installed: Path, task: Task, run_dir: Path, steps: int) -> dict[str, f
             if first is None and metrics.exists() and metrics.stat().st_size:
                 first = time.monotonic() - began
             for one in _processes(process.pid):
-                times = one.cpu_times()
-                used[one.pid, one.create_time()] = times.user + times.system
+                try:
+                    label = COMMAND if one.pid == process.pid else _label(one)
+                    times, identity = one.cpu_times(), (one.pid, one.create_time())
+                except psutil.Error:  # it has ended
+                    continue
+                if label == OTHER and identity in used:  # a process whose name cannot be read for a moment
+                    label = used[identity][0]
+                used[identity] = label, times.user + times.system
+                if flames is not None and label != OTHER and label not in samplers:
+                    samplers[label] = _sampler(one.pid, flames / f"{installed.name}-{_slug(label)}.svg")
+    for sampler in samplers.values():
+        sampler.wait(60)
+    seconds: Counter[str] = Counter()
+    for label, spent in used.values():
+        seconds[label] += spent
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     if process.returncode or first is None:
         raise SystemExit(f"error: a training of {installed.name} ended with {process.returncode}; see {run_dir}")
@@ -89,23 +128,42 @@ def train(installed: Path, task: Task, run_dir: Path, steps: int) -> dict[str, f
         "validation": statistics.median(
             values["timing_s/testing"] for values in data.values() if "timing_s/testing" in values
         ),
-        "cpu": sum(used.values()),
+        "cpu": seconds.total(),
+        "processes": {label: round(seconds[label], 1) for label in LABELS},
         **{key: data[1][key] for key in SAME if key in data[1]},
     }
 
 
 def _processes(pid: int) -> list[psutil.Process]:
-    """A process and its descendants that can be asked."""
-    found = []
+    """A process and its descendants."""
     try:
-        for one in (root := psutil.Process(pid), *root.children(recursive=True)):
-            try:
-                one.cpu_times(), one.create_time()
-            except psutil.Error:
-                continue
-            found.append(one)
+        return [root := psutil.Process(pid), *root.children(recursive=True)]
     except psutil.Error:
-        pass
+        return []
+
+
+def _label(process: psutil.Process) -> str:
+    line = process.cmdline()
+    return PROCESSES.get(line[0].removeprefix("ray::").split(".")[0].split("(")[0] if line else "", OTHER)
+
+
+def _slug(label: str) -> str:
+    return label.lower().replace("'s", "").replace(" ", "-")
+
+
+def _sampler(pid: int, file: Path) -> "subprocess.Popen[bytes]":
+    options = ["--rate", str(RATE), "--duration", "unlimited", "--format", "flamegraph", "--nonblocking"]
+    # the graph's title is the command line, which should name no directory
+    command = ["py-spy", "record", "--pid", str(pid), "--output", file.name, *options]
+    return subprocess.Popen(
+        command, executable=_py_spy(), cwd=file.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+def _py_spy() -> str:
+    found = shutil.which("py-spy") or shutil.which("py-spy", path=Path(sys.executable).parent)
+    if found is None:
+        raise SystemExit("error: py-spy is missing: python -m pip install py-spy, or leave --flames out")
     return found
 
 
@@ -121,6 +179,10 @@ def table(result: dict[str, Any]) -> str:
         before, now = ([pair[which][name] for pair in result["pairs"]] for which in ("old", "new"))
         ratios = [one / other for one, other in zip(now, before, strict=True)]
         lines.append(f"| {name}, {unit} | {_spread(before)} | {_spread(now)} | {_spread(ratios, 2)} |")
+    lines += ["", "| CPU seconds, medians | before | now |", "|---|---|---|"]
+    for label in LABELS:
+        before, now = ([pair[which]["processes"][label] for pair in result["pairs"]] for which in ("old", "new"))
+        lines.append(f"| {label} | {statistics.median(before):.0f} | {statistics.median(now):.0f} |")
     return "\n".join([*lines, ""])
 
 
@@ -136,8 +198,11 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a training (default: %(default)s)")
     parser.add_argument("--task", type=Path, default=Path("outputs/task-sums"), metavar="DIR")
+    parser.add_argument("--flames", action="store_true", help="sample one more pair: flame graphs of its processes")
     parser.add_argument("--output", type=Path, default=RESULTS / "commits.json")
     args = parser.parse_args()
+    if args.flames:
+        _py_spy()
     names = [
         subprocess.run(
             ["git", "-C", ROOT, "rev-parse", "--short", commit], check=True, capture_output=True, text=True
@@ -164,6 +229,11 @@ def main() -> int:
             result["pairs"].append(pair)
             write_json(args.output, result)
             write_text(args.output.with_suffix(".md"), table(result))
+        if args.flames:
+            flames = args.output.parent / "flames"
+            flames.mkdir(exist_ok=True)
+            for which in (0, 1):
+                train(installed[which], task, Path(place) / f"run-{which}", args.steps, flames)
     print(table(result))
     different = [key for pair in result["pairs"] for key in SAME if pair["old"].get(key) != pair["new"].get(key)]
     if different:
