@@ -17,6 +17,7 @@ from gtpo_verl.config import compose_config
 def enabled() -> Iterator[None]:
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def test_the_collector_rests_for_a_while(enabled: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +28,7 @@ def test_the_collector_rests_for_a_while(enabled: None, monkeypatch: pytest.Monk
     while not gc.isenabled() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert gc.isenabled()
+    assert gc.get_freeze_count() > 10_000  # what is loaded
 
 
 def test_a_command_does_not_wait_for_the_end_of_the_rest() -> None:
@@ -42,12 +44,9 @@ def test_rays_workers_begin_with_the_rest() -> None:
     assert getattr(importlib.import_module(module), name) is collector.rest_at_start
 
 
-def test_what_is_loaded_is_not_collected() -> None:
+def test_what_is_loaded_is_not_collected(enabled: None) -> None:
     collector.never_collect_what_is_loaded()
-    try:
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
+    assert gc.get_freeze_count() > 10_000
 
 
 @pytest.mark.slow
