@@ -75,6 +75,7 @@ ELSEWHERE = {
     "critic.strategy": "verl/workers/config/critic.py:219",
     "ray_kwargs.ray_init.runtime_env.worker_process_setup_hook": "ray/_private/runtime_env/setup_hook.py:162",
     # environment variables
+    "ray_kwargs.ray_init.runtime_env.env_vars.TORCHDYNAMO_DISABLE": "torch/_dynamo/eval_frame.py:1752",
     "ray_kwargs.ray_init.runtime_env.env_vars.TQ_NUM_THREADS": "transfer_queue/client.py:42",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_DEVICE": "verl/workers/engine/base.py:406",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM": "verl/plugin/platform/platform_manager.py:92",
