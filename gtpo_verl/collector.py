@@ -18,7 +18,7 @@ def rest_at_start() -> None:
 
 
 def _end_rest() -> None:
-    gc.freeze()  # to the collector all of it is new: it would walk through it three times
+    gc.freeze()  # to the collector all of it is new, and would be walked through next
     gc.enable()
 
 

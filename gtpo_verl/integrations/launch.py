@@ -1,6 +1,5 @@
 """Runs a composed configuration with verl: environment variables, verl's own validation, and the job on Ray."""
 
-import importlib
 import os
 import secrets
 import signal
@@ -141,8 +140,8 @@ def _import_trainer(rollout: str) -> None:
     """Import what the trainer's process needs, its classes of vLLM's servers too: seconds, in which Ray starts."""
     from verl.workers.rollout.replica import get_rollout_replica_class
 
-    importlib.import_module("gtpo_verl.integrations.trainer")
-    importlib.import_module("gtpo_verl.integrations.starting")
+    from gtpo_verl.integrations import starting, trainer  # noqa: F401
+
     get_rollout_replica_class(rollout)
 
 

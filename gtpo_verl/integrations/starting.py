@@ -9,12 +9,13 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
 import transfer_queue as tq
 from omegaconf import DictConfig
+from ray.exceptions import RayActorError
 from verl.plugin.platform import get_platform
 from verl.single_controller.ray import RayWorkerGroup
 from verl.single_controller.ray import base as worker_groups
@@ -252,8 +253,9 @@ class StartedServer:
         self._actor: Any = server_class.options(**self._options).remote()
 
     def wait_for_imports(self) -> None:
-        """Return when the actor's process has imported vLLM."""
-        ray.get(self._actor.__ray_ready__.remote())
+        """Return when the actor's process has imported vLLM, or is gone, as where verl wants another server."""
+        with suppress(RayActorError):  # whoever needs the server gets the reason
+            ray.get(self._actor.__ray_ready__.remote())
 
     def options(self, **options: Any) -> Any:
         """Itself; an ordinary class where verl wants another server than was expected."""
