@@ -1,7 +1,8 @@
-"""``gtpo-verl quickstart``: three arms on an embedded task, one after the other, and a report that compares them.
+"""``gtpo-verl quickstart``: three arms on an embedded task, and a report that compares them.
 
-Each arm is a separate ``gtpo-verl train``, the command that a user would type. An arm starts its processes while the
-one before it trains, whose steps leave almost half of two cores idle.
+Each arm is a separate ``gtpo-verl train``, the command that a user would type. They are scheduled like the runs of a
+local sweep: as many at once as fit; on two cores one after the other, of which the next starts its processes while one
+trains.
 """
 
 import argparse
@@ -9,25 +10,29 @@ import datetime as dt
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from gtpo_verl.config import choices, chosen, compose_config
+from gtpo_verl.config import choices, chosen, compose_config, quoted
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.launchers import CPU_MEMORY, OWN_RAY
+from gtpo_verl.experiments.axes import Axis, Member
+from gtpo_verl.experiments.launchers import Launcher, local_launcher
+from gtpo_verl.experiments.run import full_disk
+from gtpo_verl.experiments.scheduler import Scheduler, is_finished, sweep_lock
+from gtpo_verl.experiments.sweep import Sweep
 from gtpo_verl.files import local_path
 from gtpo_verl.runs.directory import METRICS_FILE, read_record, write_record
 from gtpo_verl.runs.pace import Pace, in_words
-from gtpo_verl.runs.process import TrainingProcess
+from gtpo_verl.runs.progress import progress_of
 from gtpo_verl.runs.provenance import hardware, run_versions
-from gtpo_verl.runs.terminal import describe
+from gtpo_verl.runs.terminal import LOG_FILE, describe
 from gtpo_verl.tasks import EmbeddedTask, Task, set_thread_waiting, task
-from gtpo_verl.tasks.prepare import prepare_task
+from gtpo_verl.tasks.prepare import locate, prepare_task
 
 ARMS = ("dapo", "gtpo", "grpo_s")
 TASK = "sums"
@@ -42,7 +47,8 @@ The run directory is DIR/quickstart-TIME: report.html, run.json, and for each ar
 checkpoints, TensorBoard files, the trained model in Hugging Face format and train.log.
 
 The report is there after the first arm and grows with every other. Ctrl-C stops after the current step and writes a
-report of what was trained; the same command resumes the run.
+report of what was trained; the same command resumes the run. Where there are two cores and 5 GiB for each, arms train
+side by side.
 """
 
 
@@ -60,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="parent directory of the run (default: %(default)s)",
     )
+    parser.add_argument("--parallel", type=int, metavar="N", help="arms at once (default: as many as fit)")
     parser.add_argument("--fresh", action="store_true", help="start a new run even if an unfinished one could resume")
     parser.add_argument(
         "--random-verdicts",
@@ -73,63 +80,62 @@ def run(args: argparse.Namespace) -> int:
     set_thread_waiting()
     console = Console(highlight=False, soft_wrap=True)
     arms = _arms(args.arms)
+    if args.parallel is not None and args.parallel < 1:
+        raise UserError(f"--parallel {args.parallel}: it must be at least 1.")
     embedded = _task(args.overrides)
+    overrides = _overrides(embedded, locate(embedded.directory(args.output)), args)
+    configs = [compose_config([*overrides, f"algo={arm}"]) for arm in arms]  # before anything takes time
+    launcher = local_launcher(configs, args.parallel)
     request = {"arms": arms, "steps": args.steps, "overrides": args.overrides, "random_verdicts": args.random_verdicts}
     directory, resumed = _run_directory(args.output, request, fresh=args.fresh)
-    console.print(f"[bold]gtpo_verl quickstart[/]: {', '.join(arms)} on real verl, Ray and vLLM, on this machine's CPU")
-    console.print(f"{'Resuming' if resumed else 'Run'}: {directory}")
+    with full_disk(directory), sweep_lock(directory):
+        console.print(f"[bold]gtpo_verl quickstart[/]: {', '.join(arms)} on real verl, Ray and vLLM")
+        console.print(f"{'Resuming' if resumed else 'Run'}: {directory}")
+        console.print(f"[bold]1.[/] The task: {embedded.description}")
+        prepared = prepare_task(embedded, embedded.directory(args.output))
+        console.print(f"   baseline accuracy {prepared.baseline:.3f}")
+        at_once = min(launcher.capacity, len(arms))
+        order = f"{at_once} at once" if at_once > 1 else "one after the other"
+        console.print("[bold]2.[/] Training" + (f" {len(arms)} arms, {order}" if len(arms) > 1 else ""))
+        sweep = _sweep(arms, directory, overrides)
+        record = QuickstartRecord(sweep, request, embedded, prepared)
+        return _train(sweep, record, launcher, configs[0].trainer.total_training_steps, console)
 
-    console.print(f"[bold]1.[/] The task: {embedded.description}")
-    prepared = prepare_task(embedded, embedded.directory(args.output))
-    console.print(f"   baseline accuracy {prepared.baseline:.3f}")
 
-    record = QuickstartRecord(directory, request, embedded, prepared)
-    overrides = {arm: _overrides(arm, directory / arm, embedded, prepared, args) for arm in arms}
-    left = [arm for arm in arms if not record.is_complete(arm)]
-    code = 0
-    trainer = compose_config(overrides[arms[0]]).trainer
-    trainings = Trainings(directory, overrides, memory=CPU_MEMORY * trainer.n_gpus_per_node)
-    stopping = "Stopping after this step, then reporting what was trained. Ctrl-C again stops at once."
+def _train(sweep: Sweep, record: "QuickstartRecord", launcher: Launcher, steps: int, console: Console) -> int:
+    """Train every arm and report.
 
-    def stop() -> None:
-        console.print(stopping)
-        trainings.stop()
+    Returns:
+        The exit code: 0, or 130 when it was stopped.
 
-    try:
-        for number, arm in enumerate(arms, start=2):
-            if arm not in left:
-                console.print(f"[bold]{number}.[/] {arm}: already trained")
-                continue
-            console.print(f"[bold]{number}.[/] {arm}: training")
-            record.start(arm, shlex.join(["gtpo-verl", "train", *overrides[arm]]))
-            training = trainings.start(arm)
-            following = left[left.index(arm) + 1 :]
+    Raises:
+        UserError: an arm failed, and the others were stopped.
+    """
 
-            def begin_next(step: int, arm: str = arm, following: Sequence[str] = following) -> None:
-                if step > 0 and following:
-                    trainings.start_early(following[0], after=arm)
+    def announce(line: str) -> None:
+        console.print(f"   {line}", markup=False)
 
-            pace = Pace(trainer.total_training_steps, before=number - 2, after=len(arms) - number + 1)
-            try:
-                with training.stoppable(stop):
-                    show = _show_bar if console.is_terminal else _show_lines
-                    show(training, arm, pace, console, begin_next)
-                code = _outcome(training, arm)
-            except UserError:
-                trainings.close()
-                record.close("failed")
-                _report(directory, console)
-                raise
-            if code:
-                break
-            record.finish(arm)
-            if arm != arms[-1]:
-                _report(directory, console, table=False)
-    finally:
-        trainings.close()
-    record.close("complete" if code == 0 else "interrupted")
-    _report(directory, console)
-    return code
+    def look() -> None:
+        if record.note_finished([name for name, state in scheduler.attempts.items() if state.open]) and record.left:
+            _report(sweep.directory, console, table=False)
+        if failed():
+            scheduler.stops = max(scheduler.stops, 2)
+        show()
+
+    def failed() -> list[str]:
+        return [name for name, state in scheduler.attempts.items() if state.failures]
+
+    scheduler = Scheduler(sweep, launcher, announce=announce, show=look)
+    with _shown(sweep, steps, launcher.capacity, console) as show:
+        try:
+            scheduler.run()
+        finally:
+            record.close("failed" if failed() else "interrupted" if record.left else "complete")
+    _report(sweep.directory, console)
+    for arm in failed():
+        reason = scheduler.attempts[arm].reason
+        raise UserError(f"the arm {arm} failed: {reason} The whole log is in {sweep.run_dir(arm) / LOG_FILE}.")
+    return 130 if record.left else 0
 
 
 def _arms(text: str) -> list[str]:
@@ -147,16 +153,28 @@ def _task(overrides: Sequence[str]) -> EmbeddedTask:
     return task(chosen(overrides, "task") or TASK)
 
 
-def _overrides(arm: str, run_dir: Path, embedded: EmbeddedTask, prepared: Task, args: argparse.Namespace) -> list[str]:
+def _sweep(arms: Sequence[str], directory: Path, overrides: Sequence[str]) -> Sweep:
+    """The arms as a sweep, whose runs are not tried again: what fails in a quickstart fails again."""
+    return Sweep(
+        name=directory.name,
+        directory=directory,
+        axes=(Axis("algo", tuple(arms)),),
+        common=tuple(overrides),
+        members=tuple(Member(arm, (f"algo={arm}",)) for arm in arms),
+        baseline=None,
+        retries=0,
+    )
+
+
+def _overrides(embedded: EmbeddedTask, paths: Task, args: argparse.Namespace) -> list[str]:
+    """The overrides of every arm."""
     overrides = [
-        f"algo={arm}",
         "setting=quickstart",
         "hardware=cpu",
-        f"actor_rollout_ref.model.path={prepared.model_path}",
-        f"data.train_files={prepared.train_file}",
-        f"data.val_files={prepared.val_file}",
+        f"actor_rollout_ref.model.path={quoted(paths.model_path)}",
+        f"data.train_files={quoted(paths.train_file)}",
+        f"data.val_files={quoted(paths.val_file)}",
         f"reward.custom_reward_function.path={embedded.reward}",
-        f"trainer.run_dir={run_dir}",
     ]
     if args.steps is not None:
         overrides.append(f"trainer.total_training_steps={args.steps}")
@@ -189,10 +207,10 @@ def _run_directory(output: Path, request: dict[str, Any], *, fresh: bool) -> tup
 class QuickstartRecord:
     """``run.json`` of a quickstart: request, commands, status. Written after every change."""
 
-    def __init__(self, directory: Path, request: dict[str, Any], embedded: EmbeddedTask, prepared: Task) -> None:
-        self.directory = directory
-        self.facts: dict[str, Any] = read_record(directory) or {
-            "name": directory.name,
+    def __init__(self, sweep: Sweep, request: dict[str, Any], embedded: EmbeddedTask, prepared: Task) -> None:
+        self._sweep = sweep
+        self.facts: dict[str, Any] = read_record(sweep.directory) or {
+            "name": sweep.name,
             "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
             "command": shlex.join(["gtpo-verl", *sys.argv[1:]]),
             "versions": run_versions(),
@@ -200,123 +218,94 @@ class QuickstartRecord:
             "arms": request["arms"],
             "request": request,
             "settings": {"task": embedded.data_source, "baseline accuracy": f"{prepared.baseline:.3f}"},
-            "commands": {},
+            "commands": {
+                member.name: shlex.join(["gtpo-verl", "train", *sweep.overrides(member)]) for member in sweep.members
+            },
             "complete": [],
             "notes": ["Control: the verdicts on training responses were random."] if request["random_verdicts"] else [],
         }
+        self.note_finished()
         self.close("running")
 
-    def is_complete(self, arm: str) -> bool:
-        return arm in self.facts["complete"]
+    @property
+    def left(self) -> list[str]:
+        """The arms that are not trained to their end."""
+        return [arm for arm in self.facts["arms"] if arm not in self.facts["complete"]]
 
-    def start(self, arm: str, command: str) -> None:
-        self.facts["commands"][arm] = command
-        self.close("running")
-
-    def finish(self, arm: str) -> None:
-        self.facts["complete"].append(arm)
-        self.close("running")
+    def note_finished(self, running: Collection[str] = ()) -> bool:
+        """Write down which arms are trained to their end and not running; returns whether that has changed."""
+        finished = [arm for arm in self.facts["arms"] if arm not in running and is_finished(self._sweep.run_dir(arm))]
+        changed: bool = finished != self.facts["complete"]
+        if changed:
+            self.facts["complete"] = finished
+            self.close("running")
+        return changed
 
     def close(self, status: str) -> None:
         """Record the status."""
         self.facts["status"] = status
-        write_record(self.directory, self.facts)
+        write_record(self._sweep.directory, self.facts)
 
 
-class Trainings:
-    """The trainings of the arms, of which the next one may start its processes while one trains.
+class Watch:
+    """How far the arms are, in words and as a share, from their files."""
 
-    Args:
-        directory: of the run.
-        overrides: of each arm.
-        memory: bytes that a training may need.
-    """
+    def __init__(self, run_dirs: Mapping[str, Path], steps: int, at_once: int) -> None:
+        done = [arm for arm, run_dir in run_dirs.items() if is_finished(run_dir)]
+        self._run_dirs = {arm: run_dir for arm, run_dir in run_dirs.items() if arm not in done}
+        # what an earlier attempt has logged says nothing of this one's time
+        self._last = {arm: self._logged(arm) for arm in self._run_dirs}
+        self._pace = Pace(steps, trainings=len(run_dirs), done=len(done), at_once=at_once)
+        self._text = SET_UP
 
-    def __init__(self, directory: Path, overrides: Mapping[str, Sequence[str]], *, memory: int) -> None:
-        self._directory = directory
-        self._overrides = overrides
-        self._memory = memory
-        self._early: dict[str, TrainingProcess] = {}
+    def _logged(self, arm: str) -> int:
+        """The last step that an arm has logged, -1 before the validation before the first."""
+        progress = progress_of(self._run_dirs[arm])
+        return progress.step if progress.metrics else -1
 
-    def start(self, arm: str) -> TrainingProcess:
-        """The training of an arm, whose turn it is."""
-        return self._early.pop(arm, None) or TrainingProcess(self._directory / arm, self._overrides[arm])
-
-    def start_early(self, arm: str, after: str) -> None:
-        """Start an arm that trains when another has ended, if the memory suffices for both; once is enough."""
-        joins = any("ray_init.address" in override for override in self._overrides[arm])
-        if arm in self._early or joins or psutil.virtual_memory().available < self._memory:
-            return
-        waits = [OWN_RAY, f"trainer.after_run_dir={self._directory / after}"]
-        self._early[arm] = TrainingProcess(self._directory / arm, [*self._overrides[arm], *waits])
-
-    def stop(self) -> None:
-        """Ask those whose turn has not come to end; returns at once."""
-        for training in self._early.values():
-            training.stop()
-
-    def close(self) -> None:
-        """End those whose turn has not come."""
-        for training in self._early.values():
-            training.end()
+    def look(self) -> tuple[float, str]:
+        """The share of all steps that have ended, and a line on what was seen last."""
+        for arm, last in self._last.items():
+            step = self._logged(arm)
+            if step > last:
+                self._last[arm] = step
+                self._pace.saw(arm, step)
+                data = dict(progress_of(self._run_dirs[arm]).metrics)
+                self._text = f"{arm} {step}/{self._pace.steps}: {describe(step, data)}"
+        left = self._pace.seconds_left
+        return self._pace.share, ("" if left is None else f"about {in_words(left)} left, ") + self._text
 
 
-def _outcome(training: TrainingProcess, arm: str) -> int:
-    """What the training of an arm has come to.
+@contextmanager
+def _shown(sweep: Sweep, steps: int, at_once: int, console: Console) -> Iterator[Callable[[], None]]:
+    """Gives what shows how far the arms are: a bar that moves, or lines where there is no terminal."""
+    run_dirs = {member.name: sweep.run_dir(member.name) for member in sweep.members}
+    watch = Watch(run_dirs, steps, at_once)
+    if not console.is_terminal:
+        due = Due(watch.look()[0])
 
-    Returns:
-        0, or 130 when it was stopped.
+        def line() -> None:
+            share, text = watch.look()
+            if due(share):
+                console.print(f"   {share:4.0%}  {text}", markup=False)
 
-    Raises:
-        UserError: the training failed.
-    """
-    if training.stops:
-        return 130
-    if training.returncode:
-        raise UserError(f"the arm {arm} failed: {training.reason()} The whole log is in {training.log}.")
-    return 0
-
-
-def _show_bar(
-    training: TrainingProcess, arm: str, pace: Pace, console: Console, on_step: Callable[[int], object]
-) -> None:
-    """Show progress on one line that moves, until the training ends."""
+        yield line
+        return
     columns = (
         TextColumn("  "),
         BarColumn(bar_width=12),
         TaskProgressColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
     )
-    text = f"{arm}: {SET_UP}"
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(text, total=1.0)
+        bar = progress.add_task(SET_UP, total=1.0)
 
         def move() -> None:
-            progress.update(bar, completed=pace.share, description=f"{_left(pace)}{text}")
+            share, text = watch.look()
+            progress.update(bar, completed=share, description=text)
 
-        for step, data in training.metrics(waiting=move):
-            pace.saw(step)
-            text = f"{arm} {step}/{pace.steps}: {describe(step, data)}"
-            on_step(step)
-
-
-def _show_lines(
-    training: TrainingProcess, arm: str, pace: Pace, console: Console, on_step: Callable[[int], object]
-) -> None:
-    """Print progress line by line, for a log or a notebook, until the training ends."""
-    text = f"{arm}: {SET_UP}"
-    due = Due(pace.share)
-
-    def line() -> None:
-        if due(pace.share):
-            console.print(f"   {pace.share:4.0%}  {_left(pace)}{text}")
-
-    for step, data in training.metrics(waiting=line):
-        pace.saw(step)
-        text = f"{arm} {step}/{pace.steps}: {describe(step, data)}"
-        on_step(step)
-        line()
+        yield move
 
 
 class Due:
@@ -333,10 +322,6 @@ class Due:
         if due:
             self._last = (now, share)
         return due
-
-
-def _left(pace: Pace) -> str:
-    return "" if pace.seconds_left is None else f"about {in_words(pace.seconds_left)} left, "
 
 
 def _report(directory: Path, console: Console, *, table: bool = True) -> None:

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from gtpo_verl import preflight
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.cost import cost_of, total
-from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_slots
+from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_launcher
 from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, is_finished, sweep_lock
 from gtpo_verl.experiments.status import is_scheduled, statuses, summary, table
 from gtpo_verl.experiments.sweep import (
@@ -63,7 +62,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     configs = compose_runs(sweep)
     _warn(sweep, configs, console)
     launcher = _launcher(list(configs.values()), where)  # the cluster answers, before anything takes time
-    with _full_disk(sweep.directory), sweep_lock(sweep.directory):
+    with full_disk(sweep.directory), sweep_lock(sweep.directory):
         if task is not None:
             prepare_task(task, task_directory(sweep, task))
         for config in _inputs(configs):
@@ -83,6 +82,8 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
 
 def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu: str, measured: Path | None) -> int:
     """Print the runs of a sweep, their overrides and their cost; nothing is written, and no model or data is read."""
+    from gtpo_verl.experiments.cost import cost_of, total  # imports torch
+
     console = _console()
     sweep, _ = embedded_task(define(overrides, directory, local=where.local))
     check_directory(sweep)
@@ -151,7 +152,7 @@ def _inputs(configs: Mapping[str, DictConfig]) -> list[DictConfig]:
 
 def _launcher(configs: Sequence[DictConfig], where: Where) -> Launcher:
     if where.local:
-        return LocalLauncher(local_slots(configs, where.parallel) if configs else [])
+        return local_launcher(configs, where.parallel) if configs else LocalLauncher([])
     from gtpo_verl.experiments.jobs import Jobs
 
     jobs = Jobs(where.address)
@@ -159,8 +160,8 @@ def _launcher(configs: Sequence[DictConfig], where: Where) -> Launcher:
 
 
 @contextmanager
-def _full_disk(directory: Path) -> Iterator[None]:
-    """Say in one line that the disk is full."""
+def full_disk(directory: Path) -> Iterator[None]:
+    """Say in one line that the disk of a directory is full."""
     try:
         yield
     except OSError as error:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gtpo_verl.config import quoted
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.experiments.sweep import Member, Sweep
@@ -68,7 +69,7 @@ def is_finished(run_dir: Path) -> bool:
 
 @contextmanager
 def sweep_lock(directory: Path) -> Iterator[None]:
-    """Be the only process that schedules this sweep.
+    """Be the only process that schedules the runs in a directory.
 
     Raises:
         UserError: another one does.
@@ -78,8 +79,8 @@ def sweep_lock(directory: Path) -> Iterator[None]:
         lock.acquire()
     except LockedError as error:
         raise UserError(
-            f"another sweep is at work in {directory}: {error}. `gtpo-verl sweep status {directory}` shows it, "
-            f"`gtpo-verl sweep stop {directory}` stops it."
+            f"another process trains the runs in {directory}: {error}. Ctrl-C there stops it, or "
+            f"`touch {directory / STOP_FILE}` from elsewhere."
         ) from error
     try:
         yield
@@ -116,7 +117,9 @@ class Scheduler:
         self.least_space = least_space
         self.stops = stops  # asked to stop: 1 after the step, 2 at once
         self.attempts = read_attempts(sweep.directory)
-        self._begun: set[str] = set()  # runs whose attempt the launcher knows
+        self._begun: dict[str, int] = {}  # runs whose attempt the launcher knows, and their last step before it
+        self._waits_for: dict[str, str] = {}  # of runs that have started early: whose end they wait for
+        self._early = True  # whether runs may start early: not any more when one of them has failed
         self._announced_stop = False
         self._trouble: float | None = None  # since when the cluster does not answer
 
@@ -186,15 +189,16 @@ class Scheduler:
     def _is_running(self, member: Member, state: Attempts) -> bool:
         run_dir = self.sweep.run_dir(member.name)
         if state.open and self.launcher.is_running(run_dir, state.number):
-            self._begun.add(member.name)
+            self._begun.setdefault(member.name, state.step)
             return True
         return live_owner(run_dir / LOCK_FILE) is not None
 
     def _settle(self, member: Member, state: Attempts) -> None:
-        """Note the end of an attempt."""
+        """Note the end of an attempt; a failure of one whose turn had not come is not counted."""
         run_dir = self.sweep.run_dir(member.name)
         state.open = False
-        self._begun.discard(member.name)
+        del self._begun[member.name]
+        waited = self._waits_for.pop(member.name, None) in self._begun
         step = last_step(run_dir)
         if is_finished(run_dir):
             state.reason = ""
@@ -203,7 +207,8 @@ class Scheduler:
             state.reason = "stopped with the sweep"
             self.announce(f"{member.name}: stopped at step {step}")
         else:
-            state.failures = 0 if step > state.step else state.failures + 1
+            state.failures = 0 if step > state.step else state.failures + (not waited)
+            self._early = self._early and not waited
             state.reason = self.launcher.reason(run_dir, state.number).removeprefix("error: ")
             again = state.failures <= self.sweep.retries
             self.announce(
@@ -218,29 +223,44 @@ class Scheduler:
         if any(member.name not in self._begun for member in running) and self.launcher.cluster is None:
             return  # runs of a sweep that was killed hold devices: they are stopping
         while waiting and len(running) < self.launcher.capacity:
-            member = waiting.pop(0)
-            state = self._state(member)
-            if not state.open:
-                state.open, state.number = True, state.number + 1
-                self._save()
-            started = self.launcher.start(self.sweep.run_dir(member.name), state.number, self.sweep.overrides(member))
-            self._begun.add(member.name)
-            running.append(member)
-            if started:
-                self.announce(f"{member.name}: started" + (f", attempt {state.number}" if state.number > 1 else ""))
+            self._start(waiting.pop(0), running)
+        if waiting and len(running) == self.launcher.capacity == 1 and self._early and self.launcher.has_room():
+            [training] = running
+            if last_step(self.sweep.run_dir(training.name)) > self._begun[training.name]:
+                self._start(waiting.pop(0), running, after=training)  # not before: two starts would slow each other
+
+    def _start(self, member: Member, running: list[Member], after: Member | None = None) -> None:
+        """Start a run, to train at once or when another one has ended."""
+        state, run_dir, overrides = self._state(member), self.sweep.run_dir(member.name), self.sweep.overrides(member)
+        if after is not None:
+            overrides.append(f"trainer.after_run_dir={quoted(self.sweep.run_dir(after.name))}")
+            self._waits_for[member.name] = after.name
+        if not state.open:
+            state.open, state.number = True, state.number + 1
+            self._save()
+        step = last_step(run_dir)
+        started = self.launcher.start(run_dir, state.number, overrides)
+        self._begun[member.name] = step
+        running.append(member)
+        if started:
+            again = f", attempt {state.number}" if state.number > 1 else ""
+            self.announce(f"{member.name}: started{again}" + (f", trains after {after.name}" if after else ""))
 
     def _ask_to_stop(self, running: list[Member]) -> None:
         if self.stops > 2:
             raise KeyboardInterrupt
-        if running and not self._announced_stop:
+        names = {member.name for member in running}
+        waits = {name for name in names if self._waits_for.get(name) in names}
+        training = len(names - waits)
+        if training and not self._announced_stop:
             self._announced_stop = True
-            self.announce(
-                f"Stopping: {len(running)} run{'s' * (len(running) > 1)} finish the step and save a checkpoint. Ctrl-C "
-                "again stops at once."
+            what = (
+                "1 run finishes its step and saves" if training == 1 else f"{training} runs finish their step and save"
             )
+            self.announce(f"Stopping: {what} a checkpoint. Ctrl-C again stops at once.")
         for member in running:
-            number = self._state(member).number
-            self.launcher.stop(self.sweep.run_dir(member.name), number, at_once=self.stops > 1)
+            at_once = self.stops > 1 or member.name in waits
+            self.launcher.stop(self.sweep.run_dir(member.name), self._state(member).number, at_once=at_once)
 
     # ---------------------------------------------------------------- what goes wrong
 

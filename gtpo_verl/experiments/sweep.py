@@ -21,7 +21,6 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from gtpo_verl import preflight
 from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
 from gtpo_verl.errors import UserError, did_you_mean
-from gtpo_verl.evaluation.paired import least_sign_flip_p
 from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
 from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.planning.findings import idle_findings
@@ -365,6 +364,8 @@ def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
 
 def few_seeds(sweep: Sweep) -> list[str]:
     """A line where the arms have too few seeds for a test to find a difference."""
+    from gtpo_verl.evaluation.paired import least_sign_flip_p  # imports scipy
+
     seeds = next((len(axis.values) for axis in sweep.axes if axis.key == "seed"), 1)
     least = least_sign_flip_p(seeds)
     if len(sweep.members) == seeds or least <= 0.05:  # one arm, or enough

@@ -63,6 +63,7 @@ from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.runs.directory import (
     SAMPLES_FILE,
     STOP_FILE,
+    WAITING,
     MetricsRecorder,
     keep_step,
     link_model,
@@ -183,9 +184,10 @@ class CreditAssignmentMixin(PPOTrainer):
     def fit(self, agent_loop_manager: Any) -> None:
         other = self.config.trainer.after_run_dir
         if other:
-            record_phase(self.run_dir, self.global_steps, f"waiting for {other}")
+            record_phase(self.run_dir, self.global_steps, f"{WAITING} {other}")
             if not wait_for_end(Path(other), given_up=self._gives_up_waiting):
                 return
+            self._enter("starting")
         super().fit(agent_loop_manager)
 
     def _gives_up_waiting(self) -> bool:

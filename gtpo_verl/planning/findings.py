@@ -9,7 +9,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.memory import (
     DTYPE_BYTES,
@@ -123,6 +122,8 @@ def sampling_findings(config: DictConfig, step: Step) -> list[Finding]:
 
 def guide_findings(config: DictConfig, capacity: float) -> list[Finding]:
     """The devices of a guide's servers, and whether its weights leave them room; capacity: bytes of one."""
+    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
+
     guide = guide_config(config.algorithm.guide)
     if not guide.served:
         return []

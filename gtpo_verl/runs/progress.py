@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,12 +19,14 @@ class Progress:
 
     step: the last one logged. steps: their number, None before the first attempt has begun.
     accuracy: of the last validation, by data source. seconds_left: None before the first step.
+    metrics: of the last step that was logged; 0 is the validation before the first one.
     """
 
     step: int = 0
     steps: int | None = None
     accuracy: Mapping[str, float] | None = None
     seconds_left: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def progress_of(run_dir: Path) -> Progress:
@@ -39,7 +41,7 @@ def progress_of(run_dir: Path) -> Progress:
     }
     times = [data["timing_s/step"] for _, data in sorted(metrics.items()) if "timing_s/step" in data]
     left = statistics.median(times[-RECENT:]) * max(0, steps - step) if times and steps is not None else None
-    return Progress(step, steps, accuracy, left)
+    return Progress(step, steps, accuracy, left, metrics.get(step, {}))
 
 
 def last_step(run_dir: Path) -> int:

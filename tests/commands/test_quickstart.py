@@ -1,22 +1,23 @@
 """What the quickstart hands to its trainings, and which run it resumes; the whole command is run in tests/e2e."""
 
 import argparse
-import functools
 import io
 import json
-import sys
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 import pytest
+from drive_sweep import FAKE
 from rich.console import Console
 
 from gtpo_verl.commands import quickstart
+from gtpo_verl.commands.quickstart import QuickstartRecord, Watch
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.pace import Pace
-from gtpo_verl.runs.process import TrainingProcess
+from gtpo_verl.experiments import scheduler
+from gtpo_verl.experiments.launchers import LocalLauncher
+from gtpo_verl.experiments.sweep import Sweep
+from gtpo_verl.runs.directory import MetricsRecorder
 from gtpo_verl.tasks import Task, task
 
 
@@ -34,7 +35,9 @@ def test_overrides_compose_to_a_training_on_the_task(tmp_path: Path, arguments: 
     args = parsed("--steps", "3", *arguments, "trainer.save_freq=2", *(["task=countdown"] if name != "sums" else []))
     embedded = quickstart._task(args.overrides)
     assert embedded == task(name)
-    config = compose_config(quickstart._overrides("gtpo", tmp_path / "run", embedded, prepared, args))
+    sweep = quickstart._sweep(["gtpo"], tmp_path, quickstart._overrides(embedded, prepared, args))
+    config = compose_config(sweep.overrides(sweep.members[0]))
+    assert config.trainer.run_dir == str(tmp_path / "gtpo")
     assert config.algorithm.adv_estimator == "gtpo"
     assert (config.trainer.total_training_steps, config.trainer.save_freq) == (3, 2)
     assert config.data.val_files == str(tmp_path / "val.parquet")
@@ -70,77 +73,89 @@ def test_arms_must_be_presets():
         quickstart._task(["task=countdwn"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("show", "shown"),
-    [
-        (quickstart._show_lines, ["  33%  ", " gtpo 4/4: accuracy 0.50, entropy 1.20"]),
-        (quickstart._show_bar, [" 33%", "gtpo 4/4: accuracy 0.50, entropy 1.20"]),
-    ],
-)
-def test_progress_moves_with_and_without_a_terminal(tmp_path: Path, show, shown: list[str]):
-    """The real command, which fails on a wrong override after a while, with steps that an earlier one has written."""
-    data = {"training/accuracy": 0.5, "credit/entropy_all": 1.2}
-    lines = [json.dumps({"step": step, "data": data}) for step in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    console = Console(file=io.StringIO(), force_terminal=show is quickstart._show_bar, width=100)
-    training, seen = TrainingProcess(tmp_path, ["algo=nonsense"]), []
-    with training.stoppable(lambda: None):
-        show(training, "gtpo", Pace(4, after=2), console, seen.append)
-    assert seen == [0, 1, 2, 3, 4]
-    printed = console.file.getvalue()
-    assert [text for text in shown if text not in printed] == []
-    assert "100%" not in printed
+def fake(directory: Path, *common: str, arms: Sequence[str] = ("dapo", "gtpo")) -> tuple[Sweep, QuickstartRecord]:
+    """A quickstart whose arms are fake trainings, and its record."""
+    sweep = quickstart._sweep(arms, directory, common)
+    request = {"arms": list(arms), "random_verdicts": False}
+    prepared = Task(directory, directory, directory, {"baseline": {"accuracy": 0.5}})
+    return sweep, QuickstartRecord(sweep, request, task("sums"), prepared)
+
+
+def train(sweep: Sweep, record: QuickstartRecord, steps: int, *, places: int = 1, terminal: bool = False) -> str:
+    """Train it by fake trainings and return what it printed."""
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
+    launcher = LocalLauncher([{}] * places, room=0 if places == 1 else None, program=FAKE)
+    try:
+        code = quickstart._train(sweep, record, launcher, steps, console)
+    finally:
+        printed = console.file.getvalue()
+    assert code == 0
+    return printed
 
 
 @pytest.fixture
-def trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> quickstart.Trainings:
-    """Of two arms; their programs sleep, and print what they were called with."""
-    handler = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell in the background ignores Ctrl-C
-    script = f"import signal, sys, time; {handler}; print(*sys.argv[1:], flush=True); time.sleep(60)"
-    program = [sys.executable, "-c", script]
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: argparse.Namespace(available=2**40))
-    monkeypatch.setattr(quickstart, "TrainingProcess", functools.partial(TrainingProcess, program=program))
-    return quickstart.Trainings(tmp_path, {"dapo": ["algo=dapo"], "gtpo": ["algo=gtpo", "seed=3"]}, memory=2**31)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "POLL", 0.02)
 
 
-def test_the_next_arm_starts_early_and_waits_for_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainings: quickstart.Trainings
-):
-    first = trainings.start("dapo")
-    with monkeypatch.context() as small:
-        small.setattr(psutil, "virtual_memory", lambda: argparse.Namespace(available=2**30))
-        trainings.start_early("gtpo", after="dapo")
-        assert trainings._early == {}  # there is no room for two
-    trainings.start_early("gtpo", after="dapo")
-    early = trainings._early["gtpo"]
-    trainings.start_early("gtpo", after="dapo")
-    assert trainings.start("gtpo") is early
-    assert trainings._early == {}
-    while not early.log.read_text().strip() or not first.log.read_text().strip():
-        time.sleep(0.05)
-    waits = f"++ray_kwargs.ray_init.address=local trainer.after_run_dir={tmp_path / 'dapo'}"
-    assert early.log.read_text().strip() == f"algo=gtpo seed=3 {waits}"
-    assert first.log.read_text().strip() == "algo=dapo"
-    for training in (first, early):
-        training.kill()
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_moves_with_and_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None, terminal: bool
+) -> None:
+    reports: list[bool] = []
+    monkeypatch.setattr(quickstart, "_report", lambda directory, console, table=True: reports.append(table))
+    printed = train(*fake(tmp_path, "+fake.steps=4", "+fake.seconds=0.5"), steps=4, terminal=terminal)
+    moments = ["dapo: started", " 25%", "dapo 2/4: 0.5 s", "left, dapo 3/4", "gtpo: started, trains after dapo"]
+    assert [text for text in [*moments, "dapo: finished", " 75%", "gtpo: finished"] if text not in printed] == []
+    assert reports == [False, True]  # after the first arm, and at the end
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert (record["status"], record["complete"]) == ("complete", ["dapo", "gtpo"])
+    assert "algo=gtpo" in record["commands"]["gtpo"]
 
 
-def test_an_arm_whose_turn_does_not_come_is_ended(trainings: quickstart.Trainings):
-    trainings.start_early("gtpo", after="dapo")
-    early = trainings._early["gtpo"]
-    while not early.log.read_text().strip():  # it handles signals from here on
-        time.sleep(0.05)
-    trainings.stop()
-    early._process.wait(10)
-    trainings.close()
-    assert early.returncode != 0
+@pytest.mark.slow
+def test_arms_train_side_by_side_where_there_are_places(tmp_path: Path, quick: None) -> None:
+    printed = train(*fake(tmp_path, "+fake.steps=3", "+fake.seconds=1"), steps=3, places=2)
+    assert printed.index("gtpo: started") < printed.index("dapo: finished")
+    assert "trains after" not in printed
+    attempts = [json.loads((tmp_path / arm / "run.json").read_text())["attempts"][0] for arm in ("dapo", "gtpo")]
+    assert max(one["started"] for one in attempts) < min(one["ended"] for one in attempts)
 
 
-def test_on_a_cluster_of_the_users_no_arm_starts_early(trainings: quickstart.Trainings):
-    trainings._overrides["dapo"].append("ray_kwargs.ray_init.address=auto")
-    trainings.start_early("dapo", after="gtpo")
-    assert trainings._early == {}
+@pytest.mark.slow
+def test_an_arm_that_fails_ends_the_quickstart_with_its_reason(tmp_path: Path, quick: None) -> None:
+    sweep, record = fake(tmp_path, "+fake.fail_at=2", "+fake.seconds=0.5")
+    with pytest.raises(UserError, match=r"the arm dapo failed: step 2 went wrong. The whole log is in .*train.log"):
+        train(sweep, record, steps=3)
+    facts = json.loads((tmp_path / "run.json").read_text())
+    assert (facts["status"], facts["complete"], record.left) == ("failed", [], ["dapo", "gtpo"])
+    assert (tmp_path / "report.html").exists()  # of what was trained
+
+
+@pytest.mark.slow
+def test_what_was_trained_is_not_trained_again(tmp_path: Path, quick: None) -> None:
+    sweep, record = fake(tmp_path, "+fake.steps=2", arms=["dapo"])
+    train(sweep, record, steps=2)
+    sweep, record = fake(tmp_path, "+fake.steps=2")
+    record.facts["arms"] = ["dapo", "gtpo"]
+    assert record.left == ["gtpo"]
+    printed = train(sweep, record, steps=2)
+    assert "dapo: started" not in printed
+    assert "gtpo: finished" in printed
+
+
+def test_steps_of_an_earlier_attempt_do_not_count_as_fast(tmp_path: Path) -> None:
+    recorder = MetricsRecorder(tmp_path / "gtpo")
+    for step in range(3):
+        recorder.write(step, {"training/accuracy": 0.5})
+    watch = Watch({"gtpo": tmp_path / "gtpo"}, steps=4, at_once=1)
+    assert watch.look() == (0.0, quickstart.SET_UP)
+    for step in (3, 4):
+        recorder.write(step, {"training/accuracy": 0.25 * step, "credit/entropy_all": 1.2})
+        share, text = watch.look()
+    assert share == 1
+    assert text.endswith("left, gtpo 4/4: accuracy 1.00, entropy 1.20")
 
 
 def test_a_line_is_due_after_a_time_or_a_tenth():

@@ -28,7 +28,7 @@ from gtpo_verl.files import write_json
 from gtpo_verl.runs.directory import MetricsRecorder, write_record
 
 DRIVE = [sys.executable, str(Path(__file__).parents[1] / "support" / "drive_sweep.py")]
-ONE = (Axis("seed", ("0",)),)
+ONE, TWO, THREE = ((Axis("seed", tuple("012"[:count])),) for count in (1, 2, 3))
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,84 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
 
 
 @pytest.mark.slow
+def test_the_next_run_starts_while_one_trains_and_trains_after_it(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.seconds=1", axes=TWO)
+    lines: list[str] = []
+    seen: set[tuple[str, ...]] = set()
+
+    def note() -> None:
+        seen.add(tuple(sorted(run.state for run in statuses(tmp_path) if run.state in ("running", "ready"))))
+
+    assert drive(sweep, lines, places=1, show=note) == []
+    names = [member.name for member in sweep.members]
+    started = [line for line in lines if ": started" in line]
+    assert started == [
+        f"{names[0]}: started",
+        *(f"{name}: started, trains after {before}" for before, name in itertools.pairwise(names)),
+    ]
+    assert ("ready", "running") in seen
+    assert not any(states.count("running") > 1 for states in seen)
+    attempts = [json.loads((sweep.run_dir(name) / "run.json").read_text())["attempts"] for name in names]
+    assert [len(of_run) for of_run in attempts] == [1, 1]
+    assert [steps_of(sweep.run_dir(name)) for name in names] == [[1, 2, 3]] * 2
+    assert attempts[1][0]["started"] < attempts[0][0]["ended"]
+    ended = (sweep.run_dir(names[0]) / "metrics.jsonl").stat().st_mtime
+    assert (sweep.run_dir(names[1]) / "metrics.jsonl").stat().st_mtime > ended + 2.9  # three steps later
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_beside_another_is_tried_alone_and_the_failure_not_counted(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.fail_early=true", "+fake.seconds=1", retries=0, axes=THREE)
+    lines: list[str] = []
+    assert drive(sweep, lines, places=1) == []
+    assert sum("trains after" in line for line in lines) == 1  # one failure is enough to do without
+    assert sum("there is no room for two. It is tried again." in line for line in lines) == 1
+    assert sorted(state.number for state in read_attempts(tmp_path).values()) == [1, 1, 2]
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_that_waits_for_its_turn_at_once(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.steps=40", "+fake.seconds=0.2", axes=TWO)
+    lines: list[str] = []
+
+    def interrupt() -> None:
+        if any(run.state == "ready" for run in statuses(tmp_path)) and not any("Stopping" in line for line in lines):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert len(drive(sweep, lines, places=1, show=interrupt)) == 2
+    assert "Stopping: 1 run finishes its step and saves a checkpoint. Ctrl-C again stops at once." in lines
+    first, second = (run for run in statuses(tmp_path) if run.attempts.number)
+    assert 0 < first.progress.step < 40
+    assert (second.progress.step, second.state, second.attempts.failures) == (0, "stopped", 0)
+    shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01", axes=TWO)
+    assert drive(shorter, lines, places=1) == []
+    assert starts_of(tmp_path / second.name) == [0, 0]
+
+
+@pytest.mark.slow
+def test_without_room_no_run_starts_early(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, axes=TWO)
+    lines: list[str] = []
+    assert drive(sweep, lines, places=1, room=2**60) == []
+    assert not any("trains after" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_two_signals_at_the_same_moment_stop_at_once(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.steps=2", "+fake.seconds=60", axes=ONE)
+    lines: list[str] = []
+
+    def interrupt() -> None:
+        if [run.state for run in statuses(tmp_path)] == ["running"] and not any("Stopping" in line for line in lines):
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    began = time.monotonic()
+    assert drive(sweep, lines, places=1, show=interrupt) == ["seed=0"]
+    assert time.monotonic() - began < 50  # a step takes longer
+
+
+@pytest.mark.slow
 def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
     sweep = fake_sweep(tmp_path, "+fake.steps=200", "+fake.seconds=0.05")
 
@@ -120,27 +198,28 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
 def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
     with (
         sweep_lock(tmp_path),
-        pytest.raises(UserError, match="another sweep is at work in") as caught,
+        pytest.raises(UserError, match="another process trains the runs in") as caught,
         sweep_lock(tmp_path),
     ):
         pass
-    assert "sweep stop" in str(caught.value)
+    assert f"`touch {tmp_path / 'STOP'}`" in str(caught.value)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("places", ["1", "2"])  # with one the next run starts early
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )
-def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int) -> None:
+def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int, places: str) -> None:
     moments = random.Random(seed)
     overrides = ("+fake.steps=6", "+fake.seconds=0.2")
     sweep = fake_sweep(tmp_path, *overrides)
     for _ in range(3):
-        process = subprocess.Popen([*DRIVE, str(tmp_path), *overrides])
+        process = subprocess.Popen([*DRIVE, str(tmp_path), places, *overrides])
         time.sleep(moments.uniform(0.5, 5))
         process.kill()
         process.wait()
-    subprocess.run([*DRIVE, str(tmp_path), *overrides], check=True, timeout=120)
+    subprocess.run([*DRIVE, str(tmp_path), places, *overrides], check=True, timeout=120)
     for member in sweep.members:
         run_dir = sweep.run_dir(member.name)
         assert is_finished(run_dir)
@@ -208,6 +287,9 @@ class Cluster:
         if looks:
             self.jobs[run_dir, attempt] = looks - 1
         return looks > 0
+
+    def has_room(self) -> bool:
+        return False
 
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
         self.jobs[run_dir, attempt] = 0

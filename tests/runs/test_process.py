@@ -1,7 +1,5 @@
 """A training as a child process, with the real command: it fails on a wrong override long before it starts Ray."""
 
-import json
-import os
 import signal
 import sys
 import time
@@ -10,64 +8,56 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gtpo_verl.runs import process as module
-from gtpo_verl.runs.process import TrainingProcess
+from gtpo_verl.runs.process import TrainingProcess, reason_in
+
+# A shell in the background has its children ignore Ctrl-C.
+SLEEPS = "import signal, time; signal.signal(signal.SIGINT, {}); print('up', flush=True); time.sleep(60)"
+
+
+def ended(training: TrainingProcess) -> int:
+    """The exit code, which must come within a minute."""
+    deadline = time.monotonic() + 60
+    while training.returncode is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return training.returncode
+
+
+def sleeping(run_dir: Path, handler: str) -> TrainingProcess:
+    """A process that sleeps, with its handler of SIGINT."""
+    training = TrainingProcess(run_dir, [], program=[sys.executable, "-c", SLEEPS.format(handler)])
+    while "up" not in (run_dir / "train.log").read_text():
+        time.sleep(0.05)
+    return training
 
 
 @pytest.mark.slow
-def test_a_failed_training_is_followed_to_its_end_and_gives_its_error(tmp_path: Path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 3, "data": {"x": 0.5}}) + '\n{"step": 4, "da')
-    training = TrainingProcess(tmp_path, ["algo=nonsense"])
-    with training.stoppable(lambda: None):
-        assert list(training.metrics()) == [(3, {"x": 0.5})]
-    assert training.returncode == 2
-    assert training.stops == 0
-    assert training.reason().startswith("error: ")
-    assert "nonsense" in training.reason()
+def test_the_log_of_a_failed_training_has_its_error(tmp_path: Path):
+    assert ended(TrainingProcess(tmp_path, ["algo=nonsense"])) == 2
+    reason = reason_in(tmp_path / "train.log")
+    assert reason.startswith("error: ")
+    assert "nonsense" in reason
 
 
-def test_a_signal_to_this_process_stops_the_training(tmp_path: Path):
-    announced = []
-    training = TrainingProcess(tmp_path, ["algo=gtpo"])
-    before = signal.getsignal(signal.SIGTERM)
-    with training.stoppable(lambda: announced.append(True)):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert list(training.metrics()) == []
-    assert (training.stops, announced) == (2, [True])
-    assert training.returncode != 0
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_training_that_still_runs_at_the_end_of_the_block_is_killed(tmp_path: Path):
-    training = TrainingProcess(tmp_path, ["algo=gtpo"])
-    with training.stoppable(lambda: None):
-        child = psutil.Process(training._process.pid)
-    assert training.returncode == -signal.SIGKILL
+def test_a_training_is_asked_to_stop_and_killed_where_it_does_not(tmp_path: Path):
+    willing = sleeping(tmp_path / "willing", "signal.default_int_handler")
+    deaf = sleeping(tmp_path / "deaf", "signal.SIG_IGN")
+    child = psutil.Process(deaf._process.pid)
+    willing.stop()
+    deaf.stop()
+    assert ended(willing) != 0
+    assert deaf.returncode is None
+    deaf.kill()
+    deaf.kill()  # again does no harm
+    assert deaf.returncode == -signal.SIGKILL
     assert not child.is_running()
 
 
-@pytest.mark.parametrize("handler", ["signal.SIG_IGN", "signal.default_int_handler"])
-def test_a_training_ends_at_once_by_itself_or_by_force(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: str
-) -> None:
-    monkeypatch.setattr(module, "ENDING", 0.5)
-    script = f"import signal, time; signal.signal(signal.SIGINT, {handler}); print('up', flush=True); time.sleep(60)"
-    training = TrainingProcess(tmp_path, [], program=[sys.executable, "-c", script])
-    while "up" not in training.log.read_text():
-        time.sleep(0.05)
-    training.end()
-    assert (training.returncode == -signal.SIGKILL) is (handler == "signal.SIG_IGN")
-    training.end()  # again does no harm
-
-
-def test_a_training_that_printed_nothing_says_so(tmp_path: Path):
-    training = TrainingProcess(tmp_path, ["algo=gtpo"])
-    with training.stoppable(lambda: None):
-        pass
-    training.log.write_text("")
-    assert training.reason() == "it printed nothing."
-    training.log.write_text("error: the reason\nat exit\n")
-    assert training.reason() == "error: the reason"
-    training.log.write_text("Traceback\nKilled\n")
-    assert training.reason() == "Killed"
+def test_the_reason_is_the_last_error_or_the_last_line(tmp_path: Path):
+    log = tmp_path / "train.log"
+    log.write_text("")
+    assert reason_in(log) == "it printed nothing."
+    log.write_text("error: the reason\nat exit\n")
+    assert reason_in(log) == "error: the reason"
+    log.write_text("Traceback\nKilled\n")
+    assert reason_in(log) == "Killed"

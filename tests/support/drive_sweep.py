@@ -1,4 +1,4 @@
-"""A sweep of fake trainings in a process of its own, to be killed: `python drive_sweep.py DIRECTORY [OVERRIDE ...]`."""
+"""A sweep of fake trainings in a process of its own, to be killed: `drive_sweep.py DIRECTORY PLACES [OVERRIDE ...]`."""
 
 import sys
 from pathlib import Path
@@ -25,13 +25,15 @@ def fake_sweep(directory: Path, *common: str, retries: int = 1, axes: tuple[Axis
     )
 
 
-def drive(sweep: Sweep, lines: list[str], **options: object) -> list[str]:
-    """Train it by fake trainings, two at once; returns what is not finished."""
-    launcher = LocalLauncher([{}, {}], program=FAKE)
+def drive(sweep: Sweep, lines: list[str], *, places: int = 2, room: int = 0, **options: object) -> list[str]:
+    """Train it by fake trainings, so many at once, or one at once and the next one starting; returns what is not
+    finished.
+    """
+    launcher = LocalLauncher([{}] * places, room=room if places == 1 else None, program=FAKE)
     with sweep_lock(sweep.directory):
         write(sweep)
         return Scheduler(sweep, launcher, announce=lines.append, **options).run()
 
 
 if __name__ == "__main__":
-    drive(fake_sweep(Path(sys.argv[1]), *sys.argv[2:]), [])
+    drive(fake_sweep(Path(sys.argv[1]), *sys.argv[3:]), [], places=int(sys.argv[2]))
