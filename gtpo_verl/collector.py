@@ -1,5 +1,6 @@
 """Python's garbage collector, kept away from the million objects that torch, transformers, verl and vLLM load."""
 
+import atexit
 import gc
 import threading
 
@@ -18,7 +19,7 @@ def rest_at_start() -> None:
 
 
 def _end_rest() -> None:
-    gc.freeze()  # to the collector all of it is new, and would be walked through next
+    _exempt()  # to the collector all of it is new, and would be walked through next
     gc.enable()
 
 
@@ -28,4 +29,9 @@ def never_collect_what_is_loaded() -> None:
     Every full collection walks through it: in an agent loop a fifth of the CPU time.
     """
     gc.collect()
+    _exempt()
+
+
+def _exempt() -> None:
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is not freed at the end Triton reports as leaks, in a hundred lines

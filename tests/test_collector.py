@@ -50,6 +50,14 @@ def test_what_is_loaded_is_not_collected(enabled: None) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_is_reported_as_leaked_at_the_end() -> None:
+    imports = "import torch._inductor.runtime.triton_heuristics, gtpo_verl.collector"  # the former imports Triton
+    program = f"{imports}; gtpo_verl.collector.never_collect_what_is_loaded()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.slow
 def test_an_agent_loop_does_not_import_vllm() -> None:
     """verl would, for an engine of NPUs."""
     program = "import sys, gtpo_verl.integrations.agent_loops; print('vllm' in sys.modules)"
