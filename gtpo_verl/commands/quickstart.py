@@ -139,7 +139,7 @@ def _train(sweep: Sweep, record: "QuickstartRecord", launcher: Launcher, steps: 
 
 
 def _arms(text: str) -> list[str]:
-    arms = [arm.strip() for arm in text.split(",") if arm.strip()]
+    arms = list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
     known = choices("algo")
     for arm in arms:
         if arm not in known:

@@ -251,12 +251,10 @@ class Scheduler:
             raise KeyboardInterrupt
         names = {member.name for member in running}
         waits = {name for name in names if self._waits_for.get(name) in names}
-        training = len(names - waits)
-        if training and not self._announced_stop:
+        count = len(names - waits)
+        if count and self.stops == 1 and not self._announced_stop:
             self._announced_stop = True
-            what = (
-                "1 run finishes its step and saves" if training == 1 else f"{training} runs finish their step and save"
-            )
+            what = "1 run finishes its step and saves" if count == 1 else f"{count} runs finish their step and save"
             self.announce(f"Stopping: {what} a checkpoint. Ctrl-C again stops at once.")
         for member in running:
             at_once = self.stops > 1 or member.name in waits

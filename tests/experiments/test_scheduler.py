@@ -115,7 +115,6 @@ def test_the_next_run_starts_while_one_trains_and_trains_after_it(tmp_path: Path
         *(f"{name}: started, trains after {before}" for before, name in itertools.pairwise(names)),
     ]
     assert ("ready", "running") in seen
-    assert not any(states.count("running") > 1 for states in seen)
     attempts = [json.loads((sweep.run_dir(name) / "run.json").read_text())["attempts"] for name in names]
     assert [len(of_run) for of_run in attempts] == [1, 1]
     assert [steps_of(sweep.run_dir(name)) for name in names] == [[1, 2, 3]] * 2
@@ -165,9 +164,11 @@ def test_without_room_no_run_starts_early(tmp_path: Path) -> None:
 def test_two_signals_at_the_same_moment_stop_at_once(tmp_path: Path) -> None:
     sweep = fake_sweep(tmp_path, "+fake.steps=2", "+fake.seconds=60", axes=ONE)
     lines: list[str] = []
+    asked: list[bool] = []
 
     def interrupt() -> None:
-        if [run.state for run in statuses(tmp_path)] == ["running"] and not any("Stopping" in line for line in lines):
+        if [run.state for run in statuses(tmp_path)] == ["running"] and not asked:
+            asked.append(True)
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
 
