@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from gtpo_verl.config import choices, chosen, compose_config, quoted
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.experiments.axes import Axis, Member
 from gtpo_verl.experiments.launchers import Launcher, local_launcher
 from gtpo_verl.experiments.run import full_disk
@@ -95,11 +95,12 @@ def run(args: argparse.Namespace) -> int:
         prepared = prepare_task(embedded, embedded.directory(args.output))
         console.print(f"   baseline accuracy {prepared.baseline:.3f}")
         at_once = min(launcher.capacity, len(arms))
+        steps = configs[0].trainer.total_training_steps
         order = f"{at_once} at once" if at_once > 1 else "one after the other"
-        console.print("[bold]2.[/] Training" + (f" {len(arms)} arms, {order}" if len(arms) > 1 else ""))
+        console.print(f"[bold]2.[/] Training of {steps} steps" + (f", {len(arms)} arms {order}" * (len(arms) > 1)))
         sweep = _sweep(arms, directory, overrides)
         record = QuickstartRecord(sweep, request, embedded, prepared)
-        return _train(sweep, record, launcher, configs[0].trainer.total_training_steps, console)
+        return _train(sweep, record, launcher, steps, console)
 
 
 def _train(sweep: Sweep, record: "QuickstartRecord", launcher: Launcher, steps: int, console: Console) -> int:
@@ -120,7 +121,8 @@ def _train(sweep: Sweep, record: "QuickstartRecord", launcher: Launcher, steps: 
             _report(sweep.directory, console, table=False)
         if failed():
             scheduler.stops = max(scheduler.stops, 2)
-        show()
+        if not scheduler.stops:
+            show()
 
     def failed() -> list[str]:
         return [name for name, state in scheduler.attempts.items() if state.failures]
@@ -135,7 +137,10 @@ def _train(sweep: Sweep, record: "QuickstartRecord", launcher: Launcher, steps: 
     for arm in failed():
         reason = scheduler.attempts[arm].reason
         raise UserError(f"the arm {arm} failed: {reason} The whole log is in {sweep.run_dir(arm) / LOG_FILE}.")
-    return 130 if record.left else 0
+    if record.left:
+        console.print("The same command goes on.")
+        return 130
+    return 0
 
 
 def _arms(text: str) -> list[str]:
@@ -143,7 +148,8 @@ def _arms(text: str) -> list[str]:
     known = choices("algo")
     for arm in arms:
         if arm not in known:
-            raise UserError(f"--arms {arm}: no such algorithm. Choose from: {', '.join(known)}.")
+            hint = did_you_mean(arm, known) or "."
+            raise UserError(f"--arms {arm}: no such algorithm{hint} Choose from: {', '.join(known)}.")
     if not arms:
         raise UserError("--arms names no algorithm: for instance --arms dapo,gtpo.")
     return arms

@@ -120,7 +120,7 @@ class Scheduler:
         self._begun: dict[str, int] = {}  # runs whose attempt the launcher knows, and their last step before it
         self._waits_for: dict[str, str] = {}  # of runs that have started early: whose end they wait for
         self._early = True  # whether runs may start early: not any more when one of them has failed
-        self._announced_stop = False
+        self._announced_stop = 0  # as `stops`
         self._trouble: float | None = None  # since when the cluster does not answer
 
     def run(self) -> list[str]:
@@ -252,10 +252,11 @@ class Scheduler:
         names = {member.name for member in running}
         waits = {name for name in names if self._waits_for.get(name) in names}
         count = len(names - waits)
-        if count and self.stops == 1 and not self._announced_stop:
-            self._announced_stop = True
+        if count and self._announced_stop < self.stops:
+            self._announced_stop = self.stops
             what = "1 run finishes its step and saves" if count == 1 else f"{count} runs finish their step and save"
-            self.announce(f"Stopping: {what} a checkpoint. Ctrl-C again stops at once.")
+            gently = f"Stopping: {what} a checkpoint. Ctrl-C again stops at once."
+            self.announce(gently if self.stops == 1 else "Stopping at once, without a checkpoint.")
         for member in running:
             at_once = self.stops > 1 or member.name in waits
             self.launcher.stop(self.sweep.run_dir(member.name), self._state(member).number, at_once=at_once)

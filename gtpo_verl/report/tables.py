@@ -136,7 +136,8 @@ def _change_cells(accuracy: Accuracy | None) -> list[str]:
         return ["n/a"] * 6
     change = accuracy.change
     if change is None:
-        return ["n/a", percent(accuracy.curve[-1].accuracy), *["n/a"] * 4]
+        only = percent(accuracy.curve[-1].accuracy)
+        return [*([only, "n/a"] if accuracy.curve[-1].step == 0 else ["n/a", only]), *["n/a"] * 4]
     return [
         *_difference_cells(change),
         number_range(change.samples) if change.samples else "n/a",

@@ -135,7 +135,8 @@ def status_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str | None:
         if run.status in unfinished:
             reached = [_progress(result) for result in trainings_of(arms) if result.training in run.trainings]
             reached += [f"{name} not started" for name in run.missing]
-            reasons = dict.fromkeys(one.record["reason"] for one in run.trainings if one.record.get("reason"))
+            ended = [one.record for one in run.trainings if one.status != "complete"]
+            reasons = dict.fromkeys(record["reason"] for record in ended if record.get("reason"))
             why = f" ({'; '.join(reasons)})" if reasons and run.status == "interrupted" else ""
             sentences.append(
                 f"{run.name} {unfinished[run.status]}{why}, so this report is partial ({', '.join(reached)})."

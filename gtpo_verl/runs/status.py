@@ -59,7 +59,7 @@ def status_of(run_dir: Path) -> Status:
     """
     record = _read(run_dir / RECORD_FILE)
     if "attempts" not in record:
-        raise UserError(f"{run_dir} is not the directory of a training: it has no {RECORD_FILE} of one.")
+        raise UserError(_no_training(run_dir))
     alive = live_owner(run_dir / LOCK_FILE) is not None
     with reading(run_dir / RECORD_FILE):
         begins = record["attempts"][-1].get("log_from", 0) if record["attempts"] else 0
@@ -72,6 +72,16 @@ def status_of(run_dir: Path) -> Status:
     texts = (match["text"] for match in map(_WARNING.search, log) if match)
     warnings = tuple(dict.fromkeys(texts))[-KEPT_WARNINGS:]
     return Status(state, why, dict(_lines(run_dir, state)), warnings)
+
+
+def _no_training(directory: Path) -> str:
+    """What a directory without the record of a training is instead."""
+    runs = sorted(file.parent.name for file in directory.glob(f"*/{RECORD_FILE}"))
+    if runs:
+        return f"{directory} holds several trainings: name one of {', '.join(runs)} in it."
+    if (directory / LOG_FILE).exists():
+        return f"the training in {directory} has not begun yet; {directory / LOG_FILE} is its log."
+    return f"{directory} is not the directory of a training: it has no {RECORD_FILE} of one."
 
 
 def _read(file: Path) -> dict[str, Any]:

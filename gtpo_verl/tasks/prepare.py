@@ -252,7 +252,14 @@ def _warm_start_with_progress(
     )
     with Progress(*columns, console=console) as bar:
         row = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
-        tiny.warm_start(model, tokenizer, pairs, recipe, lambda loss: bar.update(row, advance=1, loss=loss))
+
+        def advance(loss: float) -> None:
+            bar.update(row, advance=1, loss=loss)
+            done = round(bar.tasks[row].completed)
+            if not console.is_terminal and done % (recipe.steps // 4 or 1) == 0:
+                console.print(f"Task: warm start, step {done} of {recipe.steps}, loss {loss:.3f}")
+
+        tiny.warm_start(model, tokenizer, pairs, recipe, advance)
 
 
 def _key(task: EmbeddedTask, parameters: dict[str, Any]) -> str:

@@ -66,8 +66,8 @@ def test_two_that_are_started_in_one_second_have_a_directory_each(tmp_path: Path
 
 def test_arms_must_be_presets():
     assert quickstart._arms("gtpo, dapo,gtpo") == ["gtpo", "dapo"]
-    with pytest.raises(UserError, match="--arms nonsense: no such algorithm"):
-        quickstart._arms("gtpo,nonsense")
+    with pytest.raises(UserError, match="--arms gttpo: no such algorithm; did you mean gtpo"):
+        quickstart._arms("dapo,gttpo")
     with pytest.raises(UserError, match="names no algorithm"):
         quickstart._arms(" , ")
     with pytest.raises(UserError, match="no embedded task 'countdwn'; did you mean countdown"):

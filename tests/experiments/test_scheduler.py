@@ -175,6 +175,7 @@ def test_two_signals_at_the_same_moment_stop_at_once(tmp_path: Path) -> None:
     began = time.monotonic()
     assert drive(sweep, lines, places=1, show=interrupt) == ["seed=0"]
     assert time.monotonic() - began < 50  # a step takes longer
+    assert "Stopping at once, without a checkpoint." in lines
 
 
 @pytest.mark.slow

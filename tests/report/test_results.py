@@ -165,6 +165,14 @@ def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
     ]
 
 
+@pytest.mark.parametrize(("step", "cells"), [(0, ["50.0 %", "n/a"]), (4, ["n/a", "50.0 %"])])
+def test_a_single_validation_is_before_or_after_training(tmp_path: Path, step: int, cells: list[str]):
+    arm = write_arm(tmp_path / "gtpo", {step: {}})
+    write_samples(arm, step, *({"input": f"a{n}", "gts": "", "data_source": "aime", "acc": n % 2} for n in range(4)))
+    ((_, *shown),) = tables.change_rows(results_of(arm), data_sources(arms_of(arm)))
+    assert shown[:3] == [*cells, "n/a"]
+
+
 @pytest.mark.slow
 def test_comparisons_are_per_source(runs):
     path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), bare=True)
@@ -342,6 +350,10 @@ def test_an_interrupted_run_says_why(runs):
     assert status_of(path) == (
         "quickstart/gtpo was interrupted (Ctrl-C), so this report is partial (GTPO at step 60 of 60)."
     )
+    other, complete = runs.run("other", arms=["dapo", "gtpo"], status="interrupted", prompts=20), {"status": "complete"}
+    for arm, own in {"dapo": complete | {"reason": "all steps were trained"}, "gtpo": {}}.items():
+        (other / arm / "run.json").write_text(json.dumps(record | own))
+    assert str(status_of(other)).startswith("other was interrupted (Ctrl-C), so")
     (path / "run.json").write_text(json.dumps(record | {"status": "failed", "reason": "vLLM died"}))
     assert status_of(path) == "Not complete: gtpo failed after step 60 (vLLM died); shown as far as they came."
 

@@ -10,7 +10,7 @@ from checkpoint_writer import write_fsdp
 
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import MetricsRecorder, record_phase
+from gtpo_verl.runs.directory import MetricsRecorder, record_phase, write_record
 from gtpo_verl.runs.lock import training_lock
 from gtpo_verl.runs.status import status_of
 
@@ -82,6 +82,13 @@ def test_an_end_that_was_recorded_is_repeated(run_dir: Path) -> None:
 
 def test_a_directory_without_a_training_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it has no run\.json"):
+        status_of(tmp_path)
+    (tmp_path / "train.log").touch()
+    with pytest.raises(UserError, match="has not begun yet"):
+        status_of(tmp_path)
+    for arm in ("dapo", "gtpo"):
+        write_record(tmp_path / arm, {})
+    with pytest.raises(UserError, match="holds several trainings: name one of dapo, gtpo in it"):
         status_of(tmp_path)
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(UserError, match="is damaged"):
