@@ -16,7 +16,7 @@ from gtpo_verl import preflight
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_launcher
 from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, is_finished, sweep_lock
-from gtpo_verl.experiments.status import is_scheduled, statuses, summary, table
+from gtpo_verl.experiments.status import is_scheduled, running_line, statuses, summary, table
 from gtpo_verl.experiments.sweep import (
     Sweep,
     check_directory,
@@ -33,6 +33,7 @@ from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.tasks.prepare import prepare_task
 
 REFRESH = 2.0  # seconds between two tables
+LINE_EVERY = 60.0  # seconds between two lines where there is no terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +185,17 @@ def _say_finished(sweep: Sweep, console: Console) -> None:
 
 @contextmanager
 def _shown(directory: Path, console: Console) -> Iterator[Callable[[], None]]:
-    """A table below the lines that are printed, where there is a terminal; gives what refreshes it."""
+    """A table below the lines that are printed, or without a terminal a line a minute; gives what refreshes it."""
     if not console.is_terminal:
-        yield lambda: None
+        last = time.monotonic()
+
+        def say() -> None:
+            nonlocal last
+            if time.monotonic() - last >= LINE_EVERY:
+                last = time.monotonic()
+                console.print(running_line(statuses(directory)), markup=False)
+
+        yield say
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
         yield lambda: live.update(table(statuses(directory)), refresh=True)

@@ -70,6 +70,16 @@ def summary(runs: Sequence[RunStatus]) -> str:
     return f"{len(runs)} runs: " + ", ".join(f"{count[state]} {state}" for state in order if count[state])
 
 
+def running_line(runs: Sequence[RunStatus]) -> str:
+    """One line: `summary`, and where those are that run."""
+    found = [summary(runs)]
+    for run in runs:
+        if run.state == "running":
+            step, _, left = _cells(run)
+            found.append(f"{run.name} at step {step or 0}" + (f", {left} left" if left else ""))
+    return "; ".join(found)
+
+
 def table(runs: Sequence[RunStatus]) -> Table:
     """State, step, accuracy of the last validation, and time left of every run."""
     found = Table(box=None, pad_edge=False, caption=summary(runs), caption_justify="left")

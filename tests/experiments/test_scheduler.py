@@ -1,5 +1,6 @@
 """The scheduler of a sweep, with child processes that stand for trainings, and whatever the moment it is killed."""
 
+import io
 import itertools
 import json
 import os
@@ -16,8 +17,10 @@ import pytest
 from drive_sweep import FAKE, drive, fake_sweep
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.experiments import run as command
 from gtpo_verl.experiments import scheduler as module
 from gtpo_verl.experiments.axes import Axis
 from gtpo_verl.experiments.launchers import LocalLauncher
@@ -99,15 +102,21 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_next_run_starts_while_one_trains_and_trains_after_it(tmp_path: Path) -> None:
+def test_the_next_run_starts_while_one_trains_and_trains_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep = fake_sweep(tmp_path, "+fake.seconds=1", axes=TWO)
     lines: list[str] = []
+    console = Console(file=io.StringIO(), width=200)
+    monkeypatch.setattr(command, "LINE_EVERY", 0)
     seen: set[tuple[str, ...]] = set()
 
     def note() -> None:
         seen.add(tuple(sorted(run.state for run in statuses(tmp_path) if run.state in ("running", "ready"))))
+        show()
 
-    assert drive(sweep, lines, places=1, show=note) == []
+    with command._shown(tmp_path, console) as show:
+        assert drive(sweep, lines, places=1, show=note) == []
     names = [member.name for member in sweep.members]
     started = [line for line in lines if ": started" in line]
     assert started == [
@@ -115,6 +124,7 @@ def test_the_next_run_starts_while_one_trains_and_trains_after_it(tmp_path: Path
         *(f"{name}: started, trains after {before}" for before, name in itertools.pairwise(names)),
     ]
     assert ("ready", "running") in seen
+    assert "2 runs: 1 running, 1 ready; seed=0 at step 2/3, 1 s left\n" in console.file.getvalue()
     attempts = [json.loads((sweep.run_dir(name) / "run.json").read_text())["attempts"] for name in names]
     assert [len(of_run) for of_run in attempts] == [1, 1]
     assert [steps_of(sweep.run_dir(name)) for name in names] == [[1, 2, 3]] * 2
