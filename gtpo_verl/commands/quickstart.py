@@ -97,7 +97,9 @@ def run(args: argparse.Namespace) -> int:
         at_once = min(launcher.capacity, len(arms))
         steps = configs[0].trainer.total_training_steps
         order = f"{at_once} at once" if at_once > 1 else "one after the other"
-        console.print(f"[bold]2.[/] Training of {steps} steps" + (f", {len(arms)} arms {order}" * (len(arms) > 1)))
+        console.print(
+            f"[bold]2.[/] Training of {steps} steps" + (f" each, {len(arms)} arms, {order}" * (len(arms) > 1))
+        )
         sweep = _sweep(arms, directory, overrides)
         record = QuickstartRecord(sweep, request, embedded, prepared)
         return _train(sweep, record, launcher, steps, console)
