@@ -22,7 +22,7 @@ from gtpo_verl.config import choices, chosen, compose_config, quoted
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.experiments.axes import Axis, Member
 from gtpo_verl.experiments.launchers import Launcher, local_launcher
-from gtpo_verl.experiments.run import full_disk
+from gtpo_verl.experiments.run import Where, full_disk
 from gtpo_verl.experiments.scheduler import Scheduler, is_finished, sweep_lock
 from gtpo_verl.experiments.sweep import Sweep
 from gtpo_verl.files import local_path
@@ -80,12 +80,11 @@ def run(args: argparse.Namespace) -> int:
     set_thread_waiting()
     console = Console(highlight=False, soft_wrap=True)
     arms = _arms(args.arms)
-    if args.parallel is not None and args.parallel < 1:
-        raise UserError(f"--parallel {args.parallel}: it must be at least 1.")
+    where = Where(local=True, parallel=args.parallel)
     embedded = _task(args.overrides)
     overrides = _overrides(embedded, locate(embedded.directory(args.output)), args)
     configs = [compose_config([*overrides, f"algo={arm}"]) for arm in arms]  # before anything takes time
-    launcher = local_launcher(configs, args.parallel)
+    launcher = local_launcher(configs, where.parallel)
     request = {"arms": arms, "steps": args.steps, "overrides": args.overrides, "random_verdicts": args.random_verdicts}
     directory, resumed = _run_directory(args.output, request, fresh=args.fresh)
     with full_disk(directory), sweep_lock(directory):

@@ -59,10 +59,8 @@ def run(args: argparse.Namespace) -> int:
         if len(args.overrides) != 2:
             raise UserError(f"name one sweep: gtpo-verl sweep {args.overrides[0]} DIR")
         return ACTIONS[args.overrides[0]](Path(args.overrides[1]))
-    if args.parallel is not None and args.parallel < 1:
-        raise UserError(f"--parallel {args.parallel}: it must be at least 1.")
-    overrides = with_config_dir(args.overrides, args.config_dir)
     where = experiment.Where(local=args.local, parallel=args.parallel, address=args.address)
+    overrides = with_config_dir(args.overrides, args.config_dir)
     if args.dry_run:
         return experiment.plan(overrides, args.dir, where, gpu=args.gpu, measured=args.measured)
     return experiment.train(overrides, args.dir, where)

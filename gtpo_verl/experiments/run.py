@@ -48,6 +48,10 @@ class Where:
     parallel: int | None = None
     address: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.parallel is not None and self.parallel < 1:
+            raise UserError(f"--parallel {self.parallel}: it must be at least 1.")
+
 
 def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int:
     """Train every run of a sweep that is not finished; returns the exit code, 1 where a run failed, 130 when stopped.

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import launchers
 from gtpo_verl.experiments.launchers import gpus_of, job_id, local_slots
+from gtpo_verl.experiments.run import Where
 
 
 def config(device: str = "cuda", gpus: int = 2, mode: str = "sync") -> DictConfig:
@@ -39,3 +40,8 @@ def test_the_id_of_a_job_is_its_run_directory_and_its_attempt() -> None:
     ids = {job_id(Path(f"/{place}/algo=dapo,seed=0"), attempt) for place in ("a", "b") for attempt in (1, 2)}
     assert len(ids) == 4
     assert all(name.startswith("algo-dapo-seed-0-") for name in ids)
+
+
+def test_runs_at_once_are_at_least_one() -> None:
+    with pytest.raises(UserError, match="--parallel 0: it must be at least 1"):
+        Where(local=True, parallel=0)
