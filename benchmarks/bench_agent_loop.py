@@ -49,16 +49,15 @@ from gtpo_verl.tasks.sums import demonstrations
 RESULTS = Path(__file__).parent / "results"
 FILE = RESULTS / "agent-loop-cpu.json"
 MANAGERS: dict[str, Any] = {"verl": AgentLoopManagerTQ, "ours": GroupAgentLoopManager}
+AGENT_LOOPS = {"verl": "AgentLoopWorkerTQ", "ours": "GroupAgentLoopWorker"}  # as Ray calls their processes
 POLL = 0.25  # seconds
 SAMPLES = 8  # responses of a group
 GOAL = 0.35  # of verl's CPU time of a response in the agent loop
 STEP, WORKERS = 8192, 8  # a step of the paper's size: 512 prompts of 16 responses
 Cell = tuple[str, int, int, int]  # server, tokens of a response, prompts of a round, rounds
-CELLS: tuple[Cell, ...] = (("instant", 32, 32, 5), ("instant", 4096, 16, 5), ("vllm", 32, 32, 4), ("vllm", 4096, 2, 3))
-# how Ray calls the processes, in the order of the table
+CELLS: tuple[Cell, ...] = (("instant", 32, 32, 5), ("instant", 4096, 16, 15), ("vllm", 32, 32, 4), ("vllm", 4096, 2, 3))
+# how Ray calls the other processes, in the order of the table
 PROCESSES = {
-    "AgentLoopWorkerTQ": "agent loop",
-    "GroupAgentLoopWorker": "agent loop",
     "GroupRewardLoopWorker": "reward worker",
     "GlobalRequestLoadBalancer": "load balancer",
     "TransferQueueController": "TransferQueue's controller",
@@ -67,7 +66,9 @@ PROCESSES = {
     "EntropyVLLMHttpServer": "server",
     "VLLM::EngineCore": "engine",
 }
-LABELS = tuple(dict.fromkeys(PROCESSES.values()))
+# idle: the worker whose turn it is not, whose process has as many threads that wait
+AGENT_LOOP, IDLE = "agent loop", "idle agent loop"
+LABELS = tuple(dict.fromkeys((AGENT_LOOP, *PROCESSES.values(), IDLE)))
 
 
 @ray.remote
@@ -145,7 +146,7 @@ def cpu_seconds() -> Counter[str]:
             times = process.cpu_times()
         except (psutil.Error, IndexError):
             continue
-        if name in PROCESSES:
+        if name in PROCESSES or name in AGENT_LOOPS.values():
             seconds[name] += times.user + times.system
     return seconds
 
@@ -210,15 +211,17 @@ def measure(server: str, tokens: int, count: int, rounds: int) -> dict[str, list
                 run_round(agents[name], count, number + len(agents))
                 spent = cpu_seconds() - before
                 if number >= 0:
-                    found[name].append(milliseconds(spent, count * SAMPLES))
+                    found[name].append(milliseconds(spent, name, count * SAMPLES))
                     print(server, tokens, name, {k: round(v, 2) for k, v in found[name][-1].items()}, flush=True)
     return found
 
 
-def milliseconds(spent: Counter[str], responses: int) -> dict[str, float]:
+def milliseconds(spent: Counter[str], worker: str, responses: int) -> dict[str, float]:
+    """A response's share of what each process spent in a round of a worker, in the order of the table."""
+    agent_loops = {name: AGENT_LOOP if each == worker else IDLE for each, name in AGENT_LOOPS.items()}
     by_label: Counter[str] = Counter()
     for name, seconds in spent.items():
-        by_label[PROCESSES[name]] += seconds * 1e3 / responses
+        by_label[(PROCESSES | agent_loops)[name]] += seconds * 1e3 / responses
     return {label: by_label[label] for label in LABELS}
 
 
@@ -256,8 +259,8 @@ def summary(cell: Cell, found: dict[str, list[dict[str, float]]]) -> dict[str, A
         "tokens": tokens,
         "responses": prompts_of_round * SAMPLES,
         "ms": medians,
-        "per_core_second": {worker: 1e3 / each[LABELS[0]] for worker, each in medians.items()},
-        "ratio": statistics.median(ours[LABELS[0]] / verls[LABELS[0]] for ours, verls in pairs),
+        "per_core_second": {worker: 1e3 / each[AGENT_LOOP] for worker, each in medians.items()},
+        "ratio": statistics.median(ours[AGENT_LOOP] / verls[AGENT_LOOP] for ours, verls in pairs),
         "rounds": found,
     }
 
@@ -295,7 +298,7 @@ def on_paper(results: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for each in results:
-        verls, ours = (each["ms"][worker][LABELS[0]] * STEP / 1e3 for worker in ("verl", "ours"))
+        verls, ours = (each["ms"][worker][AGENT_LOOP] * STEP / 1e3 for worker in ("verl", "ours"))
         saved = verls - ours
         lines.append(
             f"| {each['server']} | {each['tokens']} | {verls:.0f} | {ours:.0f} | {saved:.0f} | {saved / WORKERS:.1f} |"

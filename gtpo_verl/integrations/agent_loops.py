@@ -21,12 +21,14 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any, cast
+from weakref import WeakMethod
 
 import hydra
 import numpy as np
 import ray
 import torch
 import transfer_queue as tq
+from tensordict import NonTensorData
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
     AgentLoopOutput,
@@ -189,9 +191,11 @@ class Group:
 
     def share_prompt(self, loop: AgentLoopBase) -> None:
         """Let a loop take the tokens of its prompt from the loop of the group that asked for the same first."""
-        build = loop.ct_build_initial_tokens
+        # weak: a loop that refers to itself would live on, with its response, until the next garbage collection
+        own_build = WeakMethod(loop.ct_build_initial_tokens)
 
         async def shared(messages: list[dict], tools: Any = None, **media: Any) -> list[int]:
+            build = cast(Any, own_build())
             if self._first_prompt is None:
                 asked = copy.deepcopy((messages, tools))  # a loop appends to its messages
                 self._first_prompt = asked, asyncio.ensure_future(build(messages, tools=tools, **media))
@@ -452,10 +456,20 @@ async def _put(lots: list[list[Row]], partition_id: str) -> list[None]:
     rows = [row for lot in lots for row in lot]
     for _, alike in groupby(sorted(rows, key=_columns), key=_columns):
         keys, fields, tags = zip(*alike, strict=True)
-        await tq.async_kv_batch_put(
-            keys=list(keys), fields=list_of_dict_to_tensordict(list(fields)), tags=list(tags), partition_id=partition_id
-        )
+        shared = _shared(fields)
+        batch = list_of_dict_to_tensordict([each | shared for each in fields])
+        await tq.async_kv_batch_put(keys=list(keys), fields=batch, tags=list(tags), partition_id=partition_id)
     return [None] * len(lots)
+
+
+def _shared(rows: Sequence[dict[str, Any]]) -> dict[str, NonTensorData]:
+    """What all rows have in common besides tensors, such as the prompt of a group: wrapped once, not once a row."""
+    first, *others = rows
+    return {
+        name: NonTensorData(value)
+        for name, value in first.items()
+        if not isinstance(value, torch.Tensor) and all(each[name] is value for each in others)
+    }
 
 
 def _columns(row: Row) -> Any:

@@ -1,7 +1,9 @@
 """The worker that handles groups against verl's own, on the same answers: rows, columns and failures are the same."""
 
 import asyncio
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -276,6 +278,26 @@ def test_what_is_the_same_for_a_group_is_done_once(run: Callable[..., Rows], mon
     run(GroupAgentLoopWorker, Answers())
     # rows once, and the state of the prompt twice
     assert sorted(calls) == ["_request_scores", *["async_kv_batch_put"] * 3, "build_initial_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent"])
+def test_no_loop_outlives_its_response(run: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    loops = []
+    construct = GroupAgentLoopWorker._agent_loop
+
+    def constructed(*args: Any) -> AgentLoopBase:
+        loop = construct(*args)
+        loops.append(weakref.ref(loop))
+        return loop
+
+    monkeypatch.setattr(GroupAgentLoopWorker, "_agent_loop", constructed)
+    gc.disable()  # it would find one that refers to itself, some hundred megabytes of responses later
+    try:
+        run(GroupAgentLoopWorker, Answers(), agent_name=name)
+        assert [loop() for loop in loops] == [None] * N
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

@@ -116,7 +116,6 @@ CONTRACT: dict[str, dict[str, Expected]] = {
     "verl.experimental.agent_loop.agent_loop": {
         "AgentLoopBase": "class",
         "AgentLoopBase.__init__": "(self, trainer_config, server_manager, tokenizer, processor, dataset_cls, data_config, hf_model_type=, **kwargs)",
-        "AgentLoopBase.continuous_token_builder": "attribute",
         "AgentLoopBase.ct_build_initial_tokens": "(self, messages, tools=, images=, videos=, audios=, mm_inputs_out=)",
         "AgentLoopBase.ct_merge_assistant_token": "(self, runtime_token_ids, assistant_token_ids, response_mask, response_logprobs=, assistant_logprobs=)",
         "AgentLoopBase.ct_merge_context_msg": "(self, previous_messages, updated_messages, runtime_token_ids, response_mask, response_logprobs=, tools=)",
@@ -370,7 +369,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "list_of_dict_to_tensordict": "(list_of_dicts)",
     },
     "verl.utils.tokenizer.continuous_token": {
-        "MergeResult": {"token_ids"},
+        "MergeResult": {"appended_token_count", "kind", "removed_prefix_token_count"},
     },
     "verl.utils.tokenizer.continuous_token_wiring": {
         "create_continuous_token_builder": {"tokenizer", "hf_model_type", "chat_template_kwargs"},

@@ -6,7 +6,6 @@
 Every row has both, aligned with and truncated like ``responses``.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +22,7 @@ from verl.workers.rollout.replica import TokenOutput
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm.names import ENTROPIES, INSTEAD, VERSIONS
 
+_NO_TURN = np.zeros(0, np.float32), np.zeros(0, np.int32)  # entropies and versions
 _NUMBERS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")  # one for each token
 
 
@@ -36,8 +36,8 @@ class RolloutEntropyOutput(AgentLoopOutput):
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         """Numbers as arrays, of which verl's ``as_dict`` makes tensors several times as fast as of lists."""
-        dumped = super().model_dump(**options)
-        return dumped | {name: np.array(dumped[name]) for name in _NUMBERS if dumped.get(name) is not None}
+        arrays = {name: np.array(value) for name in _NUMBERS if (value := getattr(self, name)) is not None}
+        return super().model_dump(**options, exclude=set(_NUMBERS)) | arrays
 
     def as_dict(self) -> dict[str, Any]:
         """verl's columns and ours."""
@@ -64,8 +64,8 @@ class _Columns:
     """A response so far, one entry a token in each."""
 
     mask: list[int]
-    entropies: list[float]
-    versions: list[float]
+    entropies: np.ndarray
+    versions: np.ndarray
 
     def cut(self, length: int) -> "_Columns":
         return _Columns(self.mask[:length], self.entropies[:length], self.versions[:length])
@@ -75,15 +75,15 @@ class RolloutEntropyMixin(AgentLoopBase):
     """Carries rollout entropies through an agent loop of verl's, whatever turns it takes.
 
     A loop adds every turn and every tool response with ``ct_merge_assistant_token`` and ``ct_merge_context_msg``, which
-    align mask and log-probs with the tokens; entropies and versions are aligned by the same edits. A loop may
-    discard a context merge, as verl's does with a tool response that does not fit: the mask that it passes next tells.
+    align mask and log-probs with the tokens; entropies and versions follow the same edits. A loop may discard a context
+    merge, as verl's does with a tool response that does not fit: the mask that it passes next tells.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = _TurnRecorder(self.server_manager)
         self.server_manager = cast(LLMServerClient, self._recorder)
-        self._columns = _Columns([], [], [])
+        self._columns = _Columns([], *_NO_TURN)
         self._offered: _Columns | None = None  # after a context merge that the loop has not taken yet
 
     async def ct_merge_assistant_token(
@@ -108,9 +108,7 @@ class RolloutEntropyMixin(AgentLoopBase):
                 "the rollout server returned no entropies: it is not the one of gtpo_verl. Call "
                 f"enable_rollout_entropy(config) before the trainer is built, {INSTEAD}."
             )
-        self._columns = self._aligned(
-            merged, response_mask, turn.extra_fields[ENTROPIES].tolist(), turn.extra_fields[VERSIONS].tolist()
-        )
+        self._columns = self._aligned(merged, response_mask, turn.extra_fields[ENTROPIES], turn.extra_fields[VERSIONS])
         return merged
 
     async def ct_merge_context_msg(
@@ -125,24 +123,31 @@ class RolloutEntropyMixin(AgentLoopBase):
         merged = await super().ct_merge_context_msg(
             previous_messages, updated_messages, runtime_token_ids, response_mask, *args, **kwargs
         )
-        self._offered = self._aligned(merged, response_mask, None, None)
+        self._offered = self._aligned(merged, response_mask, *_NO_TURN)
         return merged
 
     def _aligned(
         self,
         merged: tuple[MergeResult, list[int], Any],
         response_mask: list[int],
-        entropies: Sequence[float] | None,
-        versions: Sequence[float] | None,
+        entropies: np.ndarray,
+        versions: np.ndarray,
     ) -> _Columns:
-        """The columns after a merge, which removes, inserts and appends entries as verl does with log-probs."""
+        """The columns after a merge, which takes tokens off the end, adds some of others and then those of a turn."""
         merge, mask, _ = merged
         now = self._settled(response_mask)
-        align = self.continuous_token_builder.align_response_metadata
+        sampled = merge.appended_token_count if merge.kind == "assistant" else 0
+        if not len(entropies) == len(versions) == sampled:
+            raise UserError(
+                f"the rollout server returned {len(entropies)} entropies and {len(versions)} versions for {sampled} "
+                "tokens: its answer must have one of each for every token."
+            )
+        kept = max(len(response_mask) - merge.removed_prefix_token_count, 0)
+        others = len(mask) - kept - sampled
         return _Columns(
             list(mask),
-            align(merge, response_mask, now.entropies, assistant_logprobs=entropies)[1],
-            align(merge, response_mask, now.versions, assistant_logprobs=versions)[1],
+            np.concatenate([now.entropies[:kept], np.zeros(others, np.float32), entropies]),
+            np.concatenate([now.versions[:kept], np.full(others, -1, np.int32), versions]),
         )
 
     def _settled(self, mask: list[int]) -> _Columns:
@@ -169,10 +174,10 @@ class RolloutEntropyMixin(AgentLoopBase):
         for raw in (ENTROPIES, VERSIONS):  # those of the first turn, not aligned
             output.extra_fields.pop(raw, None)
         columns = self._settled(output.response_mask)
-        outside = np.array(output.response_mask) == 0
-        # by way of numpy: torch.tensor takes four times as long for a list
-        entropies, versions = np.array(columns.entropies, np.float32), np.array(columns.versions, np.int32)
-        entropies[outside], versions[outside] = 0.0, -1
+        entropies, versions = columns.entropies, columns.versions
+        if columns.mask != output.response_mask:  # the loop took tokens out of it
+            outside = np.array(output.response_mask) == 0
+            entropies, versions = np.where(outside, np.float32(0), entropies), np.where(outside, np.int32(-1), versions)
         fields = {name: getattr(output, name) for name in output.model_fields_set}
         return RolloutEntropyOutput.model_construct(  # the loop's own output was validated
             **fields | {"extra_fields": output.extra_fields},  # also where a loop filled the default and set no field

@@ -292,6 +292,15 @@ def test_a_server_without_entropies_is_found_out():
         run(EntropySingleTurnAgentLoop, [plain])
 
 
+@pytest.mark.parametrize(("entropies", "versions"), [(9, 10), (10, 9), (0, 0)])
+def test_a_server_that_returns_too_few_is_found_out(entropies, versions):
+    short = turn("the answer", step=3, first=1)
+    short.extra_fields["rollout_entropies"] = short.extra_fields["rollout_entropies"][:entropies]
+    short.extra_fields["rollout_versions"] = short.extra_fields["rollout_versions"][:versions]
+    with pytest.raises(UserError, match=f"returned {entropies} entropies and {versions} versions for 10 tokens"):
+        run(EntropySingleTurnAgentLoop, [short])
+
+
 def test_the_shipped_list_names_loops_that_exist():
     from hydra.utils import get_class
 
