@@ -47,8 +47,8 @@ The run directory is DIR/quickstart-TIME: report.html, run.json, and for each ar
 checkpoints, TensorBoard files, the trained model in Hugging Face format and train.log.
 
 The report is there after the first arm and grows with every other. Ctrl-C stops after the current step and writes a
-report of what was trained; the same command resumes the run. With two cores and 5 GiB for each of several arms, these
-train side by side.
+report of what was trained; the same command resumes the run. Arms train side by side if there are two cores and 5 GiB
+for each.
 """
 
 

@@ -369,7 +369,7 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "list_of_dict_to_tensordict": "(list_of_dicts)",
     },
     "verl.utils.tokenizer.continuous_token": {
-        "MergeResult": {"appended_token_count", "kind", "removed_prefix_token_count"},
+        "MergeResult": {"appended_token_count", "inserted_token_ids", "kind", "removed_prefix_token_count"},
     },
     "verl.utils.tokenizer.continuous_token_wiring": {
         "create_continuous_token_builder": {"tokenizer", "hf_model_type", "chat_template_kwargs"},

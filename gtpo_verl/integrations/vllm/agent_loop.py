@@ -36,6 +36,8 @@ class RolloutEntropyOutput(AgentLoopOutput):
 
     def model_dump(self, **options: Any) -> dict[str, Any]:
         """Numbers as arrays, of which verl's ``as_dict`` makes tensors several times as fast as of lists."""
+        if options.keys() & {"include", "exclude"}:  # a choice of the caller's, not verl's
+            return super().model_dump(**options)
         arrays = {name: np.array(value) for name in _NUMBERS if (value := getattr(self, name)) is not None}
         return super().model_dump(**options, exclude=set(_NUMBERS)) | arrays
 
@@ -108,7 +110,12 @@ class RolloutEntropyMixin(AgentLoopBase):
                 "the rollout server returned no entropies: it is not the one of gtpo_verl. Call "
                 f"enable_rollout_entropy(config) before the trainer is built, {INSTEAD}."
             )
-        self._columns = self._aligned(merged, response_mask, turn.extra_fields[ENTROPIES], turn.extra_fields[VERSIONS])
+        self._columns = self._aligned(
+            merged,
+            response_mask,
+            np.asarray(turn.extra_fields[ENTROPIES], np.float32),
+            np.asarray(turn.extra_fields[VERSIONS], np.int32),
+        )
         return merged
 
     async def ct_merge_context_msg(
@@ -136,19 +143,22 @@ class RolloutEntropyMixin(AgentLoopBase):
         """The columns after a merge, which takes tokens off the end, adds some of others and then those of a turn."""
         merge, mask, _ = merged
         now = self._settled(response_mask)
-        sampled = merge.appended_token_count if merge.kind == "assistant" else 0
+        others, sampled = len(merge.inserted_token_ids), merge.appended_token_count
+        if merge.kind == "context":
+            others, sampled = others + sampled, 0
         if not len(entropies) == len(versions) == sampled:
             raise UserError(
                 f"the rollout server returned {len(entropies)} entropies and {len(versions)} versions for {sampled} "
                 "tokens: its answer must have one of each for every token."
             )
         kept = max(len(response_mask) - merge.removed_prefix_token_count, 0)
-        others = len(mask) - kept - sampled
-        return _Columns(
+        columns = _Columns(
             list(mask),
             np.concatenate([now.entropies[:kept], np.zeros(others, np.float32), entropies]),
             np.concatenate([now.versions[:kept], np.full(others, -1, np.int32), versions]),
         )
+        self._refuse_more(len(mask), len(columns.entropies))
+        return columns.cut(len(mask))
 
     def _settled(self, mask: list[int]) -> _Columns:
         """The columns of the response that has this mask: with the last context merge if the loop took it over."""
@@ -156,13 +166,16 @@ class RolloutEntropyMixin(AgentLoopBase):
         length = len(mask)
         if offered and (offered.cut(length).mask == list(mask) or length > len(self._columns.mask)):
             self._columns = offered
-        if length > len(self._columns.mask):
+        self._refuse_more(length, len(self._columns.mask))
+        self._columns = self._columns.cut(length)
+        return self._columns
+
+    def _refuse_more(self, tokens: int, known: int) -> None:
+        if tokens > known:
             raise UserError(
                 f"{type(self).__name__} added tokens by other ways than ct_merge_assistant_token and "
                 f"ct_merge_context_msg, so the response's entropies cannot be aligned: use these, {INSTEAD}."
             )
-        self._columns = self._columns.cut(length)
-        return self._columns
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> RolloutEntropyOutput:
         output = await super().run(sampling_params, **kwargs)  # type: ignore[safe-super]
@@ -175,7 +188,7 @@ class RolloutEntropyMixin(AgentLoopBase):
             output.extra_fields.pop(raw, None)
         columns = self._settled(output.response_mask)
         entropies, versions = columns.entropies, columns.versions
-        if columns.mask != output.response_mask:  # the loop took tokens out of it
+        if 0 in output.response_mask:  # also where the loop took tokens of the policy's out of it
             outside = np.array(output.response_mask) == 0
             entropies, versions = np.where(outside, np.float32(0), entropies), np.where(outside, np.int32(-1), versions)
         fields = {name: getattr(output, name) for name in output.model_fields_set}

@@ -250,6 +250,82 @@ def test_a_loop_of_ones_own_may_take_tokens_out_of_the_mask():
     assert columns["rollout_entropies"].tolist() == [0, 0, *(i / 8 for i in range(3, 11))]
 
 
+class TwoTurns(AgentLoopBase):
+    """Asks twice and does something to the mask between the turns and to what a merge gives."""
+
+    async def ct_merge_assistant_token(self, *args, **kwargs):
+        merge, mask, log_probs = await super().ct_merge_assistant_token(*args, **kwargs)
+        return merge, self.merged(mask), log_probs
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = tokens = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        mask = []
+        for number in range(2):
+            answer = await self.server_manager.generate(str(number), prompt_ids=tokens)
+            merge, mask, _ = await self.ct_merge_assistant_token(tokens, answer.token_ids, self.between(mask))
+            tokens = merge.token_ids[: len(prompt) + len(mask)]
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=tokens[len(prompt) :],
+            response_mask=self.end(mask),
+            num_turns=4,
+            metrics=AgentLoopMetrics(),
+        )
+
+
+def two_turns(merged=lambda mask: mask, between=lambda mask: mask, end=lambda mask: mask):
+    members = {"merged": staticmethod(merged), "between": staticmethod(between), "end": staticmethod(end)}
+    return type("OwnLoop", (RolloutEntropyMixin, TwoTurns), members)
+
+
+def test_a_turn_that_a_loop_takes_out_of_the_mask_before_the_next_has_no_entropy():
+    loop = two_turns(between=lambda mask: [0] * len(mask))
+    columns = run(loop, [turn("ab", step=3, first=1), turn("cd", step=4, first=50)]).as_dict()
+    assert columns["response_mask"].tolist() == [0, 0, 1, 1]
+    assert columns["rollout_entropies"].tolist() == [0, 0, 50 / 8, 51 / 8]
+    assert columns["rollout_versions"].tolist() == [-1, -1, 4, 4]
+
+
+def test_a_turn_that_a_loop_takes_out_of_the_mask_and_puts_back_has_its_entropy():
+    loop = two_turns(between=lambda mask: [0] * len(mask), end=lambda mask: [1] * len(mask))
+    columns = run(loop, [turn("ab", step=3, first=1), turn("cd", step=4, first=50)]).as_dict()
+    assert columns["rollout_entropies"].tolist() == [1 / 8, 2 / 8, 50 / 8, 51 / 8]
+
+
+def test_a_mask_may_be_an_array():
+    loop = two_turns(end=np.array)
+    columns = run(loop, [turn("ab", step=3, first=1), turn("cd", step=4, first=50)]).as_dict()
+    assert columns["rollout_entropies"].tolist() == [1 / 8, 2 / 8, 50 / 8, 51 / 8]
+
+
+def test_a_merge_that_is_cut_cuts_all_columns():
+    loop = two_turns(merged=lambda mask: mask[:3])
+    columns = run(loop, [turn("ab", step=3, first=1), turn("cd", step=4, first=50)]).as_dict()
+    assert columns["rollout_entropies"].tolist() == [1 / 8, 2 / 8, 50 / 8]
+    assert columns["rollout_versions"].tolist() == [3, 3, 4]
+
+
+def test_a_merge_that_adds_a_token_of_its_own_is_refused():
+    loop = two_turns(merged=lambda mask: [*mask, 0])
+    with pytest.raises(UserError, match="OwnLoop added tokens by other ways"):
+        run(loop, [turn("ab", step=3, first=1), turn("cd", step=4, first=50)])
+
+
+def test_columns_have_their_types_whatever_those_of_the_server():
+    answer = turn("the answer", step=3, first=1)
+    answer.extra_fields["rollout_entropies"] = answer.extra_fields["rollout_entropies"].astype(np.float64)
+    answer.extra_fields["rollout_versions"] = answer.extra_fields["rollout_versions"].tolist()
+    columns = run(EntropySingleTurnAgentLoop, [answer]).as_dict()
+    assert columns["rollout_entropies"].dtype == torch.float32
+    assert columns["rollout_versions"].dtype == torch.int32
+
+
+def test_an_output_dumps_what_is_asked_for():
+    output = run(EntropySingleTurnAgentLoop, [turn("the answer", step=3, first=1)])
+    assert output.model_dump(include={"num_turns"}) == {"num_turns": 2}
+    assert "response_ids" not in output.model_dump(exclude={"response_ids"})
+
+
 def longer(output):
     output.response_mask = [*output.response_mask, 1]
     return output
