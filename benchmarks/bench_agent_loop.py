@@ -229,7 +229,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--server", choices=["instant", "vllm"], help="measure with this server only")
     parser.add_argument("--tokens", type=int, help="measure responses of so many tokens only")
-    parser.add_argument("--rounds", type=int, help="rounds of each worker (default: 3 to 5)")
+    parser.add_argument("--rounds", type=int, help="rounds of each worker (default: 3 to 15)")
     options = parser.parse_args()
     os.environ["VERL_PLATFORM"] = "cpu"
     results = {(each["server"], each["tokens"]): each for each in kept()}
@@ -293,7 +293,7 @@ def write(results: list[dict[str, Any]]) -> None:
 medians of alternating rounds (`benchmarks/bench_agent_loop.py`; {machine}).
 
 The agent loop's, ours over verl's: {ratios}. Goal: at most {GOAL}.
-Without what a worker spends that waits meanwhile ("idle agent loop"): {without_idle}.
+After subtracting what the worker used in the same rounds whose turn it was not ("idle agent loop"): {without_idle}.
 
 """
     (RESULTS / "agent-loop-cpu.md").write_text(text + "\n".join(lines) + "\n" + on_paper(results))

@@ -1,6 +1,7 @@
 """Is a training faster than at an earlier commit? Pairs of trainings, the earlier commit's and this one's in turn.
 
     python benchmarks/compare_commits.py d304c8a~1 --pairs 3 --flames
+    python benchmarks/compare_commits.py d304c8a~1 --pairs 3 --quickstart
 
 Each training is an arm of the quickstart, GTPO, on the embedded task with one seed. Compared are its start (from the
 command to the first generation: the end of the first step less its time), a step (median of those after the first that
@@ -10,6 +11,9 @@ environment's packages, so it must run with them. Writes `commits.json` and `.md
 
 With --flames a last pair, whose times do not count, is sampled by py-spy (`pip install py-spy`), which reads a process
 while it runs: `flames/COMMIT-PROCESS.svg`.
+
+With --quickstart what is compared are whole quickstarts, which prepare their task and train every arm: seconds, and the
+points of accuracy that each arm gained. Writes `quickstarts.json` and `.md`.
 
 Times mean something on a machine with nothing beside it.
 """
@@ -25,7 +29,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,7 @@ from gtpo_verl.tasks.sums.task import TASK
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-MEASURES = {"start": "s", "step": "s", "validation": "s", "cpu": "s"}
+MEASURES = {"start": "s", "step": "s", "validation": "s", "cpu": "s", "quickstart": "s"}
 SAME = ("training/accuracy", "credit/entropy_all")  # of the first step
 LOOK = 0.5  # seconds between two looks at the processes
 # how processes call themselves, in the order of the table
@@ -74,7 +79,7 @@ def install(commit: str, place: Path) -> Path:
     return target
 
 
-def train(installed: Path, task: Task, run_dir: Path, steps: int, flames: Path | None = None) -> dict[str, Any]:
+def train(installed: Path, run_dir: Path, task: Task, steps: int, flames: Path | None = None) -> dict[str, Any]:
     """One training; returns what is measured.
 
     Args:
@@ -119,7 +124,7 @@ def train(installed: Path, task: Task, run_dir: Path, steps: int, flames: Path |
         seconds[label] += spent
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     if process.returncode or first is None:
-        raise SystemExit(f"error: a training of {installed.name} ended with {process.returncode}; see {run_dir}")
+        raise _failed(installed, process.returncode, run_dir)
     data = {line["step"]: line["data"] for line in lines}
     plain = [data[step] for step in data if step > 1 and "timing_s/testing" not in data[step]]
     return {
@@ -132,6 +137,33 @@ def train(installed: Path, task: Task, run_dir: Path, steps: int, flames: Path |
         "processes": {label: round(seconds[label], 1) for label in LABELS},
         **{key: data[1][key] for key in SAME if key in data[1]},
     }
+
+
+def quickstart(installed: Path, output: Path) -> dict[str, Any]:
+    """A whole quickstart: seconds, and the points that each arm gained."""
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    command = [sys.executable, "-m", "gtpo_verl.cli", "quickstart", "--output", str(output)]
+    began = time.monotonic()
+    with (output / "terminal").open("w") as terminal:
+        done = subprocess.run(
+            command, cwd=output, stdout=terminal, stderr=terminal, env=os.environ | {"PYTHONPATH": str(installed)}
+        )
+    seconds = time.monotonic() - began
+    if done.returncode:
+        raise _failed(installed, done.returncode, output)
+    (summary,) = output.glob("quickstart-*/summary.json")
+    gains = {}
+    for arm in json.loads(summary.read_text())["arms"]:
+        (task,) = arm.get("trainings", [arm])[0]["sources"].values()  # an earlier report had one training an arm
+        gains[arm["name"]] = round(100 * task["change"]["difference"]["value"], 1)
+    return {"quickstart": seconds, "gains": gains}
+
+
+def _failed(installed: Path, code: int, place: Path) -> SystemExit:
+    """With the end of what it printed, which goes with its directory."""
+    printed = (place / "terminal").read_text(errors="replace")
+    return SystemExit(f"{printed[-2000:]}\nerror: a training of {installed.name} ended with {code}: see above")
 
 
 def _processes(pid: int) -> list[psutil.Process]:
@@ -170,15 +202,24 @@ def _py_spy() -> str:
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     count = len(result["pairs"])
+    first = result["pairs"][0]["old"]
     said = (
-        f"An arm of the quickstart at {result['old']} and at {result['new']}: medians (ranges) of "
+        f"{'A whole' if 'gains' in first else 'An arm of the'} quickstart at {result['old']} and at {result['new']}: "
+        "medians (ranges) of "
         f"{count} pair{'s' * (count > 1)}, in turn, on {result['machine']}."
     )
     lines = [said, "", "| | before | now | now / before |", "|---|---|---|---|"]
     for name, unit in MEASURES.items():
+        if name not in first:
+            continue
         before, now = ([pair[which][name] for pair in result["pairs"]] for which in ("old", "new"))
         ratios = [one / other for one, other in zip(now, before, strict=True)]
         lines.append(f"| {name}, {unit} | {_spread(before)} | {_spread(now)} | {_spread(ratios, 2)} |")
+    for name in first.get("gains", ()):
+        before, now = ([pair[which]["gains"][name] for pair in result["pairs"]] for which in ("old", "new"))
+        lines.append(f"| {name} gains, points | {_spread(before)} | {_spread(now)} | |")
+    if "processes" not in first:
+        return "\n".join([*lines, ""])
     lines += ["", "| CPU seconds, medians | before | now |", "|---|---|---|"]
     for label in LABELS:
         before, now = ([pair[which]["processes"][label] for pair in result["pairs"]] for which in ("old", "new"))
@@ -199,8 +240,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="of a training (default: %(default)s)")
     parser.add_argument("--task", type=Path, default=Path("outputs/task-sums"), metavar="DIR")
     parser.add_argument("--flames", action="store_true", help="sample one more pair: flame graphs of its processes")
-    parser.add_argument("--output", type=Path, default=RESULTS / "commits.json")
+    parser.add_argument("--quickstart", action="store_true", help="compare whole quickstarts instead")
+    parser.add_argument("--output", type=Path, help="a .json file (default: in benchmarks/results)")
     args = parser.parse_args()
+    output: Path = args.output or RESULTS / ("quickstarts.json" if args.quickstart else "commits.json")
+    if args.flames and args.quickstart:
+        parser.error("--flames samples trainings: leave --quickstart out")
     if args.flames:
         _py_spy()
     names = [
@@ -209,31 +254,33 @@ def main() -> int:
         ).stdout.strip()
         for commit in (args.old, args.new)
     ]
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    task = prepare_task(TASK, args.task)
+    if args.quickstart:
+        measure: Callable[..., dict[str, Any]] = quickstart
+    else:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        task = prepare_task(TASK, args.task)
+        measure = partial(train, task=task, steps=args.steps)
     result: dict[str, Any] = {
         "old": names[0],
         "new": names[1],
-        "steps": args.steps,
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "pairs": [],
     }
+    if not args.quickstart:
+        result["steps"] = args.steps
     with tempfile.TemporaryDirectory(prefix="gtpo-verl-commits-") as place:
         installed = [install(name, Path(place)) for name in names]
         for number in track(range(args.pairs), "pairs"):
             order = (0, 1) if number % 2 == 0 else (1, 0)
-            pair = {
-                ("old", "new")[which]: train(installed[which], task, Path(place) / f"run-{which}", args.steps)
-                for which in order
-            }
+            pair = {("old", "new")[which]: measure(installed[which], Path(place) / f"run-{which}") for which in order}
             result["pairs"].append(pair)
-            write_json(args.output, result)
-            write_text(args.output.with_suffix(".md"), table(result))
+            write_json(output, result)
+            write_text(output.with_suffix(".md"), table(result))
         if args.flames:
-            flames = args.output.parent / "flames"
+            flames = output.parent / "flames"
             flames.mkdir(exist_ok=True)
             for which in (0, 1):
-                train(installed[which], task, Path(place) / f"run-{which}", args.steps, flames)
+                measure(installed[which], Path(place) / f"run-{which}", flames=flames)
     print(table(result))
     different = [key for pair in result["pairs"] for key in SAME if pair["old"].get(key) != pair["new"].get(key)]
     if different:
