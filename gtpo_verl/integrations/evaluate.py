@@ -28,7 +28,7 @@ from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
 from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
 from gtpo_verl.integrations.beside import Beside
-from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_sizes_to_cluster
+from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
 from gtpo_verl.integrations.streams import SeedingClient, assign_streams
@@ -103,7 +103,7 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
 
 @contextmanager
 def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, GroupRewardLoopManager]]:
-    leave_sizes_to_cluster(config)
+    leave_to_cluster(config)
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)
     environment = get_ppo_ray_runtime_env(config)

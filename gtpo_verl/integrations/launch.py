@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError, first_line
@@ -17,6 +17,7 @@ from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, say
 
+HOOK, REST = "worker_process_setup_hook", "gtpo_verl.collector.rest_at_start"  # of runtime_env, and ours
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -82,14 +83,18 @@ def check_ray(config: DictConfig, overrides: Sequence[str] = ()) -> None:
             )
 
 
-def leave_sizes_to_cluster(config: DictConfig) -> None:
-    """Unset the numbers of CPUs and devices where a cluster is joined: it has its own, and those of hardware=cpu are
-    for a Ray that the run starts.
+def leave_to_cluster(config: DictConfig) -> None:
+    """Unset what hardware=cpu sets for a Ray that the run starts, where a cluster is joined: it has its own numbers of
+    CPUs and devices, and the workers of a submitted job a hook, of which Ray takes one.
     """
     ray_init = config.ray_kwargs.ray_init
     for name in ("num_cpus", "num_gpus"):
         if joined_cluster(config) and name in ray_init:
             ray_init[name] = None
+    runtime_env = ray_init.get("runtime_env")
+    if IN_RAY_JOB in os.environ and runtime_env and runtime_env.get(HOOK) == REST:
+        with open_dict(runtime_env):
+            del runtime_env[HOOK]
 
 
 def check_cluster_size(config: DictConfig) -> None:
@@ -166,7 +171,7 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     from gtpo_verl.integrations.nodes import prove_shared
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
 
-    leave_sizes_to_cluster(config)
+    leave_to_cluster(config)
     stop = signal.getsignal(signal.SIGTERM)
     ports_lost = 0
     # On a GPU the trainer is to be an actor: that sees no device, and this process sees all.
