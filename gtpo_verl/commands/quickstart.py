@@ -1,8 +1,7 @@
 """``gtpo-verl quickstart``: three arms on an embedded task, and a report that compares them.
 
 Each arm is a separate ``gtpo-verl train``, the command that a user would type. They are scheduled like the runs of a
-local sweep: as many at once as fit; on two cores one after the other, of which the next starts its processes while one
-trains.
+local sweep: as many at once as fit; on two cores one after the other.
 """
 
 import argparse

@@ -40,9 +40,6 @@ class Launcher(Protocol):
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         """Whether the attempt was started and has not ended."""
 
-    def has_room(self) -> bool:
-        """Whether the next run may start its processes beside the only one that there is a place for."""
-
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
         """Ask for a stop after the step, with a checkpoint; called again and again until the attempt has ended."""
 
@@ -58,18 +55,13 @@ class LocalLauncher:
 
     Args:
         slots: environment variables for each of the runs at once, which give every run its own GPUs.
-        room: bytes that must be free for the next run to start its processes while the only one trains; None where it
-            must not.
         program: the command that trains.
     """
 
-    def __init__(
-        self, slots: Sequence[Mapping[str, str]], *, room: int | None = None, program: Sequence[str] = TRAIN
-    ) -> None:
+    def __init__(self, slots: Sequence[Mapping[str, str]], *, program: Sequence[str] = TRAIN) -> None:
         self.capacity = len(slots)
         self.cluster: str | None = None
-        self._free = list(slots) if room is None else [*slots, {}]
-        self._room = room
+        self._free = list(slots)
         self._program = program
         self._processes: dict[Path, tuple[TrainingProcess, Mapping[str, str]]] = {}
         self._asked: dict[Path, int] = {}  # how often each was asked to stop
@@ -90,9 +82,6 @@ class LocalLauncher:
         self._asked.pop(run_dir, None)
         self._free.append(slot)
         return False
-
-    def has_room(self) -> bool:
-        return self._room is not None and psutil.virtual_memory().available >= self._room
 
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
         asked = self._asked.get(run_dir, 0)
@@ -127,9 +116,6 @@ class RayLauncher:
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         return self._jobs.status(job_id(run_dir, attempt)) in ("PENDING", "RUNNING")
 
-    def has_room(self) -> bool:
-        return False
-
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
         if at_once or self._jobs.status(job_id(run_dir, attempt)) == "PENDING":
             self._jobs.stop(job_id(run_dir, attempt), grace=0)
@@ -163,14 +149,8 @@ def gpus_of(config: DictConfig) -> int:
 
 
 def local_launcher(configs: Sequence[DictConfig], parallel: int | None) -> LocalLauncher:
-    """What starts runs on this machine, as many at once as fit; the arguments are those of `local_slots`.
-
-    Where one run fits on a CPU, the next one may start its processes meanwhile: steps leave cores idle, and no run has
-    a device's memory for itself.
-    """
-    slots = local_slots(configs, parallel)
-    alone = len(slots) == 1 and all(config.trainer.device == "cpu" for config in configs)
-    return LocalLauncher(slots, room=CPU_MEMORY * max(gpus_of(config) for config in configs) if alone else None)
+    """What starts runs on this machine, as many at once as fit; the arguments are those of `local_slots`."""
+    return LocalLauncher(local_slots(configs, parallel))
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gtpo_verl.config import quoted
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.experiments.sweep import Member, Sweep
@@ -118,8 +117,6 @@ class Scheduler:
         self.stops = stops  # asked to stop: 1 after the step, 2 at once
         self.attempts = read_attempts(sweep.directory)
         self._begun: dict[str, int] = {}  # runs whose attempt the launcher knows, and their last step before it
-        self._waits_for: dict[str, str] = {}  # of runs that have started early: whose end they wait for
-        self._early = True  # whether runs may start early: not any more when one of them has failed
         self._announced_stop = 0  # as `stops`
         self._trouble: float | None = None  # since when the cluster does not answer
 
@@ -194,11 +191,10 @@ class Scheduler:
         return live_owner(run_dir / LOCK_FILE) is not None
 
     def _settle(self, member: Member, state: Attempts) -> None:
-        """Note the end of an attempt; a failure of one whose turn had not come is not counted."""
+        """Note the end of an attempt."""
         run_dir = self.sweep.run_dir(member.name)
         state.open = False
         del self._begun[member.name]
-        waited = self._waits_for.pop(member.name, None) in self._begun
         step = last_step(run_dir)
         if is_finished(run_dir):
             state.reason = ""
@@ -207,8 +203,7 @@ class Scheduler:
             state.reason = "stopped with the sweep"
             self.announce(f"{member.name}: stopped at step {step}")
         else:
-            state.failures = 0 if step > state.step else state.failures + (not waited)
-            self._early = self._early and not waited
+            state.failures = 0 if step > state.step else state.failures + 1
             state.reason = self.launcher.reason(run_dir, state.number).removeprefix("error: ")
             again = state.failures <= self.sweep.retries
             self.announce(
@@ -224,17 +219,9 @@ class Scheduler:
             return  # runs of a sweep that was killed hold devices: they are stopping
         while waiting and len(running) < self.launcher.capacity:
             self._start(waiting.pop(0), running)
-        if waiting and len(running) == self.launcher.capacity == 1 and self._early and self.launcher.has_room():
-            [training] = running
-            if last_step(self.sweep.run_dir(training.name)) > self._begun[training.name]:
-                self._start(waiting.pop(0), running, after=training)  # not before: two starts would slow each other
 
-    def _start(self, member: Member, running: list[Member], after: Member | None = None) -> None:
-        """Start a run, to train at once or when another one has ended."""
+    def _start(self, member: Member, running: list[Member]) -> None:
         state, run_dir, overrides = self._state(member), self.sweep.run_dir(member.name), self.sweep.overrides(member)
-        if after is not None:
-            overrides.append(f"trainer.after_run_dir={quoted(self.sweep.run_dir(after.name))}")
-            self._waits_for[member.name] = after.name
         if not state.open:
             state.open, state.number = True, state.number + 1
             self._save()
@@ -244,22 +231,19 @@ class Scheduler:
         running.append(member)
         if started:
             again = f", attempt {state.number}" if state.number > 1 else ""
-            self.announce(f"{member.name}: started{again}" + (f", trains after {after.name}" if after else ""))
+            self.announce(f"{member.name}: started{again}")
 
     def _ask_to_stop(self, running: list[Member]) -> None:
         if self.stops > 2:
             raise KeyboardInterrupt
-        names = {member.name for member in running}
-        waits = {name for name in names if self._waits_for.get(name) in names}
-        count = len(names - waits)
+        count = len(running)
         if count and self._announced_stop < self.stops:
             self._announced_stop = self.stops
             what = "1 run finishes its step and saves" if count == 1 else f"{count} runs finish their step and save"
             gently = f"Stopping: {what} a checkpoint. Ctrl-C again stops at once."
             self.announce(gently if self.stops == 1 else "Stopping at once, without a checkpoint.")
         for member in running:
-            at_once = self.stops > 1 or member.name in waits
-            self.launcher.stop(self.sweep.run_dir(member.name), self._state(member).number, at_once=at_once)
+            self.launcher.stop(self.sweep.run_dir(member.name), self._state(member).number, at_once=self.stops > 1)
 
     # ---------------------------------------------------------------- what goes wrong
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from gtpo_verl.experiments.scheduler import Attempts, is_finished, read_attempts
 from gtpo_verl.experiments.sweep import load
-from gtpo_verl.runs.directory import STOP_FILE, waits
+from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.lock import LOCK_FILE, live_owner
 from gtpo_verl.runs.pace import in_words
 from gtpo_verl.runs.progress import Progress, progress_of
@@ -19,10 +19,7 @@ STYLES = {"finished": "green", "running": "cyan", "failed": "bold red"}
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run of a sweep; ``state`` is waiting, starting, ready, running, stopping, stopped, failed or finished.
-
-    A run is ready when it has started and waits for the one before it to end.
-    """
+    """A run of a sweep; ``state`` is waiting, starting, running, stopping, stopped, failed or finished."""
 
     name: str
     state: str
@@ -51,9 +48,7 @@ def is_scheduled(directory: Path) -> bool:
 
 def _state(run_dir: Path, attempts: Attempts) -> str:
     if live_owner(run_dir / LOCK_FILE) is not None:
-        if (run_dir / STOP_FILE).exists():
-            return "stopping"
-        return "ready" if waits(run_dir) else "running"
+        return "stopping" if (run_dir / STOP_FILE).exists() else "running"
     if is_finished(run_dir):
         return "finished"
     if attempts.open:
@@ -66,7 +61,7 @@ def _state(run_dir: Path, attempts: Attempts) -> str:
 def summary(runs: Sequence[RunStatus]) -> str:
     """One line: how many runs are in which state."""
     count = Counter(run.state for run in runs)
-    order = ("finished", "running", "ready", "starting", "stopping", "stopped", "failed", "waiting")
+    order = ("finished", "running", "starting", "stopping", "stopped", "failed", "waiting")
     return f"{len(runs)} runs: " + ", ".join(f"{count[state]} {state}" for state in order if count[state])
 
 

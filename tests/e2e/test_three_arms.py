@@ -9,14 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gtpo_verl.config import quoted
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.tasks import Task
 
@@ -67,17 +64,6 @@ def test_every_arm_trained_to_its_end(three_arms: tuple[Path, str], metrics: Met
         assert sorted(steps) == [0, *range(1, STEPS + 1)]
         assert json.loads((directory / arm / "run.json").read_text())["status"] == "complete"
         assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[STEPS])
-
-
-def test_an_arm_starts_while_the_one_before_it_trains(three_arms: tuple[Path, str]) -> None:
-    """And trains when that has ended."""
-    directory, _ = three_arms
-    records = {arm: json.loads((directory / arm / "run.json").read_text()) for arm in ARMS}
-    for before, arm in pairwise(ARMS):
-        assert f"trainer.after_run_dir={quoted(directory / before)}" in records[arm]["overrides"]
-        ended = datetime.fromisoformat(records[before]["attempts"][-1]["ended"])
-        assert datetime.fromisoformat(records[arm]["attempts"][-1]["started"]) < ended
-        assert (directory / arm / "validation" / "0.jsonl").stat().st_mtime > ended.timestamp()
 
 
 def test_the_report_grows_with_every_arm(three_arms: tuple[Path, str]) -> None:

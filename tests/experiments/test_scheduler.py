@@ -102,72 +102,16 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_next_run_starts_while_one_trains_and_trains_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_one_run_fits_the_next_starts_when_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = fake_sweep(tmp_path, "+fake.seconds=1", axes=TWO)
     lines: list[str] = []
     console = Console(file=io.StringIO(), width=200)
     monkeypatch.setattr(command, "LINE_EVERY", 0)
-    seen: set[tuple[str, ...]] = set()
-
-    def note() -> None:
-        seen.add(tuple(sorted(run.state for run in statuses(tmp_path) if run.state in ("running", "ready"))))
-        show()
-
     with command._shown(tmp_path, console) as show:
-        assert drive(sweep, lines, places=1, show=note) == []
+        assert drive(sweep, lines, places=1, show=show) == []
     names = [member.name for member in sweep.members]
-    started = [line for line in lines if ": started" in line]
-    assert started == [
-        f"{names[0]}: started",
-        *(f"{name}: started, trains after {before}" for before, name in itertools.pairwise(names)),
-    ]
-    assert ("ready", "running") in seen
-    assert "2 runs: 1 running, 1 ready; seed=0 at step 2/3, 1 s left\n" in console.file.getvalue()
-    attempts = [json.loads((sweep.run_dir(name) / "run.json").read_text())["attempts"] for name in names]
-    assert [len(of_run) for of_run in attempts] == [1, 1]
-    assert [steps_of(sweep.run_dir(name)) for name in names] == [[1, 2, 3]] * 2
-    assert attempts[1][0]["started"] < attempts[0][0]["ended"]
-    ended = (sweep.run_dir(names[0]) / "metrics.jsonl").stat().st_mtime
-    assert (sweep.run_dir(names[1]) / "metrics.jsonl").stat().st_mtime > ended + 2.9  # three steps later
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_beside_another_is_tried_alone_and_the_failure_not_counted(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.fail_early=true", "+fake.seconds=1", retries=0, axes=THREE)
-    lines: list[str] = []
-    assert drive(sweep, lines, places=1) == []
-    assert sum("trains after" in line for line in lines) == 1  # one failure is enough to do without
-    assert sum("there is no room for two. It is tried again." in line for line in lines) == 1
-    assert sorted(state.number for state in read_attempts(tmp_path).values()) == [1, 1, 2]
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_waits_for_its_turn_at_once(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.steps=40", "+fake.seconds=0.2", axes=TWO)
-    lines: list[str] = []
-
-    def interrupt() -> None:
-        if any(run.state == "ready" for run in statuses(tmp_path)) and not any("Stopping" in line for line in lines):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    assert len(drive(sweep, lines, places=1, show=interrupt)) == 2
-    assert "Stopping: 1 run finishes its step and saves a checkpoint. Ctrl-C again stops at once." in lines
-    first, second = (run for run in statuses(tmp_path) if run.attempts.number)
-    assert 0 < first.progress.step < 40
-    assert (second.progress.step, second.state, second.attempts.failures) == (0, "stopped", 0)
-    shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01", axes=TWO)
-    assert drive(shorter, lines, places=1) == []
-    assert starts_of(tmp_path / second.name) == [0, 0]
-
-
-@pytest.mark.slow
-def test_without_room_no_run_starts_early(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, axes=TWO)
-    lines: list[str] = []
-    assert drive(sweep, lines, places=1, room=2**60) == []
-    assert not any("trains after" in line for line in lines)
+    assert lines == [f"{name}: {what}" for name in names for what in ("started", "finished")]
+    assert "2 runs: 1 running, 1 waiting; seed=0 at step 2/3, 1 s left\n" in console.file.getvalue()
 
 
 @pytest.mark.slow
@@ -218,20 +162,19 @@ def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", ["1", "2"])  # with one the next run starts early
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )
-def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int, places: str) -> None:
+def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int) -> None:
     moments = random.Random(seed)
     overrides = ("+fake.steps=6", "+fake.seconds=0.2")
     sweep = fake_sweep(tmp_path, *overrides)
     for _ in range(3):
-        process = subprocess.Popen([*DRIVE, str(tmp_path), places, *overrides])
+        process = subprocess.Popen([*DRIVE, str(tmp_path), "2", *overrides])
         time.sleep(moments.uniform(0.5, 5))
         process.kill()
         process.wait()
-    subprocess.run([*DRIVE, str(tmp_path), places, *overrides], check=True, timeout=120)
+    subprocess.run([*DRIVE, str(tmp_path), "2", *overrides], check=True, timeout=120)
     for member in sweep.members:
         run_dir = sweep.run_dir(member.name)
         assert is_finished(run_dir)
@@ -299,9 +242,6 @@ class Cluster:
         if looks:
             self.jobs[run_dir, attempt] = looks - 1
         return looks > 0
-
-    def has_room(self) -> bool:
-        return False
 
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
         self.jobs[run_dir, attempt] = 0

@@ -25,11 +25,9 @@ def fake_sweep(directory: Path, *common: str, retries: int = 1, axes: tuple[Axis
     )
 
 
-def drive(sweep: Sweep, lines: list[str], *, places: int = 2, room: int = 0, **options: object) -> list[str]:
-    """Train it by fake trainings, so many at once, or one at once and the next one starting; returns what is not
-    finished.
-    """
-    launcher = LocalLauncher([{}] * places, room=room if places == 1 else None, program=FAKE)
+def drive(sweep: Sweep, lines: list[str], *, places: int = 2, **options: object) -> list[str]:
+    """Train it by fake trainings, so many at once; returns what is not finished."""
+    launcher = LocalLauncher([{}] * places, program=FAKE)
     with sweep_lock(sweep.directory):
         write(sweep)
         return Scheduler(sweep, launcher, announce=lines.append, **options).run()
