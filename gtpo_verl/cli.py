@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from gtpo_verl import __version__
-from gtpo_verl.collector import rest_at_start
 from gtpo_verl.errors import main_guard
 
 # name: (module with add_arguments(parser) and run(args), one line of help); imported when used, so that --help is fast
@@ -47,8 +46,6 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``gtpo-verl``; returns the exit code."""
-    if argv is None:  # a process of its own
-        rest_at_start()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] in (["-sc"], ["--shell-completion"]):
         return main_guard(lambda: _complete(argv[1:]))

@@ -216,14 +216,12 @@ OURS = {  # keys that verl's YAML does not have, and who reads them
     "actor_rollout_ref.model.override_config.attn_implementation": "transformers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm": "vllm",
     "reward.reward_kwargs": "verl.experimental.reward_loop.reward_manager.dapo",
-    "trainer.after_run_dir": "trainer",
     "trainer.run_dir": "train, trainer",
     "trainer.credit_dump_freq": "trainer",
     "trainer.v1.sampler.sampler_kwargs.poll_interval": "sampling",
     "ray_kwargs.ray_init.num_gpus": "ray.init",
     "ray_kwargs.ray_init.include_dashboard": "ray.init",
     "ray_kwargs.ray_init.runtime_env.env_vars": "ray.init",
-    "ray_kwargs.ray_init.runtime_env.worker_process_setup_hook": "ray.init",
 }
 
 

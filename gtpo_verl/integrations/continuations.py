@@ -186,7 +186,7 @@ class Sampler:
                 key = prefix.row, response.tobytes()
                 if key not in found:
                     prompt = np.array(self._prompts.tokens(prefix.row), dtype=np.int64)
-                    found[key] = Scorable(prompt, response, 2, {}, self._prompts.columns(prefix.row))
+                    found[key] = Scorable(prompt, response, self._prompts.columns(prefix.row))
         return list(found.values())
 
     def _verdicts(

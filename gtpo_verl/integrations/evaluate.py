@@ -26,11 +26,10 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
-from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
-from gtpo_verl.integrations.beside import Beside
+from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager
 from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
-from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager
+from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.streams import SeedingClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import uid_of
@@ -90,7 +89,7 @@ class Problems:
 
 
 @contextmanager
-def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, GroupRewardLoopManager]]:
+def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, BoundedRewardLoopManager]]:
     """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the servers' manager and the verifier's.
 
     Raises:
@@ -102,7 +101,7 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
 
 
 @contextmanager
-def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, GroupRewardLoopManager]]:
+def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, BoundedRewardLoopManager]]:
     leave_to_cluster(config)
     options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
     assert isinstance(options, dict)
@@ -120,12 +119,11 @@ def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManag
             queue.check()
 
         with watched(check):
-            queue_up = Beside(tq.init, config.transfer_queue)  # the servers need seconds too, and no queue
-            reward = GroupRewardLoopManager(config=config)
+            tq.init(config.transfer_queue)
+            reward = BoundedRewardLoopManager(config=config)
             # verl stops where it finds too little free; this job was admitted, and its wait is bounded
             with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
                 manager = LLMServerManager.create(config=config)
-            queue_up.wait()
             yield manager, reward
     finally:
         tq.close()
@@ -136,7 +134,7 @@ def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManag
 def servers(config: DictConfig, *, wait: bool) -> Iterator[tuple[Any, int]]:
     """`serving` with verl's agent loops; yields them and the number of replicas."""
     with serving(config, wait=wait) as (manager, reward):
-        agents = GroupAgentLoopManager.create(
+        agents = SeededAgentLoopManager.create(
             config=config,
             llm_client=manager.get_client(client_cls=SeedingClient),
             teacher_client=None,

@@ -7,7 +7,7 @@ known everywhere, and no other column or tag says it.
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -81,23 +81,24 @@ class Reserve:
         return session >= self._first
 
     @contextmanager
-    def awaited(self, session: int) -> Iterator[Callable[[Sequence[AgentLoopOutput]], None]]:
-        """The response of a session, which those that wait wait for, if it is not one of them: a function that takes
-        its scored outputs. Leaving without, as a failed response does, is no verdict.
+    def awaited(self, session: int) -> Iterator[None]:
+        """The block in which a session of the policy is generated and judged; those that wait wait for its end.
+
+        Leaving it without `judge`, as a failed response does, is no verdict.
         """
-
-        def judge(outputs: Sequence[AgentLoopOutput]) -> None:
-            if not self.holds(session):
-                self._verdicts.append(self.is_correct(outputs[-1]))
-                self._example = self._example or outputs[0]
-
         try:
-            yield judge
+            yield
         finally:
             if not self.holds(session):
                 self._open -= 1
                 if self._open == 0:
                     self._judged.set()
+
+    def judge(self, session: int, outputs: Sequence[AgentLoopOutput]) -> None:
+        """Note the verdict on the scored outputs of a session; those that wait decide nothing."""
+        if not self.holds(session):
+            self._verdicts.append(self.is_correct(outputs[-1]))
+            self._example = self._example or outputs[0]
 
     def is_correct(self, output: AgentLoopOutput) -> bool:
         """The verdict on a scored response.

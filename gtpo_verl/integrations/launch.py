@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError, first_line
@@ -17,7 +17,6 @@ from gtpo_verl.integrations.checks import check_with_verl
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, say
 
-HOOK, REST = "worker_process_setup_hook", "gtpo_verl.collector.rest_at_start"  # of runtime_env, and ours
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -84,17 +83,13 @@ def check_ray(config: DictConfig, overrides: Sequence[str] = ()) -> None:
 
 
 def leave_to_cluster(config: DictConfig) -> None:
-    """Unset what hardware=cpu sets for a Ray that the run starts, where a cluster is joined: it has its own numbers of
-    CPUs and devices, and the workers of a submitted job a hook, of which Ray takes one.
+    """Unset the numbers of CPUs and devices that hardware=cpu sets for a Ray of the run's own, where a cluster is
+    joined: it has its own.
     """
     ray_init = config.ray_kwargs.ray_init
     for name in ("num_cpus", "num_gpus"):
         if joined_cluster(config) and name in ray_init:
             ray_init[name] = None
-    runtime_env = ray_init.get("runtime_env")
-    if IN_RAY_JOB in os.environ and runtime_env and runtime_env.get(HOOK) == REST:
-        with open_dict(runtime_env):
-            del runtime_env[HOOK]
 
 
 def check_cluster_size(config: DictConfig) -> None:
@@ -141,15 +136,6 @@ def check_gpus(config: DictConfig) -> None:
         )
 
 
-def _import_trainer(rollout: str) -> None:
-    """Import what the trainer's process needs, its classes of vLLM's servers too: seconds, in which Ray starts."""
-    from verl.workers.rollout.replica import get_rollout_replica_class
-
-    from gtpo_verl.integrations import starting, trainer  # noqa: F401
-
-    get_rollout_replica_class(rollout)
-
-
 def run_job(config: DictConfig, *, wait: bool = False) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
@@ -167,27 +153,21 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     from verl.trainer.main_ppo import run_ppo
 
     from gtpo_verl.integrations.admission import DevicesTakenError
-    from gtpo_verl.integrations.beside import Beside
     from gtpo_verl.integrations.nodes import prove_shared
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
 
     leave_to_cluster(config)
     stop = signal.getsignal(signal.SIGTERM)
     ports_lost = 0
-    # On a GPU the trainer is to be an actor: that sees no device, and this process sees all.
-    here = config.trainer.device == "cpu" and not joined_cluster(config)
-    imported = Beside(_import_trainer, config.actor_rollout_ref.rollout.name) if here else None
 
-    def admitted() -> None:
-        if imported is not None:
-            imported.wait()
+    def admit() -> None:
         signal.signal(signal.SIGTERM, stop)  # Ray's start has replaced it
         prove_shared(Path(config.trainer.run_dir))
         enter_cluster(config, training=True, wait=wait)
 
     while True:
         try:
-            run_ppo(config, task_runner_class=TaskRunnerClass(admitted, here=here))
+            run_ppo(config, task_runner_class=TaskRunnerClass(admit))
             return
         except Exception as error:
             cause = getattr(error, "cause", None) or error  # Ray wraps the error of a task

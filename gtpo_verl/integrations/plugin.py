@@ -6,7 +6,6 @@ it is raised again, and ``actor_rollout_ref.model.external_lib`` imports the mod
 Everything here is light: vLLM workers load it too.
 """
 
-import importlib.util
 import logging
 import os
 import sys
@@ -29,9 +28,6 @@ def register() -> None:
     log_by_name()
     check_verl()
     seed_process()
-    if importlib.util.find_spec("torch_npu") is None:
-        # otherwise verl imports vLLM in every process that knows its checkpoint engines, and then finds no NPU
-        sys.modules.setdefault("verl.checkpoint_engine.hccl_checkpoint_engine", None)  # type: ignore[arg-type]
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     # importing registers platform and losses

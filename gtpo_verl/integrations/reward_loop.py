@@ -1,8 +1,4 @@
-"""verl's reward workers, which score the responses of a group in one call.
-
-verl sends each response in a call of its own, as a ``DataProto``: most of its CPU time goes into packing and unpacking
-that. Here the responses travel as arrays, and the worker makes the same ``DataProto`` of each.
-"""
+"""verl's reward workers, which wait for no reward without a limit; an audit's responses are scored many in one call."""
 
 import asyncio
 import copy
@@ -19,29 +15,23 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 
-from gtpo_verl.collector import never_collect_what_is_loaded
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Scorable:
-    """A response as the reward worker needs it.
+    """A response of one turn as the reward worker needs it.
 
-    ``prompt``, ``response``: (P,) and (R,) int64, token ids of a text. ``num_turns`` and ``extra_fields`` are the agent
-    loop's. ``columns``: those of the data set, and the number of the response in its group.
+    ``prompt``, ``response``: (P,) and (R,) int64, token ids of a text. ``columns``: those of the data set.
     """
 
     prompt: np.ndarray
     response: np.ndarray
-    num_turns: int
-    extra_fields: dict[str, Any]
     columns: dict[str, Any]
 
     def as_batch(self) -> DataProto:
-        """The batch of one row that verl's worker would get; nothing of it is shared with another row."""
+        """The batch of one row that verl's agent loops send; nothing of it is shared with another row."""
         tokens = torch.from_numpy(np.concatenate([self.prompt, self.response]))
-        columns = copy.deepcopy(self.columns)
         return DataProto(
             batch=TensorDict(
                 {
@@ -54,33 +44,21 @@ class Scorable:
                 batch_size=1,
             ),
             non_tensor_batch={
-                **{name: np.array([value]) for name, value in columns.items()},
-                "__num_turns__": np.array([self.num_turns]),
-                "tool_extra_fields": np.array([copy.deepcopy(self.extra_fields)], dtype=object),
+                **{name: np.array([value]) for name, value in copy.deepcopy(self.columns).items()},
+                "__num_turns__": np.array([2]),
+                "tool_extra_fields": np.array([{}], dtype=object),
                 "prompt_len": np.array([len(self.prompt)]),
                 "response_len": np.array([len(self.response)]),
             },
         )
 
 
-class GroupRewardLoopWorker(RewardLoopWorker):
-    """verl's reward worker, which also takes several responses in one call and waits for none without a limit."""
+class BoundedRewardLoopWorker(RewardLoopWorker):
+    """verl's reward worker with ``guards.reward_timeout``."""
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._limit = OmegaConf.select(config, "guards.reward_timeout")  # of a run recorded earlier: no such key
-        never_collect_what_is_loaded()
-
-    async def compute_scores(self, responses: list[Scorable]) -> list[dict[str, Any] | Exception]:
-        """Score responses at the same time, each as ``compute_score`` does; an exception takes the place of a score."""
-        found = await asyncio.gather(*map(self._score, responses))
-        return list(found)
-
-    async def _score(self, response: Scorable) -> dict[str, Any] | Exception:
-        try:
-            return await self.compute_score(response.as_batch())
-        except Exception as error:
-            return error
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """verl's, within ``guards.reward_timeout`` seconds; a function that never returns keeps its thread.
@@ -97,10 +75,15 @@ class GroupRewardLoopWorker(RewardLoopWorker):
             logger.warning("The reward function gave no result within guards.reward_timeout=%s s.", self._limit)
             raise TimeoutError(f"no reward within guards.reward_timeout={self._limit} s") from error
 
+    async def compute_scores(self, responses: list[Scorable]) -> list[dict[str, Any] | BaseException]:
+        """Score responses at the same time; an exception takes the place of a score."""
+        scores = (self.compute_score(response.as_batch()) for response in responses)
+        return await asyncio.gather(*scores, return_exceptions=True)
 
-class GroupRewardLoopManager(RewardLoopManager):
-    """verl's reward loop with workers that score a group in one call."""
+
+class BoundedRewardLoopManager(RewardLoopManager):
+    """verl's reward loop with our workers."""
 
     def _init_reward_loop_workers(self) -> None:
-        self.reward_loop_workers_class = ray.remote(GroupRewardLoopWorker)
+        self.reward_loop_workers_class = ray.remote(BoundedRewardLoopWorker)
         super()._init_reward_loop_workers()

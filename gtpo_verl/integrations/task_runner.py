@@ -1,18 +1,13 @@
-"""Runs a job, in a Ray actor or in the process of the command: verl's V1 task runner with our trainer in it."""
+"""The Ray actor that runs a job: verl's V1 task runner with our trainer in it."""
 
-import copy
-import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import ray
-import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.admission import Placement, training_bundles
-from gtpo_verl.integrations.beside import Here
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
@@ -34,7 +29,7 @@ class TaskRunner:
         from verl.single_controller.ray.base import ResourcePoolManager
         from verl.utils.logging_utils import configure_verl_logging
 
-        from gtpo_verl.integrations.starting import Started
+        from gtpo_verl.integrations.trainer import trainer_class
 
         configure_verl_logging()
         plugin.log_by_name()
@@ -56,14 +51,12 @@ class TaskRunner:
 
         try:
             with watched(check):
-                started = Started(config)
-                from gtpo_verl.integrations.trainer import trainer_class  # seconds, in an actor, while the others start
-
-                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config, started=started)
+                tq.init(config.transfer_queue)
+                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
                 # verl stops where it finds too little free; this job was admitted, and its wait is bounded
                 with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):
                     trainer.init()
-                trainer.fit(started.agent_loops or self._agent_loops(config, trainer))
+                trainer.fit(self._agent_loops(config, trainer))
             succeeded = True
         except Exception:
             check()  # a dead process causes many other errors; this one names the cause
@@ -78,10 +71,10 @@ class TaskRunner:
     def _agent_loops(config: DictConfig, trainer: Any) -> Any:
         from verl.utils.import_utils import load_class_from_fqn
 
-        from gtpo_verl.integrations.agent_loops import GroupAgentLoopManager
+        from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager
 
         name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else GroupAgentLoopManager
+        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else SeededAgentLoopManager
         return manager.create(
             config=config,
             llm_client=trainer.get_llm_client(),
@@ -95,13 +88,10 @@ class TaskRunnerClass:
 
     Args:
         before: called before the actor is made.
-        here: run the job in this process instead of an actor. That is a process less, and its imports, which this one
-            has already done; the job ends with this process, as one whose Ray it has started does anyway.
     """
 
-    def __init__(self, before: Callable[[], object], *, here: bool = False) -> None:
+    def __init__(self, before: Callable[[], object]) -> None:
         self._before = before
-        self._here = here
         self._options: dict[str, Any] = {}
 
     def options(self, **options: Any) -> "TaskRunnerClass":
@@ -110,13 +100,4 @@ class TaskRunnerClass:
 
     def remote(self) -> Any:
         self._before()
-        if self._here:
-            return SimpleNamespace(run=Here(_run_here))
         return ray.remote(num_cpus=1)(TaskRunner).options(**self._options).remote()
-
-
-def _run_here(config: DictConfig) -> None:
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads:  # an actor's torch reads it; this one was imported before the run's variables were set
-        torch.set_num_threads(int(threads))
-    TaskRunner().run(copy.deepcopy(config))  # an actor too has a copy

@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.utils import tensordict_utils
@@ -36,9 +37,9 @@ from gtpo_verl.integrations.guide_server import CLIENT, GuideServerManager
 from gtpo_verl.integrations.liveness import ended_actors
 from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
+from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
-from gtpo_verl.integrations.starting import Started
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import (
@@ -63,7 +64,6 @@ from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.runs.directory import (
     SAMPLES_FILE,
     STOP_FILE,
-    WAITING,
     MetricsRecorder,
     keep_step,
     link_model,
@@ -72,7 +72,6 @@ from gtpo_verl.runs.directory import (
     restore_step,
 )
 from gtpo_verl.runs.guards import Guards, read_bounds
-from gtpo_verl.runs.lock import wait_for_end
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +86,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     _guide_servers: LLMServerManager | None = None
 
-    def __init__(self, config: DictConfig, started: Started) -> None:
-        self.started = started
+    def __init__(self, config: DictConfig) -> None:
         self.entropy_source = entropy_source(config)
         self.guide = GuideRows(config)
         self.actor_pass = ActorPass(config.algorithm.entropy.check_every)
@@ -116,7 +114,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _setup(self) -> None:
         record_phase(self.run_dir, 0, "starting")
-        with self.started.in_place():
+        with temporarily(trainer_base, "RewardLoopManager", BoundedRewardLoopManager):
             super()._setup()
         if self.guide.on:
             self.actor_rollout_wg.set_loss_fn(self.guide.loss())
@@ -181,19 +179,6 @@ class CreditAssignmentMixin(PPOTrainer):
         self._enter("generating")
         super().on_sample_begin()
 
-    def fit(self, agent_loop_manager: Any) -> None:
-        other = self.config.trainer.after_run_dir
-        if other:
-            record_phase(self.run_dir, self.global_steps, f"{WAITING} {other}")
-            if not wait_for_end(Path(other), given_up=self._gives_up_waiting):
-                return
-            self._enter("starting")
-        super().fit(agent_loop_manager)
-
-    def _gives_up_waiting(self) -> bool:
-        self.phase_limit.polled()
-        return (self.run_dir / STOP_FILE).exists()
-
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self._in_training = True
@@ -218,11 +203,9 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _workers(self) -> dict[str, Any]:
         """The Ray actors that there are by now, beside the engines and TransferQueue, by name."""
-        rewards = getattr(self, "reward_loop_manager", self.started.rewards)
-        agent_loops = getattr(self, "agent_loop_manager", self.started.agent_loops)
         kinds = {
-            "reward worker": getattr(rewards, "reward_loop_workers", None),
-            "agent loop worker": getattr(agent_loops, "agent_loop_workers", None),
+            "reward worker": getattr(getattr(self, "reward_loop_manager", None), "reward_loop_workers", None),
+            "agent loop worker": getattr(getattr(self, "agent_loop_manager", None), "agent_loop_workers", None),
             "actor rank": getattr(getattr(self, "actor_rollout_wg", None), "_workers", None),
         }
         return {f"{kind} {number}": actor for kind, all_ in kinds.items() for number, actor in enumerate(all_ or ())}
@@ -570,7 +553,6 @@ class CreditAssignmentMixin(PPOTrainer):
             save_groups(self._checkpoint_dir(), "train", sampling.last_step)
 
     def _load_checkpoint(self) -> None:
-        self.started.wait_for_queue()  # the first to need it
         super()._load_checkpoint()
         if self.global_steps == 0:
             return

@@ -32,7 +32,6 @@ SAMPLES_FILE = "credit_samples.jsonl"
 SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
 PHASE_FILE = "phase.json"  # what the trainer does just now
-WAITING = "waiting for"  # so begins the phase of a training that starts beside another one
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 MODEL_LINK = "model"
 DEEPEST = 100  # levels of a configuration; verl's has eight
@@ -134,13 +133,6 @@ def set_aside(run_dir: Path, step: int) -> list[int]:
 def record_phase(run_dir: Path, step: int, phase: str) -> None:
     """Write what the trainer begins to do, for ``gtpo-verl status``."""
     write_json(run_dir / PHASE_FILE, {"step": step, "phase": phase, "since": time.time()})
-
-
-def waits(run_dir: Path) -> bool:
-    """Whether the training in ``run_dir`` has started and waits for another one to end."""
-    with reading(run_dir / PHASE_FILE):
-        phase = read_json(run_dir / PHASE_FILE)
-    return isinstance(phase, dict) and str(phase.get("phase")).startswith(WAITING)
 
 
 def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]], int]:

@@ -70,7 +70,7 @@ def test_two_ranks_and_two_replicas_did_the_work(quickstart: Quickstart) -> None
 
 
 def test_groups_were_generated_scored_and_written_together(quickstart: Quickstart) -> None:
-    assert "(GroupAgentLoopWorker pid=" in quickstart.log
+    assert "(SeededAgentLoopWorker pid=" in quickstart.log
     assert "(AgentLoopWorkerTQ pid=" not in quickstart.log
 
 

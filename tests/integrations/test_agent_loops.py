@@ -1,13 +1,10 @@
-"""The worker that handles groups against verl's own, on the same answers: rows, columns and failures are the same."""
+"""Our agent loop worker against verl's, on the same answers: rows, columns and failures are the same."""
 
 import asyncio
-import gc
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,15 +21,13 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.trainer.ppo.v1 import AgentLoopWorkerTQ, trainer_base
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
-from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
-from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker, StatesTogether
+from gtpo_verl.integrations.agent_loops import SeededAgentLoopWorker
 from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
 from gtpo_verl.integrations.guide_server import CLIENT
-from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
-from gtpo_verl.integrations.starting import Started
+from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager, Scorable
 from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
 from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS
@@ -59,9 +54,8 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs):
     if solution_str == "no" and extra_info.get("fails"):
         raise ValueError("cannot score this")
-    extra_info["seen"] = extra_info.get("seen", 0) + 1  # of its own copy
     right = solution_str.endswith(ground_truth)
-    return {"score": len(solution_str) / 8, "acc": float(right), "seen": extra_info["seen"]}
+    return {"score": len(solution_str) / 8, "acc": float(right)}
 """
 
 
@@ -158,7 +152,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def reward(queue: None, config: DictConfig) -> list[Any]:
-    handles: list[Any] = GroupRewardLoopManager(config=config).reward_loop_worker_handles
+    handles: list[Any] = BoundedRewardLoopManager(config=config).reward_loop_worker_handles
     return handles
 
 
@@ -222,19 +216,14 @@ def assert_same(ours: Rows, verls: Rows) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent", "stock", "own"])
+@pytest.mark.parametrize("name", ["single_turn_agent", "own"])
 @pytest.mark.parametrize("validate", [False, True])
 def test_rows_are_verls(run: Callable[..., Rows], name: str, validate: bool) -> None:
-    _agent_loop_registry["stock"] = {
-        "_target_": "verl.experimental.agent_loop.single_turn_agent_loop.SingleTurnAgentLoop"
-    }
     verls = run(VERL, Answers(), validate, agent_name=name, __rollout_n__=N)
-    ours = run(GroupAgentLoopWorker, Answers(), validate, agent_name=name, __rollout_n__=N)
+    ours = run(SeededAgentLoopWorker, Answers(), validate, agent_name=name, __rollout_n__=N)
     assert verls[0] == "finished"
     assert len(verls[1]) == (6 if name == "own" else N)
     assert_same(ours, verls)
-    if name == "single_turn_agent":
-        assert {row["extra_fields"]["reward_extra_info"]["seen"] for row in ours[1].values()} == {1}
 
 
 @pytest.mark.slow
@@ -242,116 +231,30 @@ def test_rows_are_verls(run: Callable[..., Rows], name: str, validate: bool) -> 
     ("answers", "prompt"),
     [
         ((RuntimeError("the server died"), *TEXTS[1:]), {}),
-        ((*TEXTS[:3], RuntimeError("the server died")), {}),
         (TEXTS, {"extra_info": {"fails": True}}),
-        (("", *TEXTS[1:]), {}),  # a score has no token to stand on
         ([RuntimeError("all servers died")] * N, {}),
-        (TEXTS, {"agent_name": "unknown"}),
     ],
 )
 def test_a_failed_response_leaves_what_it_leaves_in_verl(
     run: Callable[..., Rows], answers: tuple[Any, ...], prompt: dict[str, Any]
 ) -> None:
     verls = run(VERL, Answers(answers), **prompt)
-    ours = run(GroupAgentLoopWorker, Answers(answers), **prompt)
+    ours = run(SeededAgentLoopWorker, Answers(answers), **prompt)
     assert verls[0] == "failure"
     assert len(verls[1]) in (0, N - 1)
     assert_same(ours, verls)
 
 
 @pytest.mark.slow
-def test_what_is_the_same_for_a_group_is_done_once(run: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def counted(owner: Any, name: str) -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, call)
-
-    counted(ContinuousTokenBuilder, "build_initial_tokens")
-    counted(GroupAgentLoopWorker, "_request_scores")
-    counted(tq, "async_kv_batch_put")
-    run(GroupAgentLoopWorker, Answers())
-    # rows once, and the state of the prompt twice
-    assert sorted(calls) == ["_request_scores", *["async_kv_batch_put"] * 3, "build_initial_tokens"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent"])
-def test_no_loop_outlives_its_response(run: Callable[..., Rows], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    loops = []
-    construct = GroupAgentLoopWorker._agent_loop
-
-    def constructed(*args: Any) -> AgentLoopBase:
-        loop = construct(*args)
-        loops.append(weakref.ref(loop))
-        return loop
-
-    monkeypatch.setattr(GroupAgentLoopWorker, "_agent_loop", constructed)
-    gc.disable()  # it would find one that refers to itself, some hundred megabytes of responses later
-    try:
-        run(GroupAgentLoopWorker, Answers(), agent_name=name)
-        assert [loop() for loop in loops] == [None] * N
-    finally:
-        gc.enable()
-
-
-@pytest.mark.slow
-def test_the_prompts_of_a_validation_are_scored_and_written_together(
-    config: DictConfig, reward: list[Any], runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Slow(Answers):
-        async def generate(self, request_id: str, **request: Any) -> TokenOutput:
-            await asyncio.sleep(0.3)  # all prompts have started by then
-            return await super().generate(request_id, **request)
-
-    lots = []
-    scored = GroupAgentLoopWorker._request_scores
-
-    async def counted(self: Any, responses: list[Any]) -> list[Any]:
-        lots.append(len(responses))
-        return await scored(self, responses)
-
-    monkeypatch.setattr(GroupAgentLoopWorker, "_request_scores", counted)
-    written: list[list[str]] = []
-    put = tq.async_kv_batch_put
-
-    async def watched(keys: list[str], **arguments: Any) -> Any:
-        written.append(sorted(keys))
-        return await put(keys=keys, **arguments)
-
-    monkeypatch.setattr(tq, "async_kv_batch_put", watched)
-
-    async def go() -> list[str]:
-        worker = GroupAgentLoopWorker(config, Slow(), None, reward)
-        trajectory = {"step": 3, "sample_index": 0, "rollout_n": 0, "validate": True}
-        await asyncio.gather(
-            *(worker._run_prompt(COLUMNS | {"uid": uid, "__rollout_n__": 1}, {}, trajectory) for uid in "abc")
-        )
-        tags = (await tq.async_kv_list(partition_id="val"))["val"]
-        await tq.async_kv_clear(keys=list(tags), partition_id="val")
-        return sorted(f"{key} {tag['status']}" for key, tag in tags.items())
-
-    expected = [f"{uid} finished" for uid in "abc"] + [f"{uid}_0_0 success" for uid in "abc"]
-    assert runner.run(go()) == sorted(expected)
-    assert lots == [3]
-    assert written == [["a", "b", "c"], ["a_0_0", "b_0_0", "c_0_0"], ["a", "b", "c"]], "running, rows, finished"
-
-
-@pytest.mark.slow
 def test_each_response_is_sampled_from_its_own_stream(run: Callable[..., Rows]) -> None:
     answers = Answers()
-    _, rows, _ = run(GroupAgentLoopWorker, answers, **{COLUMN: 5})
+    _, rows, _ = run(SeededAgentLoopWorker, answers, **{COLUMN: 5})
     assert answers.seeds == [derived(5, session) for session in range(N)]
     assert all(COLUMN not in columns for columns in rows.values())
 
 
 @pytest.mark.slow
-def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
+def test_a_response_of_an_audit_is_scored_as_verls_agent_loop_would_have_it(
     config: DictConfig, queue: None, runner: asyncio.Runner
 ) -> None:
     sent = []
@@ -365,12 +268,7 @@ def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
         compute_score = Remote()
 
     output = AgentLoopOutput(
-        prompt_ids=[5, 6, 7],
-        response_ids=[8, 9],
-        response_mask=[1, 1],
-        num_turns=2,
-        metrics=AgentLoopMetrics(),
-        extra_fields={"turn_scores": [], "global_steps": 3},
+        prompt_ids=[5, 6, 7], response_ids=[8, 9], response_mask=[1, 1], num_turns=2, metrics=AgentLoopMetrics()
     )
     columns = {"uid": "prompt", "session_id": 1, "raw_prompt": [{"content": "3+9"}], "extra_info": {"index": 0}}
 
@@ -379,8 +277,7 @@ def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
         await worker._compute_score([output], kwargs=columns)
 
     runner.run(verls())
-    ours = Scorable(np.array([5, 6, 7]), np.array([8, 9]), 2, {"turn_scores": [], "global_steps": 3}, columns)
-    batch, (expected,) = ours.as_batch(), sent
+    batch, (expected,) = Scorable(np.array([5, 6, 7]), np.array([8, 9]), columns).as_batch(), sent
     assert set(batch.batch.keys()) == set(expected.batch.keys())
     for name, value in expected.batch.items():
         assert batch.batch[name].dtype == value.dtype
@@ -388,8 +285,8 @@ def test_a_response_travels_to_the_reward_worker_as_verl_sends_it(
     assert batch.non_tensor_batch.keys() == expected.non_tensor_batch.keys()
     for name, value in expected.non_tensor_batch.items():
         assert batch.non_tensor_batch[name].dtype == value.dtype
-        expected_extra = {"turn_scores": [], "global_steps": 3} if name == "tool_extra_fields" else None
-        assert batch.non_tensor_batch[name].tolist() == ([expected_extra] if expected_extra else value.tolist()), name
+        # verl's is the dictionary of its output, which has the verdict in it by now
+        assert batch.non_tensor_batch[name].tolist() == ([{}] if name == "tool_extra_fields" else value.tolist()), name
 
 
 # -------------------------------------------------------------------- rows of a guide
@@ -430,7 +327,7 @@ def test_which_rows_of_a_group_are_the_guides(
     run: Callable[..., Rows], guide: dict[str, Any], answers: tuple[str, ...], expected: list[int]
 ) -> None:
     """A group has as many rows as ever, and the verdicts on the policy's own decide."""
-    found = run(GroupAgentLoopWorker, Answers(answers), guide=guide, guide_responses=[GUIDE, f"{GUIDE};#12"])
+    found = run(SeededAgentLoopWorker, Answers(answers), guide=guide, guide_responses=[GUIDE, f"{GUIDE};#12"])
     assert found[0] == "finished"
     assert sessions(found) == expected
 
@@ -442,7 +339,7 @@ def test_a_row_of_the_guide_has_the_columns_of_an_own_one(run: Callable[..., Row
     log_probs = [-position / 16 for position in range(len(tokens))]
     columns = {"guide_responses": [GUIDE]} | ({"guide_log_probs": [log_probs]} if ratio == "phi" else {})
     guide = {"mode": "mix", "ratio": ratio, "clip": "none"}
-    status, rows, tags = run(GroupAgentLoopWorker, Answers(SOME), guide=guide, **{COLUMN: 5}, **columns)
+    status, rows, tags = run(SeededAgentLoopWorker, Answers(SOME), guide=guide, **{COLUMN: 5}, **columns)
     key = f"prompt_{FIRST_SESSION + 3}_0"
     assert (status, len(rows)) == ("finished", N)
     row, own = rows[key], rows["prompt_0_0"]
@@ -469,7 +366,7 @@ def test_a_row_of_the_guide_has_the_columns_of_an_own_one(run: Callable[..., Row
 def test_a_wrong_response_of_the_guide_may_be_replaced(run: Callable[..., Rows]) -> None:
     for drop_wrong, expected in ((False, [0, 1, 2, -1]), (True, [0, 1, 2, 3])):
         found = run(
-            GroupAgentLoopWorker, Answers(SOME), guide=MIX | {"drop_wrong": drop_wrong}, guide_responses=["9+3=13;#13"]
+            SeededAgentLoopWorker, Answers(SOME), guide=MIX | {"drop_wrong": drop_wrong}, guide_responses=["9+3=13;#13"]
         )
         assert (found[0], sessions(found)) == ("finished", expected)
         assert not any(COLUMN in row or "agent_name" in row for row in found[1].values())
@@ -478,7 +375,7 @@ def test_a_wrong_response_of_the_guide_may_be_replaced(run: Callable[..., Rows])
 @pytest.mark.slow
 def test_too_few_responses_of_the_guide_leave_the_rows_to_the_policy(run: Callable[..., Rows]) -> None:
     for responses, expected in (([GUIDE], [0, 1, 3, -2]), ([], [0, 1, 2, 3]), (None, [0, 1, 2, 3])):
-        found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=BOTH, guide_responses=responses)
+        found = run(SeededAgentLoopWorker, Answers(ALL_WRONG), guide=BOTH, guide_responses=responses)
         assert (found[0], sessions(found)) == ("finished", expected)
 
 
@@ -486,9 +383,9 @@ def test_too_few_responses_of_the_guide_leave_the_rows_to_the_policy(run: Callab
 def test_without_own_responses_there_is_nothing_to_learn_from_the_guide(run: Callable[..., Rows]) -> None:
     """The group has failed, as without a guide, and waits for nobody."""
     answers = Answers((RuntimeError("the server died"),) * N)
-    assert run(GroupAgentLoopWorker, answers, guide=MIX, guide_responses=[GUIDE])[:2] == ("failure", {})
+    assert run(SeededAgentLoopWorker, answers, guide=MIX, guide_responses=[GUIDE])[:2] == ("failure", {})
     answers = Answers((RuntimeError("the server died"), "7", "no"))
-    found = run(GroupAgentLoopWorker, answers, guide=MIX, guide_responses=[GUIDE])
+    found = run(SeededAgentLoopWorker, answers, guide=MIX, guide_responses=[GUIDE])
     assert (found[0], sessions(found)) == ("failure", [1, 2, -1])
 
 
@@ -496,13 +393,13 @@ def test_without_own_responses_there_is_nothing_to_learn_from_the_guide(run: Cal
 def test_a_response_of_the_guide_that_cannot_be_used_fails_its_group(run: Callable[..., Rows]) -> None:
     """Local files are checked before the run; others are not."""
     for ratio, response in (("one", "1" * 64), ("phi", GUIDE)):  # too long; without log-probabilities
-        found = run(GroupAgentLoopWorker, Answers(SOME), guide=MIX | {"ratio": ratio}, guide_responses=[response])
+        found = run(SeededAgentLoopWorker, Answers(SOME), guide=MIX | {"ratio": ratio}, guide_responses=[response])
         assert (found[0], sessions(found)) == ("failure", [0, 1, 2])
 
 
 @pytest.mark.slow
 def test_a_group_as_small_as_the_guides_rows_is_the_policys(run: Callable[..., Rows]) -> None:
-    found = run(GroupAgentLoopWorker, Answers(SOME), guide=BOTH, guide_responses=[GUIDE], __rollout_n__=2)
+    found = run(SeededAgentLoopWorker, Answers(SOME), guide=BOTH, guide_responses=[GUIDE], __rollout_n__=2)
     assert (found[0], sessions(found)) == ("finished", [0, 1])
 
 
@@ -529,7 +426,7 @@ SERVER = {"mode": "both", "source": "server", "model": "guide"}
 @pytest.mark.parametrize("name", ["single_turn_agent", "tool_agent"])
 def test_a_server_of_the_guide_answers_the_prompt_of_the_group(run: Callable[..., Rows], name: str) -> None:
     server = Guide((GUIDE, "13"))
-    found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER, server=server, agent_name=name, **{COLUMN: 5})
+    found = run(SeededAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER, server=server, agent_name=name, **{COLUMN: 5})
     status, rows, tags = found
     assert (status, sessions(found)) == ("finished", [0, 1, -2, -1])
     own = rows["prompt_0_0"]
@@ -561,14 +458,14 @@ def test_a_server_of_the_guide_is_asked_where_its_rows_are_wanted_alone(run: Cal
     ):
         server = Guide((GUIDE,))
         found = run(
-            GroupAgentLoopWorker, Answers(answers), validate, guide=SERVER | changes, server=server, __rollout_n__=N
+            SeededAgentLoopWorker, Answers(answers), validate, guide=SERVER | changes, server=server, __rollout_n__=N
         )
         assert (found[0], len(found[1]), len(server.requests)) == ("finished", N, asked)
     server = Guide(("13",))
-    found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER | {"drop_wrong": True}, server=server)
+    found = run(SeededAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER | {"drop_wrong": True}, server=server)
     assert (found[0], sessions(found), len(server.requests)) == ("finished", [0, 1, 2, 3], 2)
     server = Guide((RuntimeError("the guide's server died"),))
-    found = run(GroupAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER, server=server)
+    found = run(SeededAgentLoopWorker, Answers(ALL_WRONG), guide=SERVER, server=server)
     assert (found[0], sessions(found)) == ("failure", [0, 1])
 
 
@@ -581,149 +478,19 @@ def test_without_a_guide_and_in_a_validation_rows_are_verls(
 ) -> None:
     verls = run(VERL, Answers(ALL_WRONG), validate, __rollout_n__=N)
     answers = Answers(ALL_WRONG)
-    ours = run(GroupAgentLoopWorker, answers, validate, guide=guide, guide_responses=[GUIDE], __rollout_n__=N)
+    ours = run(SeededAgentLoopWorker, answers, validate, guide=guide, guide_responses=[GUIDE], __rollout_n__=N)
     assert_same(ours, verls)
     assert len(answers.seeds) == N
 
 
-@pytest.mark.parametrize(("count", "calls"), [(1, [1]), (8, [8]), (9, [4, 5]), (100, [33, 33, 34])])
-def test_many_responses_are_dealt_to_the_reward_workers(count: int, calls: list[int]) -> None:
-    class Calls:
-        def __init__(self) -> None:
-            self.sizes: list[int] = []
-
-        async def remote(self, responses: list[int]) -> list[int]:
-            self.sizes.append(len(responses))
-            if -1 in responses:
-                raise RuntimeError("this worker died")
-            return [10 * response for response in responses]
-
-    worker = object.__new__(GroupAgentLoopWorker)
-    worker.reward_loop_worker_handles = [SimpleNamespace(compute_scores=Calls()) for _ in range(3)]
-    assert asyncio.run(worker._request_scores(list(range(count)))) == [10 * i for i in range(count)]
-    assert sorted(size for handle in worker.reward_loop_worker_handles for size in handle.compute_scores.sizes) == calls
-    scores = asyncio.run(worker._request_scores([-1, *range(8)]))
-    assert [type(score) for score in scores] == [RuntimeError, int] * 4 + [RuntimeError]
-
-
 @pytest.mark.parametrize("mode", ["sync", "separate_async"])
-def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatch, mode: str, tmp_path: Path) -> None:
+def test_the_trainers_reward_workers_have_a_limit(monkeypatch: pytest.MonkeyPatch, mode: str, tmp_path: Path) -> None:
     made = []
     monkeypatch.setattr(get_trainer_cls(mode), "_setup", lambda self: made.append(trainer_base.RewardLoopManager))
     trainer = object.__new__(trainer_class(mode))
     trainer.run_dir = tmp_path
-    trainer.config = compose_config(["algo=dapo", "reward.reward_model.enable=true"])  # so nothing is started before
+    trainer.config = compose_config(["algo=dapo"])
     trainer.guide = GuideRows(trainer.config)
-    trainer.started = Started(trainer.config)
     trainer._setup()
-    assert made == [GroupRewardLoopManager]
+    assert made == [BoundedRewardLoopManager]
     assert trainer_base.RewardLoopManager is RewardLoopManager
-
-
-# -------------------------------------------------------------------- gathering
-
-
-def gathered(
-    members: list[Callable[..., Any]], patience: float | None = None, lots: list[list[Any]] | None = None
-) -> tuple[list[list[Any]], list[Any]]:
-    """What was handled together, and what each member got; a member takes the function that brings something."""
-    lots = [] if lots is None else lots
-
-    async def handle(lot: list[Any]) -> list[Any]:
-        lots.append(lot)
-        if "all" in lot:
-            raise RuntimeError("nobody gets anything")
-        return [ValueError(thing) if thing == "bad" else f"{thing}!" for thing in lot]
-
-    async def go() -> list[Any]:
-        gathering = Gathering(handle, patience)
-
-        async def sit(member: Callable[..., Any]) -> Any:
-            with gathering.seat() as bring:
-                return await member(bring)
-
-        for _ in members:
-            gathering.expect()
-        return await asyncio.gather(*map(sit, members), return_exceptions=True)
-
-    return lots, asyncio.run(go())
-
-
-def brings(thing: str, after: float = 0.0) -> Callable[..., Any]:
-    async def member(bring: Callable[[str], Any]) -> Any:
-        await asyncio.sleep(after)
-        return await bring(thing)
-
-    return member
-
-
-async def leaves(bring: object) -> None:
-    await asyncio.sleep(0.02)
-
-
-async def fails(bring: object) -> None:
-    raise KeyError("mine alone")
-
-
-def test_all_are_handled_together_when_the_last_has_come() -> None:
-    assert gathered([brings("a", 0.01), brings("b"), brings("c", 0.02)]) == ([["b", "a", "c"]], ["a!", "b!", "c!"])
-
-
-@pytest.mark.parametrize("absent", [leaves, fails])
-def test_nobody_waits_for_one_that_left(absent: Callable[..., Any]) -> None:
-    lots, results = gathered([brings("a"), absent, brings("b")])
-    assert lots == [["a", "b"]]
-    assert (results[0], results[2]) == ("a!", "b!")
-
-
-def test_nothing_is_handled_if_nobody_brings_anything() -> None:
-    assert gathered([leaves, leaves]) == ([], [None, None])
-
-
-def test_those_who_wait_too_long_go_first() -> None:
-    lots: list[list[Any]] = []
-
-    async def late(bring: Callable[[str], Any]) -> Any:
-        while not lots:
-            await asyncio.sleep(0.01)
-        return await bring("c")
-
-    _, results = gathered([brings("a"), brings("b"), late], patience=0.01, lots=lots)
-    assert lots == [["a", "b"], ["c"]]
-    assert results == ["a!", "b!", "c!"]
-
-
-def test_an_exception_is_its_members_own() -> None:
-    _, (first, second) = gathered([brings("a"), brings("bad")])
-    assert first == "a!"
-    assert isinstance(second, ValueError)
-
-
-def test_states_of_another_partition_are_written_apart_and_a_failure_reaches_all_of_a_call() -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    class Queue:
-        name = "TransferQueue"
-
-        async def async_kv_batch_put(self, keys: list[str], partition_id: str, tags: list[dict[str, str]]) -> None:
-            calls.append((partition_id, keys, [tag["status"] for tag in tags]))
-            if "bad" in keys:
-                raise RuntimeError("the storage is gone")
-
-    states = StatesTogether(Queue())
-    assert states.name == "TransferQueue"
-
-    async def go(*prompts: tuple[str, str]) -> list[Any]:
-        puts = (states.async_kv_put(key=key, partition_id=part, tag={"status": key * 2}) for key, part in prompts)
-        return await asyncio.gather(*puts, return_exceptions=True)
-
-    assert asyncio.run(go(("a", "train"), ("b", "val"), ("c", "train"))) == [None] * 3
-    assert calls == [("train", ["a", "c"], ["aa", "cc"]), ("val", ["b"], ["bb"])]
-    assert [type(result) for result in asyncio.run(go(("a", "val"), ("bad", "val")))] == [RuntimeError] * 2
-
-
-@pytest.mark.slow
-def test_if_the_call_fails_all_fail() -> None:
-    lots, results = gathered([brings("a"), brings("all")])
-    assert lots == [["a", "all"]]
-    assert [type(result) for result in results] == [RuntimeError] * 2

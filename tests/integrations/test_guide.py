@@ -3,7 +3,6 @@ with an actor that answers at once.
 """
 
 import asyncio
-import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -285,7 +284,6 @@ def test_the_workers_get_the_loss_where_there_is_a_guide(
         given: list[Any] = []
         trainer = Trainer(tmp_path, columns, "algo=dapo_mixed", f"algorithm.guide.mode={mode}")
         trainer.actor_rollout_wg.set_loss_fn = given.append
-        trainer.started = SimpleNamespace(in_place=contextlib.nullcontext)
         trainer._setup()
         assert len(given) == expected
 

@@ -11,7 +11,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 
-from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations import evaluate, launch
 from gtpo_verl.integrations.admission import DevicesTakenError
@@ -174,27 +173,6 @@ def test_a_cluster_keeps_its_own_numbers_of_cpus_and_devices(monkeypatch: pytest
     launch.check_ray(own, [override])
     launch.leave_to_cluster(own)
     assert own.ray_kwargs.ray_init.num_cpus == 32
-
-
-@pytest.mark.parametrize(
-    ("hook", "in_job", "left"),
-    [(launch.REST, True, False), (launch.REST, False, True), ("mine.hook", True, True), (None, True, False)],
-)
-def test_a_submitted_job_keeps_its_hook_of_workers_of_which_ray_takes_one(
-    monkeypatch: pytest.MonkeyPatch, hook: str | None, in_job: bool, left: bool
-) -> None:
-    monkeypatch.setenv(IN_RAY_JOB, "{}")
-    if not in_job:
-        monkeypatch.delenv(IN_RAY_JOB)
-    config = run_with(runtime_env={"env_vars": {}} | ({launch.HOOK: hook} if hook else {}))
-    OmegaConf.set_struct(config, True)
-    launch.leave_to_cluster(config)
-    assert (launch.HOOK in config.ray_kwargs.ray_init.runtime_env) is left
-
-
-def test_the_hook_that_a_submitted_job_does_without_is_the_one_of_a_cpu() -> None:
-    cpu = OmegaConf.load(Path(__file__).parents[2] / "configs/hardware/cpu.yaml")
-    assert cpu.ray_kwargs.ray_init.runtime_env[launch.HOOK] == launch.REST
 
 
 def test_a_namespace_that_runs_would_share_is_refused() -> None:

@@ -11,7 +11,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations import waiting
-from gtpo_verl.integrations.reward_loop import GroupRewardLoopWorker, Scorable
+from gtpo_verl.integrations.reward_loop import BoundedRewardLoopWorker, Scorable
 from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, PhaseLimit, bound_wait
 
 
@@ -114,9 +114,9 @@ def test_a_reward_function_that_never_returns_fails_its_response_alone(monkeypat
         return {"reward_score": 1.0}
 
     monkeypatch.setattr(RewardLoopWorker, "compute_score", verify)
-    worker = GroupRewardLoopWorker.__new__(GroupRewardLoopWorker)
+    worker = BoundedRewardLoopWorker.__new__(BoundedRewardLoopWorker)
     worker._limit = 0.2
-    responses = [Scorable(np.array([1]), np.array([token]), 2, {}, {}) for token in (2, 3, 4)]
+    responses = [Scorable(np.array([1]), np.array([token]), {}) for token in (2, 3, 4)]
     first, hung, last = asyncio.run(worker.compute_scores(responses))
     assert first == last == {"reward_score": 1.0}
     assert isinstance(hung, TimeoutError)

@@ -18,7 +18,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations import starting, task_runner, trainer
+from gtpo_verl.integrations import task_runner, trainer
 from gtpo_verl.integrations.watch import SIGNAL, watched
 
 
@@ -70,7 +70,7 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
     """They are sent at the end of the trainer's ``init``, to engines that may die of memory just then."""
 
     class Trainer:
-        def __init__(self, config: object, started: object) -> None:
+        def __init__(self, config: object) -> None:
             pass
 
         def init(self) -> None:
@@ -80,8 +80,6 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
             gone()
 
     monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)
-    early = SimpleNamespace(start_agent_loops=lambda: None, agent_loops="agent loops")
-    monkeypatch.setattr(starting, "Started", lambda config: early)
     monkeypatch.setattr(task_runner, "training_bundles", lambda config: [])
     monkeypatch.setattr(task_runner, "Placement", lambda bundles: SimpleNamespace(check=lambda: None))
     monkeypatch.setattr(task_runner, "watched", functools.partial(watched, interval=0.1))
