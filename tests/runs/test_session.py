@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -11,6 +12,14 @@ from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import HF_WEIGHTS, MetricsRecorder, read_record, record_phase
 from gtpo_verl.runs.session import training_session
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """Signals as a terminal starts a process, also where these tests run under nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def session(run_dir: Path) -> AbstractContextManager[None]:
