@@ -144,13 +144,11 @@ def _last_steps(directory: Path) -> dict[str, int]:
 
 
 def _without_place(run_dir: Path) -> dict[str, Any]:
-    """The configuration that the run recorded, without its name, its directory and that of the run before it."""
+    """The configuration that the run recorded, without its name and its directory."""
     import yaml
 
     config = dict(flatten(yaml.safe_load((run_dir / CONFIG_FILE).read_text())))
-    return {
-        key: value for key, value in config.items() if run_dir.name not in str(value) and key != "trainer.after_run_dir"
-    }
+    return {key: value for key, value in config.items() if run_dir.name not in str(value)}
 
 
 if __name__ == "__main__":

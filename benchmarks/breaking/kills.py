@@ -15,8 +15,8 @@ from breaking.checks import file_problems, last_saved, weights_difference
 from breaking.lab import Lab
 from breaking.training import CLUSTER, DRIVER, KINDS, PHASES, Attempt, Ended, Phase, status_line
 
-# What a training has on any machine, its trainer in the command (the driver); Ray's daemons are among the faults.
-KILLED = (DRIVER, *list(KINDS)[:7], CLUSTER)
+# What a training has on any machine; Ray's daemons are among the faults.
+KILLED = (DRIVER, *list(KINDS)[:8], CLUSTER)
 NOTICED_WITHIN = 180.0  # seconds; processes are asked every 10, and this machine may be slow
 
 

@@ -23,6 +23,7 @@ from gtpo_verl.runs.status import status_of
 
 # by what the title of the process holds
 KINDS = {
+    "trainer": "ray::TaskRunner",
     "FSDP worker": "ray::WorkerDict",
     "vLLM server": "LLMHttpServer",
     "vLLM engine": "VLLM::EngineCore",

@@ -73,7 +73,6 @@ ELSEWHERE = {
     # a critic
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",
-    "ray_kwargs.ray_init.runtime_env.worker_process_setup_hook": "ray/_private/runtime_env/setup_hook.py:162",
     # environment variables
     "ray_kwargs.ray_init.runtime_env.env_vars.TORCHDYNAMO_DISABLE": "torch/_dynamo/eval_frame.py:1752",
     "ray_kwargs.ray_init.runtime_env.env_vars.TQ_NUM_THREADS": "transfer_queue/client.py:42",

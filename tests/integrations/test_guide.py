@@ -293,8 +293,8 @@ def test_the_verdicts_of_a_group_decide_and_none_is_wrong(acc: float | None, row
     """A verifier that failed on a response has returned None for it."""
     reserve = Reserve(GuideConfig(mode="zero"), size=2, threshold=0.5)
     output = SimpleNamespace(extra_fields={"reward_extra_info": {"acc": acc}})
-    with reserve.awaited(0) as judge:
-        judge([output])
+    with reserve.awaited(0):
+        reserve.judge(0, [output])
     assert (asyncio.run(reserve.turn(1)) is not None) == bool(rows)
 
 

@@ -67,11 +67,14 @@ def test_an_interruption_that_somebody_swallows_is_repeated() -> None:
 
 
 def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are sent at the end of the trainer's ``init``, to engines that may die of memory just then."""
+    """They are sent at the end of the trainer's ``init``, to engines that may die of memory just then. TransferQueue is
+    there by then: the limit of its start is no limit of theirs.
+    """
+    happened: list[str] = []
 
     class Trainer:
         def __init__(self, config: object) -> None:
-            pass
+            happened.append("trainer")
 
         def init(self) -> None:
             time.sleep(60)
@@ -83,12 +86,13 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(task_runner, "training_bundles", lambda config: [])
     monkeypatch.setattr(task_runner, "Placement", lambda bundles: SimpleNamespace(check=lambda: None))
     monkeypatch.setattr(task_runner, "watched", functools.partial(watched, interval=0.1))
-    monkeypatch.setattr(transfer_queue, "init", lambda config: None)
+    monkeypatch.setattr(transfer_queue, "init", lambda config: happened.append("queue"))
     monkeypatch.setattr(transfer_queue, "close", lambda: None)
     config = {"algorithm": {"entropy": {"source": "actor"}}, "trainer": {"v1": {"trainer_mode": "sync"}}}
     started = time.monotonic()
     with pytest.raises(UserError, match="server 1 is gone"):
         task_runner.TaskRunner().run(OmegaConf.create(config | {"transfer_queue": {}}))
+    assert happened == ["queue", "trainer"]
     assert time.monotonic() - started < 30
 
 
