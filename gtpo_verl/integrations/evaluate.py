@@ -47,7 +47,7 @@ class Problems:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
         self.tokenizer = model.tokenizer
         self.model_type = getattr(model.hf_config, "model_type", None)
-        self._seed = config.seed
+        self._config = config
         data = config.data
         self._rows = create_rl_dataset(
             data.val_files,
@@ -71,7 +71,7 @@ class Problems:
         batch = tensordict_utils.get_tensordict(columns)
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
         tensordict_utils.assign_non_tensor_data(batch, "validate", True)
-        assign_streams(batch, self._seed, PARTITION, rows.values())
+        assign_streams(batch, self._config, PARTITION, rows.values())
         return batch
 
     def row(self, row: int) -> dict[str, Any]:

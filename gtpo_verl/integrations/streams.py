@@ -4,10 +4,13 @@ The trainer gives each prompt a seed, the agent loop worker (`agent_loops`) make
 client of the servers one for each request: vLLM starts the stream of a request at its seed.
 """
 
+from collections import Counter
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -15,39 +18,65 @@ from verl.workers.rollout.replica import TokenOutput
 from gtpo_verl.seeds import derived
 
 COLUMN = "sampling_seed"
+# How many requests of the current response had a prompt of each length.
+_lengths: ContextVar[Counter[int] | None] = ContextVar("gtpo_verl_request_lengths", default=None)
 
 
-def assign_streams(prompts: TensorDict, seed: int, partition_id: str, names: Iterable[str | int]) -> None:
+def assign_streams(prompts: TensorDict, config: DictConfig, partition_id: str, names: Iterable[str | int]) -> None:
     """Give each prompt the seed from which those of its responses are made, as a column (B,) int64.
+
+    Without ``trainer.seed_requests`` there is no such column, and vLLM draws from one stream for all requests.
 
     Args:
         prompts: B prompts, on their way to the agent loops.
-        seed: the run's.
+        config: of the run.
         partition_id: ``train`` or ``val``.
         names: B names. The responses to a prompt are the same wherever it has the same name, and the model is the same.
     """
-    prompts[COLUMN] = torch.tensor([derived(seed, partition_id, name) for name in names], dtype=torch.int64)
+    if not OmegaConf.select(config, "trainer.seed_requests", default=True):  # a run recorded earlier has no such key
+        return
+    prompts[COLUMN] = torch.tensor([derived(config.seed, partition_id, name) for name in names], dtype=torch.int64)
 
 
 def with_stream(sampling_params: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
     """The sampling parameters of one response, with a seed of its own where its prompt has one.
+
+    To be called in the asyncio task of the response, whose requests are counted from here on.
 
     Args:
         sampling_params: of its group.
         columns: those of its prompt and its ``session_id``; the seed is taken out, or it would be written to the rows.
     """
     seed = columns.pop(COLUMN, None)
-    return (
-        dict(sampling_params) if seed is None else sampling_params | {"seed": derived(int(seed), columns["session_id"])}
-    )
+    if seed is None:
+        return dict(sampling_params)
+    _lengths.set(Counter())
+    return sampling_params | {"seed": derived(int(seed), columns["session_id"])}
 
 
-class SeedingClient(LLMServerClient):
-    """verl's client, with a stream for each request, and without the text of its answer.
+class _CountingClient(LLMServerClient):
+    """A client that gives the second request of a response with a prompt as long as the first's, and every later one,
+    a seed of its own: an agent loop may sample several times from one prompt.
+    """
 
-    A response of several turns, or one that a weight update interrupted, is several requests; with one seed for all,
-    tokens far apart would be drawn with the same random numbers. verl takes the tokens of an answer and drops its text,
-    which vLLM decodes token by token; only strings to stop at need it.
+    async def generate(
+        self, request_id: Any, *, prompt_ids: list[int], sampling_params: dict[str, Any], **kwargs: Any
+    ) -> TokenOutput:
+        lengths = _lengths.get()
+        if "seed" in sampling_params and lengths is not None:
+            before = lengths[len(prompt_ids)]
+            lengths[len(prompt_ids)] += 1
+            if before:
+                sampling_params = sampling_params | {"seed": derived(sampling_params["seed"], "again", before)}
+        return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
+
+
+class SegmentClient(LLMServerClient):
+    """verl's client, with a stream for each segment of an answer, and without the text of the answer.
+
+    A response of several turns, or one that a weight update interrupted, is several segments, each with a longer prompt
+    than the one before; with one seed for all, tokens far apart would be drawn with the same random numbers. verl takes
+    the tokens of an answer and drops its text, which vLLM decodes token by token; only strings to stop at need it.
     """
 
     async def generate(
@@ -60,5 +89,9 @@ class SeedingClient(LLMServerClient):
         return await super().generate(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **kwargs)
 
 
-class SeedingFullyAsyncClient(FullyAsyncLLMServerClient, SeedingClient):
-    """verl's client for partial rollouts, with a stream for each segment of a response."""
+class SeedingClient(_CountingClient, SegmentClient):
+    """verl's client, with a stream for each request."""
+
+
+class SeedingFullyAsyncClient(_CountingClient, FullyAsyncLLMServerClient, SegmentClient):
+    """verl's client for partial rollouts, with a stream for each request and each segment of its answer."""

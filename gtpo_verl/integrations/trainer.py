@@ -245,7 +245,7 @@ class CreditAssignmentMixin(PPOTrainer):
         batch = super()._next_train_batch(num_prompts)
         names = self._prompt_names(len(batch))
         tensordict_utils.assign_non_tensor_stack(batch, "uid", names)
-        assign_streams(batch, self.config.seed, "train", names)
+        assign_streams(batch, self.config, "train", names)
         return batch
 
     def _prompt_names(self, count: int) -> list[str]:
@@ -581,7 +581,7 @@ class CreditAssignmentMixin(PPOTrainer):
 
     def _validate(self) -> dict[str, float]:
         self._enter("validating")
-        with recorded(self.replay_buffer, self.agent_loop_manager, self.config.seed) as self._validated:
+        with recorded(self.replay_buffer, self.agent_loop_manager, self.config) as self._validated:
             metrics = super()._validate()
         if not self._in_training:  # metrics of later validations are recorded with their step
             self.recorder.write(self.global_steps, metrics)

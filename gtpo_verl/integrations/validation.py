@@ -82,7 +82,7 @@ def _answer(verdict: Mapping[str, Any]) -> str | None:
 
 
 @contextmanager
-def recorded(buffer: ReplayBuffer, agents: Any, seed: int) -> Iterator[Validated]:
+def recorded(buffer: ReplayBuffer, agents: Any, config: DictConfig) -> Iterator[Validated]:
     """Record the prompts that a validation submits, give them their random streams, and record the responses.
 
     Every validation samples the same row of the data from the same streams: what differs is the model.
@@ -91,7 +91,7 @@ def recorded(buffer: ReplayBuffer, agents: Any, seed: int) -> Iterator[Validated
         buffer: the trainer's replay buffer; verl clears the responses before its ``_validate`` returns.
         agents: the trainer's agent loop manager. A prompt whose samples all fail leaves no row in TransferQueue, so its
             problem is known here alone.
-        seed: the run's.
+        config: of the run.
     """
     validated = Validated()
     sample, generate = buffer.sample, agents.generate_sequences
@@ -104,7 +104,7 @@ def recorded(buffer: ReplayBuffer, agents: Any, seed: int) -> Iterator[Validated
     def record_and_generate(prompts: TensorDict) -> Any:
         first = len(validated.problems)
         validated.problems.update(submitted_problems(prompts))
-        assign_streams(prompts, seed, "val", range(first, first + len(prompts)))
+        assign_streams(prompts, config, "val", range(first, first + len(prompts)))
         return generate(prompts)
 
     with (

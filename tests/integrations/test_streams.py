@@ -1,6 +1,7 @@
 """Seeds of prompts, responses and requests: the same in a repetition, and one for each."""
 
 import asyncio
+import contextvars
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,13 @@ from verl.workers.rollout.replica import TokenOutput
 from gtpo_verl.integrations import streams
 from gtpo_verl.integrations import trainer as ours
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams, with_stream
+from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.seeds import derived, seed_process
 
 
 def prompts(seed: int, names: list[str], partition: str = "train") -> list[int]:
     batch = get_tensordict({"uid": names})
-    assign_streams(batch, seed, partition, names)
+    assign_streams(batch, OmegaConf.create({"seed": seed}), partition, names)
     return [int(value) for value in batch[streams.COLUMN]]
 
 
@@ -29,6 +31,12 @@ def test_a_prompts_seed_follows_from_run_partition_and_name_alone() -> None:
     assert len(set(everything)) == 6
     assert all(0 <= seed < 2**63 for seed in everything)
     assert derived(1, "a") == 1515775267073163690, "a run could not be repeated with another version"
+
+
+def test_without_seed_requests_no_prompt_has_a_seed() -> None:
+    batch = get_tensordict({"uid": ["a", "b"]})
+    assign_streams(batch, OmegaConf.create({"seed": 1, "trainer": {"seed_requests": False}}), "train", ["a", "b"])
+    assert streams.COLUMN not in list(batch.keys())
 
 
 def test_a_step_that_is_repeated_finds_its_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,14 +97,49 @@ def client(kind: type[LLMServerClient]) -> LLMServerClient:
     return kind(OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": "vllm", "response_length": 8}}}))
 
 
+def respond(kind: type[LLMServerClient], *prompts: list[int], session: int = 0) -> None:
+    """Ask for these answers at once, as an agent loop does for one response, in a task of its own."""
+
+    async def run() -> None:
+        params = with_stream({"temperature": 1.0}, {"session_id": session, streams.COLUMN: 3})
+        given = dict(params)
+        await asyncio.gather(*(client(kind).generate("a", prompt_ids=ids, sampling_params=params) for ids in prompts))
+        assert params == given
+
+    contextvars.Context().run(asyncio.run, run())
+
+
 def test_a_turn_and_a_segment_have_streams_of_their_own(requests: list[dict[str, Any]]) -> None:
     """vLLM starts the stream of a request at its seed."""
-    given = {"seed": 3, "temperature": 1.0}
-    asyncio.run(client(SeedingFullyAsyncClient).generate("a", prompt_ids=[7], sampling_params=given))
+    respond(SeedingFullyAsyncClient, [7])
     assert len({request["seed"] for request in requests}) == len(requests) == 2
-    assert given == {"seed": 3, "temperature": 1.0}
-    asyncio.run(client(SeedingClient).generate("b", prompt_ids=[7], sampling_params=given))
-    assert requests[2]["seed"] == requests[0]["seed"]
+    respond(SeedingClient, [7])
+    respond(SeedingClient, [7], [7, 8])
+    first, _, again, turn, later = (request["seed"] for request in requests)
+    assert first == again == turn
+    assert later == derived(derived(3, 0), 2), "a run could not be repeated with another version"
+
+
+@pytest.mark.parametrize("kind", [SeedingClient, SeedingFullyAsyncClient, EntropyFullyAsyncClient])
+def test_answers_to_one_prompt_have_streams_of_their_own(
+    requests: list[dict[str, Any]], kind: type[LLMServerClient]
+) -> None:
+    """An agent loop may sample several times from one prompt. The first is what it would be alone."""
+    requests.append({})  # none is interrupted
+    respond(kind, [7], [8], [7], [7, 8], [9])
+    first, *others = [request["seed"] for request in requests[1:]]
+    assert first == derived(derived(3, 0), 1)
+    assert len({first, *others}) == 5
+    respond(kind, [7], [8], session=1)
+    assert len({request["seed"] for request in requests[1:]}) == 7, "of another response"
+
+
+def test_an_interrupted_answer_goes_on_with_the_stream_that_it_would_have_had(requests: list[dict[str, Any]]) -> None:
+    """Also one of which nothing was there yet, and the second answer to a prompt."""
+    respond(SeedingFullyAsyncClient, [7], [8])
+    _, resumed, second = (request["seed"] for request in requests)
+    assert resumed == derived(derived(3, 0), 3), "after two tokens"
+    assert second == derived(derived(derived(3, 0), "again", 1), 1)
 
 
 def test_a_request_without_a_seed_keeps_none(requests: list[dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import get_tensordict
 
@@ -107,12 +108,12 @@ def test_buffer_and_agents_are_unchanged_after_a_validation() -> None:
     agents: Any = Agents()
     prompt = [{"role": "user", "content": "1?"}]
     columns = {"uid": ["u", "v"], "raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "1"}] * 2}
-    with recorded(buffer, agents, seed=0) as found:
+    with recorded(buffer, agents, OmegaConf.create({"seed": 0})) as found:
         assert agents.generate_sequences(get_tensordict(columns)) == 2
         assert buffer.sample(batch_size=2) == (batch, {"seen": 2})
     assert found == Validated(dict.fromkeys("uv", Problem(problem_key(prompt, "1"))), [])
     assert not {*vars(buffer), *vars(agents)}
-    with pytest.raises(RuntimeError, match="torn"), recorded(buffer, agents, seed=0):
+    with pytest.raises(RuntimeError, match="torn"), recorded(buffer, agents, OmegaConf.create({"seed": 0})):
         raise RuntimeError("torn")
     assert not {*vars(buffer), *vars(agents)}
 

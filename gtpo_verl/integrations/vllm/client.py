@@ -8,16 +8,15 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from gtpo_verl.integrations.streams import SeedingClient
+from gtpo_verl.integrations.streams import SeedingFullyAsyncClient, SegmentClient
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 
 _segments: ContextVar[list[TokenOutput] | None] = ContextVar("gtpo_verl_segments", default=None)
 
 
-class _SegmentRecorder(SeedingClient):
+class _SegmentRecorder(SegmentClient):
     """Stands between the two clients in the method resolution order, where one call is one segment."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:
@@ -28,7 +27,7 @@ class _SegmentRecorder(SeedingClient):
         return segment
 
 
-class EntropyFullyAsyncClient(FullyAsyncLLMServerClient, _SegmentRecorder):
+class EntropyFullyAsyncClient(SeedingFullyAsyncClient, _SegmentRecorder):
     """``FullyAsyncLLMServerClient`` whose answers have the entropies and weight versions of all segments.
 
     Every token keeps the entropy and the version of the weights that sampled it, however often the response was
