@@ -135,9 +135,12 @@ class ShapedBatch:
         R = []
         for polarity, side in enumerate(group.sides):
             V = formulas.values(H[side], polarity == 0)
-            of_side = totals[polarity] if totals else formulas.totals(V, own[side], config)
+            if totals is None:
+                sums, counts = formulas.totals(V, own[side], config)
+            else:  # up to the longest response of the group
+                sums, counts = (each[:, : V.shape[1]] for each in totals[polarity])
             # What is a guide's is compared with nothing: it has the average weight.
-            W = torch.where(own[side], formulas.weights(V, of_side, config), 1.0)
+            W = torch.where(own[side], formulas.weights(V, (sums, counts), config), 1.0)
             if polarity == 0:
                 R.append(formulas.rewards_of_correct(W, self._penalty(group), config))
             else:
@@ -167,8 +170,8 @@ class ShapedBatch:
                 for kind, total in enumerate(self.formulas.totals(V, own[side], self.config)):
                     sums[polarity, kind, : total.shape[1]] += total[0]
                     width = max(width, total.shape[1])
-        (plus, plus_count), (minus, minus_count) = sums[:, :, None, :width]
-        return (plus, plus_count), (minus, minus_count)
+        plus, minus = sums[:, :, None, :width]
+        return (plus[0], plus[1]), (minus[0], minus[1])
 
     def _rewards_of_batch(self, totals: tuple[Totals, Totals] | None) -> tuple[Moments, Moments]:
         """`norm_scope: batch`: moments of all correct and of all wrong rewards. The rewards are computed once more
