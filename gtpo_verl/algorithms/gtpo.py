@@ -21,7 +21,7 @@ from gtpo_verl.algorithms.penalties import named_penalty
 from gtpo_verl.algorithms.registry import Algorithm, Style
 from gtpo_verl.algorithms.shaping import Formulas, ShapedBatch, Totals
 
-COMPARED = {"position": 0, "response": 1, "matrix": (0, 1)}  # the dimensions of (n, T) that `axis` compares over
+COMPARED = {"position": (0,), "response": (1,), "matrix": (0, 1)}  # the dimensions of (n, T) that `axis` compares over
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ class CreditMetrics:
             self._entropies[polarity] += H[side].sum().item()
             self._tokens[polarity] += int(mask[side].sum())
         if floor is not None:
-            self._at_floor = (self._at_floor or 0) + int(((H <= floor) & mask).sum())
+            self._at_floor = (self._at_floor or 0) + int((torch.le(H, floor) & mask).sum())
 
     def add_rewards(self, rewards: Sequence[Moments]) -> None:
         """Moments of the shaped rewards of a group that takes part in the statistics."""

@@ -82,8 +82,8 @@ class Algorithm:
     needs_several_updates: at ratios of 1, that is with one update a step, its loss is DAPO's but for the aggregation.
     trains_without_contrast: it trains on groups of one polarity too, which dynamic sampling would take from it.
     guide: how rows of a guiding policy get their advantages (`mixed_policy.guided_advantages`): `alike`, as any other
-    row; `dapo`, DAPO's, and the method sees the other rows alone; `unshaped`, the method reads `Batch.guide` and does not shape their reward; None: it has
-    no rule for them.
+    row; `dapo`, DAPO's, and the method sees the other rows alone; `unshaped`, the method reads `Batch.guide` and gives
+    them a reward that entropy does not shape; None: it has no rule for them.
     advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_methods.py).
     style: in plots; None takes the next free one.
     """
