@@ -105,6 +105,11 @@ class ShapingConfig:
         check_lengths(self.max_length, self.cache_length, self.length_denominator)
         check_gamma(self.gamma)
 
+    @property
+    def compares_batch(self) -> bool:
+        """Whether the entropies of all groups are compared."""
+        return self.scope == "batch"
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
         """See `config_from`."""

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms.base import (
     check_scope,
     dapo_advantages,
     dtype_of,
     entropies,
-    groups,
     output,
     over_scope,
     shaped_reward,
 )
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import within
+from gtpo_verl.algorithms.groups import group_rows
+from gtpo_verl.algorithms.normalization import Moments, Normalizer
 from gtpo_verl.algorithms.registry import Algorithm
 
 DYNAMIC_SAMPLING = "algorithm.filter_groups.enable"
@@ -104,13 +104,13 @@ def _qae(batch: Batch, config: QAEConfig) -> AdvantageOutput:
     assert batch.rewards is not None
     mask, R = batch.response_mask != 0, shaped_reward(batch)
     rewards, A = batch.rewards.detach().to(R.dtype), torch.zeros_like(R)
-    for rows in groups(batch):
+    for rows in group_rows(batch.group):
         rows = rows[mask[rows].any(1)]
         if not len(rows):
             continue
         place = math.ceil(config.K * len(rows) - 1e-9)
         baseline = rewards[rows].sort().values[max(place, 1) - 1]
-        A[rows] = (R[rows] - baseline) * Moments.of(R[rows].tolist()).scale(torch.finfo(R.dtype).eps)
+        A[rows] = (R[rows] - baseline) * Normalizer.over(Moments.of(R[rows]), torch.finfo(R.dtype).eps).scale
     return AdvantageOutput(A[:, None] * mask, None, {})
 
 
