@@ -55,7 +55,7 @@ chaos: $(READY) ## kills and faults on real trainings, hours of them; goes on wh
 
 vulnerabilities: ## ask PyPI for known vulnerabilities of the pinned packages of both stacks; needs the internet
 	$(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1
-	for stack in gpu cpu; do .venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r gtpo_verl/$${stack}_constraints.txt || exit 1; done
+	for file in gpu_constraints cpu_requirements dev_requirements; do .venv-audit/bin/pip-audit --strict --no-deps --disable-pip -r gtpo_verl/$$file.txt || exit 1; done
 
 wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
@@ -68,7 +68,7 @@ clean: ## remove .venv, builds and caches; keep outputs/
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $(name))))
 
-$(READY): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_constraints.txt
+$(READY): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.txt gtpo_verl/dev_requirements.txt
 	@test -n "$(PYTHON)" || \
 		{ echo "error: Python 3.11 or 3.12 is needed and none was found: apt install python3.11 python3.11-venv, or make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \

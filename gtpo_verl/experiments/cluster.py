@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -12,15 +11,6 @@ import gtpo_verl
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.handover import fingerprint
 from gtpo_verl.versions import check_verl, installed_version
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """What a worker sees on its node; ``problem`` in one line, or empty."""
-
-    python: str
-    verl: str
-    problem: str
 
 
 def prove_cluster(plugin: str, run_dir: Path) -> None:
@@ -34,31 +24,28 @@ def prove_cluster(plugin: str, run_dir: Path) -> None:
     Raises:
         UserError: one does not, in one line that names the node.
     """
-    from gtpo_verl.integrations.nodes import joined, nodes, on_every_node, prove_shared
+    from gtpo_verl.integrations.nodes import joined, on_every_node, prove_shared
 
     with joined():
-        places = nodes()
-        views: dict[str, View] = on_every_node(look, plugin)
-        for node, view in views.items():
-            if view.problem:
-                raise UserError(f"node {places[node]}: {view.problem}")
+        found = on_every_node(check_node, plugin)
         prove_shared(run_dir)
     print(
-        f"Plugin gtpo_verl {gtpo_verl.__version__} ({plugin}) on {len(views)} node{'s' * (len(views) > 1)}: "
-        f"Python {view.python}, verl {view.verl}.",
+        f"Plugin gtpo_verl {gtpo_verl.__version__} ({plugin}) on {len(found)} node{'s' * (len(found) > 1)}: "
+        f"{next(iter(found.values()))}.",
         flush=True,
     )
 
 
-def look(expected: str) -> View:
-    """What this process finds; a worker's function."""
-    try:
-        verl = check_verl()
-        _check_plugin(expected)
-        _check_requirements()
-    except UserError as error:
-        return View(python=platform.python_version(), verl="", problem=str(error))
-    return View(python=platform.python_version(), verl=verl, problem="")
+def check_node(plugin: str) -> str:
+    """The versions of Python and verl in this process, a worker of the job.
+
+    Raises:
+        UserError: it is not the carried plugin that is imported here, or verl or a requirement does not fit.
+    """
+    verl = check_verl()
+    _check_plugin(plugin)
+    _check_requirements()
+    return f"Python {platform.python_version()}, verl {verl}"
 
 
 def _check_plugin(expected: str) -> None:

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -99,7 +100,7 @@ def prove_shared(directory: Path, name: str = "trainer.run_dir", within: float =
     except OSError as error:
         raise UserError(f"{name}={directory}: {error.strerror or error}.") from error
     finally:
-        _remove(here)
+        shutil.rmtree(here, ignore_errors=True)
     return len(places)
 
 
@@ -127,10 +128,3 @@ def _appears(file: Path, within: float) -> bool:
             return False
         time.sleep(POLL)
     return True
-
-
-def _remove(directory: Path) -> None:
-    for file in directory.glob("*"):
-        file.unlink(missing_ok=True)
-    if directory.is_dir():
-        directory.rmdir()

