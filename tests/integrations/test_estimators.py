@@ -201,7 +201,7 @@ def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> 
 
 
 def test_dapos_penalty_is_ours_up_to_the_limit_and_not_beyond_it() -> None:
-    """Why preflight wants max_resp_len to be the limit: verl's penalty goes on falling beyond it, ours is whole
+    """Why max_resp_len must be the limit: verl's penalty goes on falling beyond it, ours is whole
     there.
     """
     settings = {"len": 4, "penalty_factor": 0.5}
