@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from tokenizers.normalizers import Lowercase
 
 from gtpo_verl.config import GROUPS, compose_config, prepare
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import ProblemsError, UserError
 from gtpo_verl.integrations import checks
 from gtpo_verl.problems import errors_of, refuse
 from gtpo_verl.rules import model as model_rules
@@ -76,6 +76,14 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pd.DataFrame([row | {"prompt": "1+1"} for row in rows]).to_parquet(directory / "text_prompt.parquet")
     pd.DataFrame([row | {"reward_model": {"style": "rule"}} for row in rows]).to_parquet(directory / "no_truth.parquet")
     (directory / "not.parquet").write_text("text")
+    (directory / "not.jsonl").write_text('{"prompt":')
+    (directory / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (directory / "train.json").write_text(json.dumps(rows))
+    lacking = {name: value for name, value in rows[0].items() if name != "reward_model"}
+    (directory / "lacking.jsonl").write_text(json.dumps(lacking) + "\n")
+    (directory / "traces.jsonl").write_text(
+        "".join(json.dumps(row | {"guide_responses": ["1+1=2"]}) + "\n" for row in rows)
+    )
     (directory / "reward.py").write_text(REWARD)
     return {
         "directory": str(directory),
@@ -133,6 +141,8 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.train_files=DIR/no_reward_model.parquet", "lacks the column reward_model"),
         ("data.train_files=DIR/not.parquet", "is not a parquet file"),
         ("data.train_files=DIR/reward.py", "verl reads files whose names end with .parquet, .json or .jsonl"),
+        ("data.train_files=DIR/not.jsonl", "not.jsonl is not a JSON file"),
+        ("data.val_files=DIR/lacking.jsonl", "lacks the column reward_model; it has data_source, prompt"),
         ("data.train_files=DIR/text_prompt.parquet", "prompt must be a list of messages"),
         ("data.val_files=DIR/no_truth.parquet", "reward_model must be a dict with ground_truth"),
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
@@ -179,6 +189,43 @@ def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, mess
         stages.check(composed(change, *others.get(change.partition("=")[0], [])))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.json"])
+def test_json_is_data_as_it_is_to_verl(composed: Composer, name: str) -> None:
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    config = composed(
+        f"data.train_files=DIR/{name}", f"data.val_files=DIR/{name}", "+data.filter_overlong_prompts=false"
+    )
+    stages.check(config)
+    checks.check_with_verl(config)
+    assert len(RLHFDataset(config.data.train_files, tokenizer=None, config=config.data)) == 64
+
+
+def test_the_verifier_and_the_guides_responses_are_tried_on_json_too(composed: Composer) -> None:
+    name = "reward.custom_reward_function.name=crashes"
+    with pytest.raises(
+        UserError, match=r"on the first prompt of data_source='sums' in data\.train_files=.*train\.jsonl"
+    ):
+        checks.check_with_verl(composed("data.train_files=DIR/train.jsonl", name))
+    stages.check(composed("algo=luffy", "data.train_files=DIR/traces.jsonl"))
+    with pytest.raises(UserError, match="has no column guide_responses"):
+        stages.check(composed("algo=luffy", "data.train_files=DIR/train.jsonl"))
+
+
+def test_data_of_the_users_own_class_are_left_to_it(composed: Composer, capsys: pytest.CaptureFixture[str]) -> None:
+    own = (
+        "data.custom_cls.path=DIR/reward.py",
+        "data.custom_cls.name=Mine",
+        "data.train_files=DIR/text_prompt.parquet",
+    )
+    config = composed(*own, "data.val_files=prompts.csv")
+    stages.check(config)
+    said = capsys.readouterr().out
+    assert said.count("note: data.custom_cls.path=") == 1
+    assert "your class reads the data" in said
+    checks.check_with_verl(config)
 
 
 IGNORED = [  # a setting that changes training with the first algorithms and nothing with the second ones
@@ -534,15 +581,17 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(composed: Composer, monkey
 
 
 @pytest.mark.slow
-def test_the_command_prints_one_line_and_starts_no_ray(inputs: dict[str, str], tmp_path: Path) -> None:
+def test_the_command_prints_a_line_for_each_problem_and_starts_no_ray(inputs: dict[str, str], tmp_path: Path) -> None:
     """Through the real command: exit code, stderr, and no Ray session of its own."""
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
     overrides = [f"{key}={value}" for key, value in inputs.items() if key != "directory"]
-    command = [sys.executable, "-m", "gtpo_verl.train", *overrides, "hardware=cpu", "data.train_batch_size=30"]
+    overrides += ["hardware=cpu", "data.train_batch_size=30", "seed=2", "actor_rollout_ref.rollout.n=1"]
+    command = [sys.executable, "-m", "gtpo_verl.train", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: data.train_batch_size=30 is not a multiple")
-    assert done.stderr.count("\n") == 1
+    first, second = done.stderr.splitlines()
+    assert first.startswith("error: actor_rollout_ref.rollout.n=1: a group needs at least two")
+    assert second.startswith("error: data.train_batch_size=30 is not a multiple")
     assert "Traceback" not in done.stdout
     assert not list(tmp_path.glob("ray*"))
 
@@ -678,6 +727,16 @@ def test_a_model_that_transformers_cannot_read_is_named_before_ray_starts(
     with pytest.raises(UserError, match=message) as caught:
         checks.check_with_verl(config)
     assert "\n" not in str(caught.value)
+
+
+def test_whatever_is_wrong_is_named_together(composed: Composer) -> None:
+    """Problems of the method, of sizes, of the model and of the data, each once."""
+    wrong = ("algorithm.gtpo.negatives=inverted", "data.train_batch_size=33", "data.val_files=DIR/absent.parquet")
+    config = composed(*wrong, "algorithm.entropy.source=vllm", "actor_rollout_ref.model.path=/no/such/model")
+    with pytest.raises(ProblemsError) as caught:
+        stages.check(config)
+    words = ("negatives", "algorithm.entropy.source=vllm", "is not a multiple", "no such directory", "no such file")
+    assert [word in message for word, message in zip(words, caught.value.args, strict=True)] == [True] * len(words)
 
 
 def test_sizes_that_are_wrong_are_named_together(composed: Composer) -> None:
