@@ -29,7 +29,6 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from gtpo_verl import seeds, versions
 from gtpo_verl.errors import UserError, did_you_mean
-from gtpo_verl.limits import check_limits
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -326,10 +325,10 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass.
 
     Raises:
-        UserError: results would go to remote storage, or a number or a path is none.
+        UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
+            ``rules.ranges`` to name.
     """
     _check_interpolations(config, overrides)
-    check_limits(config)
     _check_paths(config)
     for name in OUTPUTS:
         place = config.trainer.get(name)
@@ -354,17 +353,19 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
             files = config.data[name]
             config.data[name] = _absolute(files) if isinstance(files, str) else [_absolute(file) for file in files]
 
-    workers = max(VERLS_WORKERS, WORKERS_PER_NODE * nodes_of(config))
+    nodes = [config.trainer.nnodes]
+    if config.trainer.v1.trainer_mode == "separate_async":
+        nodes.append(config.actor_rollout_ref.rollout.nnodes)  # of the rollout's own servers
     for section, name in (
         (config.actor_rollout_ref.rollout.agent, "num_workers"),
         (config.transfer_queue.backend.SimpleStorage, "num_data_storage_units"),
     ):
-        if section[name] is None:
-            section[name] = workers
+        if section[name] is None and all(isinstance(number, int) for number in nodes):
+            section[name] = max(VERLS_WORKERS, WORKERS_PER_NODE * sum(nodes))
 
-    overlong = config.reward.reward_kwargs.overlong_buffer_cfg
-    if overlong.len is None:
-        overlong.len = max(1, config.reward.reward_kwargs.max_resp_len // 5)
+    overlong, limit = config.reward.reward_kwargs.overlong_buffer_cfg, config.reward.reward_kwargs.max_resp_len
+    if overlong.len is None and isinstance(limit, int):
+        overlong.len = max(1, limit // 5)
     if config.algorithm.entropy.source == "rollout":
         # verl's name for "old log-probs are the rollout's": the pass that would compute the actor's is skipped.
         config.algorithm.rollout_correction.bypass_mode = True
@@ -391,13 +392,6 @@ def _check_paths(config: DictConfig) -> None:
         files = list(value) if OmegaConf.is_list(value) else [value]
         if not all(isinstance(file, str) for file in files) and value is not None:
             raise UserError(f"{key}={value}: it must be a file, or a list of files in brackets: [A.parquet,B.parquet].")
-
-
-def nodes_of(config: DictConfig) -> int:
-    """Nodes of a run: those that train, and those of the rollout's own servers where it has them."""
-    trainer = config.trainer
-    separate = trainer.v1.trainer_mode == "separate_async"
-    return int(trainer.nnodes + (config.actor_rollout_ref.rollout.nnodes if separate else 0))
 
 
 def _name_run(config: DictConfig, algo: str) -> None:

@@ -14,22 +14,21 @@ class UserError(Exception):
     """Something the user can put right; the message says what is wrong and what to do, in one line."""
 
 
+class ProblemsError(UserError):
+    """Several such things at once; the arguments are their messages, and each is shown as a line of its own."""
+
+    def __str__(self) -> str:
+        listed = " ".join(f"({number}) {message}" for number, message in enumerate(self.args, start=1))
+        return f"{len(self.args)} settings do not fit: {listed}"
+
+
 class StepGivenUpError(UserError):
     """The run was asked to stop, and its step does not end."""
 
 
-def refuse(problems: Iterable[str]) -> None:
-    """Raise one UserError for all problems, numbered where there are several; nothing where there is none."""
-    found = list(problems)
-    if len(found) == 1:
-        raise UserError(found[0])
-    if found:
-        listed = " ".join(f"({number}) {problem}" for number, problem in enumerate(found, start=1))
-        raise UserError(f"{len(found)} settings do not fit: {listed}")
-
-
 def main_guard(command: Callable[[], int]) -> int:
-    """Run a command; a :class:`UserError` becomes one line on stderr and exit code 2, Ctrl-C exit code 130.
+    """Run a command; a :class:`UserError` becomes one line on stderr (several a line each) and exit code 2, Ctrl-C exit
+    code 130.
 
     So does an OSError, which is about the machine: a file that may not be read, a full disk, a name that is too long.
 
@@ -40,7 +39,8 @@ def main_guard(command: Callable[[], int]) -> int:
     except UserError as error:
         if os.environ.get("GTPO_VERL_TRACEBACK") == "1":
             raise
-        _say(str(error))
+        for message in error.args if isinstance(error, ProblemsError) else (str(error),):
+            _say(message)
         return 2
     except OSError as error:
         if os.environ.get("GTPO_VERL_TRACEBACK") == "1":

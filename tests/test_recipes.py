@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gtpo_verl import preflight
-from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.planning.plan import make_plan
+from gtpo_verl.problems import errors_of
+from gtpo_verl.rules import stages
+from gtpo_verl.rules.plan import problems
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.sh"))
@@ -67,8 +68,8 @@ def test_a_recipe_composes_and_plans_without_an_error(recipe: str, tools: Path) 
     assert len(keys) == 3 or recipe.endswith("async") or recipe == "luffy_7b"
     config = compose_config(overrides)
     prepare(config, overrides)
-    plan = make_plan(config, overrides, preflight=preflight_findings(config))
-    assert plan.errors == []
+    plan = make_plan(config)
+    assert errors_of(problems(config, plan, overrides)) == []
     gpus = {"small": 8, "gpu": 1}.get(recipe.rsplit("_", 1)[-1], 128 if "paper" in recipe or recipe == LADDER else 64)
     assert plan.parallel.gpus == gpus
 
@@ -192,7 +193,7 @@ def test_a_documented_launch_line_composes_and_plans_without_an_error(line: str)
     overrides = shlex.split(line)[1:]
     config = compose_config(overrides)
     prepare(config, overrides)
-    assert preflight.problems(config)[0] == []
+    assert errors_of(stages.problems(config)) == []
     keys = {word.partition("=")[0] for word in overrides}
     assert keys >= {"trainer.run_dir", "data.train_files", "data.val_files", "actor_rollout_ref.model.path"}
 

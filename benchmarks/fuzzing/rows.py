@@ -15,7 +15,7 @@ from gtpo_verl.data.prepare import Request, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS
 from gtpo_verl.errors import UserError
-from gtpo_verl.preflight import check_data
+from gtpo_verl.rules.data import check_data
 from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.verifiers.answer import judge
 from gtpo_verl.verifiers.reward import truth_text

@@ -13,9 +13,10 @@ from omegaconf.errors import ConfigTypeError
 
 from fuzzing import PASSED, REFUSED, check, refused
 from gtpo_verl import config as configs
-from gtpo_verl import preflight
 from gtpo_verl.errors import UserError
 from gtpo_verl.planning.plan import make_plan
+from gtpo_verl.problems import errors_of
+from gtpo_verl.rules import stages
 
 GROUPS = (
     ("setting=quickstart", "hardware=cpu", "actor_rollout_ref.model.path=Qwen/Qwen2.5-1.5B"),
@@ -58,12 +59,12 @@ def settings(rng: Random, directory: Path) -> str:
         for item in parsed:
             OmegaConf.update(composed, item.key_or_group, item.value(), force_add=True)
         configs.prepare(composed, [*groups, *given])
-        errors, _ = preflight.problems(composed)
+        errors = errors_of(stages.problems(composed))
         for error in errors:
             check("\n" not in error, f"{given}: {error!r}")
         if errors:
             return refused(UserError(errors[0]))
-        plan = make_plan(composed, given, preflight=[], gpu="h100", given={}, measured=None).to_dict()
+        plan = make_plan(composed).to_dict()
     except UserError as error:
         return refused(error)
     except ConfigTypeError:  # of a section that is none any more: composing says it in one line

@@ -1,7 +1,8 @@
 """Methods that verl has: its `grpo` estimator with its own losses. Their entries and presets choose verl's keys.
 
 `compute` is the advantage outside a training. kl_cov and clip_cov rank tokens within a micro-batch and choose at least
-one of each, so the share that they change grows as micro-batches get smaller; clip_cov chooses at random.
+one of each, so the share that they change grows as micro-batches get smaller; clip_cov chooses at random. A loss of its
+own has no rule for rows of a guide.
 """
 
 from dataclasses import replace
@@ -43,6 +44,7 @@ KL_COV = replace(
     name="kl_cov",
     label="KL-Cov",
     loss="kl_cov",
+    guide=None,
     changes=(f"{ACTOR}policy_loss.kl_cov_ratio", f"{ACTOR}policy_loss.ppo_kl_coef"),
     needs_several_updates=True,
     style=None,
@@ -53,6 +55,7 @@ CLIP_COV = replace(
     name="clip_cov",
     label="Clip-Cov",
     loss="clip_cov",
+    guide=None,
     changes=(*(f"{ACTOR}policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")), *CLIP_RANGE),
     style=None,
 )
@@ -63,6 +66,7 @@ GSPO = replace(
     label="GSPO",
     level="sequence",
     loss="gspo",
+    guide=None,
     aggregation="seq-mean-token-mean",
     changes=CLIP_RANGE,
     needs_several_updates=True,

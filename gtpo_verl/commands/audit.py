@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl import preflight
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
 from gtpo_verl.files import local_path
 from gtpo_verl.integrations.checks import check_model
+from gtpo_verl.rules.data import check_data
+from gtpo_verl.rules.stages import check_evaluation
+from gtpo_verl.rules.start import check_output
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -80,20 +82,19 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    preflight.check_evaluation(config, "audit")
-    output = preflight.check_output(args.output or _output(subject))
+    check_evaluation(config, "audit", args.overrides)
+    output = check_output(args.output or _output(subject))
     check_model(config)
     use_embedded_prompts(config)  # which takes minutes: what can be checked before is
-    preflight.check_data(config, ("val_files",))
+    check_data(config, ("val_files",))
     methods = _methods(args.methods, args.overrides)
     if args.dry_run:
         _print_plan(plan, config, output)
         return 0
 
-    from gtpo_verl.integrations.launch import check_ray, export_environment
+    from gtpo_verl.integrations.launch import export_environment
 
     export_environment(config)
-    check_ray(config, args.overrides)
     from gtpo_verl.audit.store import Store, as_facts
     from gtpo_verl.evaluation.settings import settings_as_in_training
     from gtpo_verl.integrations.checks import check_with_verl

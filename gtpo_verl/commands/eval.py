@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl import preflight
 from gtpo_verl.evaluation.records import (
     SUMMARY_FILE,
     ProblemFile,
@@ -25,6 +24,9 @@ from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
 from gtpo_verl.files import local_path
 from gtpo_verl.integrations.checks import check_model
+from gtpo_verl.rules.data import check_data
+from gtpo_verl.rules.stages import check_evaluation
+from gtpo_verl.rules.start import check_output
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -75,16 +77,15 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    preflight.check_evaluation(config, "eval")
-    output = preflight.check_output(args.output or subject.output)
+    check_evaluation(config, "eval", args.overrides)
+    output = check_output(args.output or subject.output)
     check_model(config)
     use_embedded_prompts(config)  # which takes minutes: what can be checked before is
-    preflight.check_data(config, ("val_files",))
+    check_data(config, ("val_files",))
 
-    from gtpo_verl.integrations.launch import check_ray, export_environment
+    from gtpo_verl.integrations.launch import export_environment
 
     export_environment(config)
-    check_ray(config, args.overrides)
     from gtpo_verl.integrations.checks import check_with_verl
     from gtpo_verl.integrations.evaluate import Problems
     from gtpo_verl.integrations.standalone import standalone

@@ -5,12 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from omegaconf import DictConfig
-
-from gtpo_verl import preflight
 from gtpo_verl.config import GROUPS, choices, compose_config, prepare
 from gtpo_verl.errors import UserError
-from gtpo_verl.planning.findings import Finding
+from gtpo_verl.problems import errors_of, refuse
 
 EPILOG = """\
 examples:
@@ -61,23 +58,22 @@ def run(args: argparse.Namespace) -> int:
     """Print a plan; returns 1 if the run would fail, else 0."""
     from gtpo_verl.planning.plan import make_plan
     from gtpo_verl.planning.render import show
+    from gtpo_verl.rules.plan import plannable, problems
+    from gtpo_verl.rules.stages import problems as problems_of
 
     config = compose_config(args.overrides)
     prepare(config, args.overrides)
-    found = preflight_findings(config)
-    plan = make_plan(config, args.overrides, preflight=found, gpu=args.gpu, given=_given(args), measured=args.measured)
+    if not plannable(config):
+        refuse(problems_of(config, args.overrides))
+    plan = make_plan(config, gpu=args.gpu, given=_given(args), measured=args.measured)
+    found = problems(config, plan, args.overrides)
     if args.json:
-        json.dump(plan.to_dict(), sys.stdout, indent=2)
+        listed = [{"level": problem.severity, "message": problem.message} for problem in found]
+        json.dump({"overrides": list(args.overrides), **plan.to_dict(), "findings": listed}, sys.stdout, indent=2)
         print()
     else:
-        show(plan)
-    return 1 if plan.errors else 0
-
-
-def preflight_findings(config: DictConfig) -> list[Finding]:
-    """What the checks before a training say about a composed configuration, without its model and files."""
-    errors, notes = preflight.problems(config)
-    return [Finding("error", message) for message in errors] + [Finding("note", message) for message in notes]
+        show(plan, found)
+    return 1 if errors_of(found) else 0
 
 
 def _given(args: argparse.Namespace) -> dict[str, float]:

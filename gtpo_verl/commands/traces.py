@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl import preflight
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
 from gtpo_verl.evaluation.subject import configuration, find_subject
 from gtpo_verl.files import file_in_the_way, local_path
+from gtpo_verl.rules.data import check_data
+from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.runs.terminal import progress_over
 
 if TYPE_CHECKING:
@@ -55,13 +56,12 @@ def run(args: argparse.Namespace) -> int:
     subject = find_subject(args.model)
     config = configuration(subject, [*args.overrides, f"data.val_files={source}"])
     config.data.filter_overlong_prompts = False  # rows are known by their number in the file
-    preflight.check_evaluation(config, "traces")
-    preflight.check_data(config, ("val_files",))
+    check_evaluation(config, "traces", args.overrides)
+    check_data(config, ("val_files",))
 
-    from gtpo_verl.integrations.launch import check_ray, export_environment
+    from gtpo_verl.integrations.launch import export_environment
 
     export_environment(config)
-    check_ray(config, args.overrides)
     from gtpo_verl.integrations.checks import check_with_verl
     from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl import preflight
 from gtpo_verl.config import (
     GROUPS,
     check_path_in_job,
@@ -20,7 +19,6 @@ from gtpo_verl.config import (
     with_hardware,
 )
 from gtpo_verl.errors import UserError
-from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.checkpoints import repair_tracker
 from gtpo_verl.runs.directory import set_aside
 from gtpo_verl.runs.session import training_session
@@ -103,17 +101,16 @@ def run(args: argparse.Namespace) -> int:
         return 0
     check_path_in_job("trainer.run_dir", config.trainer.run_dir)
     prepare(config, overrides)
-    for finding in idle_findings(config, overrides):
-        print(f"{finding.level}: {finding.message}", flush=True)
-    preflight.check(config)
+    from gtpo_verl.rules import stages  # imports torch, which --help does without
+
+    stages.check(config, overrides)
     if note:  # after the checks: an error must be the only line on stderr
         print(note, file=sys.stderr)
     if args.check:
-        from gtpo_verl.integrations.launch import check_cluster_size, export_environment, validate
+        from gtpo_verl.integrations.launch import export_environment, validate
 
         export_environment(config)
-        validate(config)
-        check_cluster_size(config)
+        validate(config, to_start=False)
         print(
             f"This run is valid: {devices(config)}. `gtpo-verl plan` with the same overrides estimates memory and time."
         )
@@ -147,19 +144,18 @@ def devices(config: DictConfig) -> str:
 
 def launch(config: DictConfig, args: argparse.Namespace) -> int:
     """Check the run, start Ray, run the job and shut Ray down; returns the exit code."""
-    from gtpo_verl.integrations.launch import check_gpus, check_ray, export_environment, run_job, validate
+    from gtpo_verl.integrations.launch import export_environment, run_job, validate
+    from gtpo_verl.rules.start import find_start
 
     export_environment(config)
-    validate(config)
-    check_ray(config, args.overrides)
-    check_gpus(config)
+    validate(config, to_start=True)
     print(f"This run is valid: {devices(config)}.", flush=True)
 
     run_dir = Path(config.trainer.run_dir)
     command = shlex.join(["gtpo-verl", "train", *args.overrides])
     resolved = OmegaConf.to_yaml(config, resolve=True)
     with training_session(run_dir, config=resolved, command=command, overrides=args.overrides):
-        start = preflight.find_start(config)  # again, now that no other training writes to the directory
+        start = find_start(config)  # again, now that no other training writes to the directory
         if start.message and start.folder:
             repair_tracker(start.folder)
         if start.folder:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gtpo_verl.data.table import open_table
 from gtpo_verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 RESPONSES = "guide_responses"
 LOG_PROBS = "guide_log_probs"
-ROWS_AT_ONCE = 256
 ROUND_OFF = 1e-3  # nats above 0 that a log-probability may have
 
 
@@ -70,7 +70,7 @@ def traces_of(
 
 
 def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any = None) -> tuple[int, int]:
-    """Check the guide's columns of a parquet file, before a run.
+    """Check the guide's columns of a data file, before a run.
 
     Args:
         file: of ``data.train_files``.
@@ -84,10 +84,8 @@ def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any 
     Raises:
         UserError: the first problem, with its row.
     """
-    import pyarrow.parquet as pq
-
-    table = pq.ParquetFile(file)
-    key, schema = f"data.train_files={file}", table.schema_arrow
+    table = open_table(file)
+    key, schema = f"data.train_files={file}", table.schema
     if RESPONSES not in schema.names:
         raise UserError(
             f"{key} has no column {RESPONSES}, which algorithm.guide.source=traces reads: add one (a list of texts or "
@@ -108,14 +106,13 @@ def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any 
     if tokenizer is None:
         return 0, 0
     prompts = with_response = 0
-    for batch in table.iter_batches(batch_size=ROWS_AT_ONCE, columns=columns):
-        for row in batch.to_pylist():
-            try:
-                found = traces_of(row, tokenizer, limit, seed=0, with_log_probs=with_log_probs)
-            except UserError as error:
-                raise UserError(f"{key}, row {prompts}: {error}") from error
-            with_response += bool(found)
-            prompts += 1
+    for row in table.rows(columns):
+        try:
+            found = traces_of(row, tokenizer, limit, seed=0, with_log_probs=with_log_probs)
+        except UserError as error:
+            raise UserError(f"{key}, row {prompts}: {error}") from error
+        with_response += bool(found)
+        prompts += 1
     if with_response == 0:
         raise UserError(f"{key}: {RESPONSES} is empty in every row.")
     return prompts, with_response

@@ -5,7 +5,7 @@ Everything else is checked by the job itself, on the cluster, before it trains.
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from gtpo_verl import preflight
-from gtpo_verl.config import GROUPS, choices, compose_config
+from gtpo_verl.config import GROUPS, choices, compose_config, prepare
 from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.problems import Problem, refuse
+from gtpo_verl.rules.data import data
 
 RUN_DIR = "trainer.run_dir"
 DATA = ("data.train_files", "data.val_files")
@@ -58,8 +59,8 @@ def run_dir_of(overrides: Sequence[str]) -> str:
 def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Sequence[Path]) -> list[str]:
     """Check what can be checked here; returns the overrides with absolute paths for data and a local model.
 
-    Where verl and torch are installed the configuration is composed, so that every key is checked; elsewhere the
-    choices of our config groups are. Of data, what lies on this machine is checked.
+    Where verl and torch are installed the configuration is composed and its rules are asked; elsewhere the choices of
+    our config groups are looked at. Of data, what lies on this machine is checked.
 
     Args:
         overrides: of the run, relative paths of data and model from the current directory.
@@ -67,19 +68,22 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
         carried: its files that the job carries, relative to it.
 
     Raises:
-        UserError: the first problem.
+        UserError: everything that is wrong.
     """
     run_dir_of(overrides)
     result = [_with_absolute_path(item, text) for item, text in zip(parsed(overrides), overrides, strict=True)]
     items = parsed(result)
-    if _can_compose():
-        compose_config(result)
-    else:
-        _check_choices(items)
-    _check_data(_values(items))
-    for item in items:
-        _check_carried(item, working_dir, carried)
+    found = [*_missing(items), *_data(_values(items)), *_not_carried(items, working_dir, carried)]
+    refuse([*found, *(_configuration(result) if _can_compose() else _choices(items))])
     return result
+
+
+def _configuration(overrides: Sequence[str]) -> list[Problem]:
+    from gtpo_verl.rules import stages  # imports torch
+
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    return stages.problems(config, overrides)
 
 
 def _can_compose() -> bool:
@@ -90,7 +94,7 @@ def _values(items: Sequence[Override]) -> dict[str, Any]:
     return {item.key_or_group: item.value() for item in items if not item.is_delete()}
 
 
-def _check_choices(items: Sequence[Override]) -> None:
+def _choices(items: Sequence[Override]) -> Iterator[Problem]:
     for item in items:
         group, option = item.key_or_group, item.value()
         if group not in GROUPS or item.is_delete() or "/" in str(option):  # algo=ladder/...: the job knows
@@ -98,56 +102,68 @@ def _check_choices(items: Sequence[Override]) -> None:
         known = choices(group)
         if option not in known:
             close = did_you_mean(str(option), known) or "."
-            raise UserError(f"{group}={option}: no such {group}{close} Choose one of: {', '.join(known)}.")
+            yield Problem(f"{group}={option}: no such {group}{close} Choose one of: {', '.join(known)}.")
 
 
 # -------------------------------------------------------------------- files
 
 
-def _with_absolute_path(item: Override, text: str) -> str:
-    """An override of a key in ``SHARED`` with absolute paths; any other as it is."""
+def _paths(item: Override) -> list[str]:
+    """What an override of a key in ``SHARED`` names; empty for any other."""
     if item.key_or_group not in SHARED or item.is_delete() or item.value() is None:
-        return text
+        return []
     value = item.value()
-    given = [str(path) for path in value] if isinstance(value, list) else [str(value)]
-    paths = [_absolute(item.key_or_group, path) for path in given]
+    return [str(path) for path in (value if isinstance(value, list) else [value])]
+
+
+def _with_absolute_path(item: Override, text: str) -> str:
+    """An override with absolute paths of what lies here."""
+    given = _paths(item)
+    paths = [path if _is_elsewhere(path) else str(Path(path).expanduser().resolve()) for path in given]
     if paths == given:
         return text
     quoted = ",".join("'{}'".format(path.replace("'", r"\'")) for path in paths)
-    return f"{text.partition('=')[0]}=" + (f"[{quoted}]" if isinstance(value, list) else quoted)
+    return f"{text.partition('=')[0]}=" + (f"[{quoted}]" if isinstance(item.value(), list) else quoted)
 
 
-def _absolute(key: str, path: str) -> str:
-    if "://" in path or Path(path).is_absolute():
-        return path
-    here = Path(path).expanduser().resolve()
-    if here.exists():
-        return str(here)
-    if key in DATA or path.startswith((".", "~")):
-        raise UserError(f"{key}={path}: no such file here. A path that only the cluster has must be absolute.")
-    return path  # a model on the hub
+def _is_elsewhere(path: str) -> bool:
+    """Whether a path is the same everywhere, or what it names is not here."""
+    return "://" in path or Path(path).is_absolute() or not Path(path).expanduser().exists()
 
 
-def _check_data(values: dict[str, Any]) -> None:
-    """Check the columns of those files that lie on this machine; an absolute path may be the cluster's alone."""
-    data = SCHEMA | {name: values[f"data.{name}"] for name in SCHEMA if f"data.{name}" in values}
+def _missing(items: Sequence[Override]) -> Iterator[Problem]:
+    """Relative paths of what is not here; a model may be one on the hub."""
+    for item in items:
+        key = item.key_or_group
+        for path in _paths(item):
+            if "://" in path or Path(path).is_absolute() or Path(path).expanduser().exists():
+                continue
+            if key in DATA or path.startswith((".", "~")):
+                yield Problem(f"{key}={path}: no such file here. A path that only the cluster has must be absolute.")
+
+
+def _data(values: dict[str, Any]) -> Iterator[Problem]:
+    """The columns of those files that lie on this machine; an absolute path may be the cluster's alone."""
+    settings: dict[str, Any] = SCHEMA | {name: values[f"data.{name}"] for name in SCHEMA if f"data.{name}" in values}
+    settings["custom_cls"] = {"path": values.get("data.custom_cls.path")}
     for key in DATA:
         files = values.get(key)
-        if files is None:
-            raise UserError(f"no data: set {key}=FILE.parquet, on a file system that all nodes share.")
+        if files is None and not settings["custom_cls"]["path"]:
+            yield Problem(f"no data: set {key}=FILE.parquet, on a file system that all nodes share.")
         here = [str(file) for file in (files if isinstance(files, list) else [files]) if Path(str(file)).exists()]
-        name = key.removeprefix("data.")
         if here:
-            preflight.check_data(OmegaConf.create({"data": data | {name: here}}), (name,))
+            name = key.removeprefix("data.")
+            yield from data(OmegaConf.create({"data": settings | {name: here}}), (name,))
 
 
-def _check_carried(item: Override, working_dir: Path, carried: Sequence[Path]) -> None:
-    """Check that a relative path of code or configuration is among the files that the job carries."""
-    if not item.key_or_group.endswith("path") or item.is_delete():
-        return
-    file = Path(str(item.value()))
-    if file.suffix not in CODE or file.is_absolute() or "://" in str(item.value()):
-        return
-    if Path(os.path.normpath(file)) not in carried:
-        why = "which an exclude pattern leaves out" if (working_dir / file).is_file() else f"not in {working_dir}"
-        raise UserError(f"{item.key_or_group}={file}: the job would not carry this file, {why}.")
+def _not_carried(items: Sequence[Override], working_dir: Path, carried: Sequence[Path]) -> Iterator[Problem]:
+    """Relative paths of code or configuration that are not among the files that the job carries."""
+    for item in items:
+        if not item.key_or_group.endswith("path") or item.is_delete():
+            continue
+        file = Path(str(item.value()))
+        if file.suffix not in CODE or file.is_absolute() or "://" in str(item.value()):
+            continue
+        if Path(os.path.normpath(file)) not in carried:
+            why = "which an exclude pattern leaves out" if (working_dir / file).is_file() else f"not in {working_dir}"
+            yield Problem(f"{item.key_or_group}={file}: the job would not carry this file, {why}.")

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gtpo_verl import preflight
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_launcher
 from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, is_finished, sweep_lock
@@ -29,6 +28,7 @@ from gtpo_verl.experiments.sweep import (
     task_directory,
     write,
 )
+from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.tasks.prepare import prepare_task
 
@@ -71,7 +71,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
         if task is not None:
             prepare_task(task, task_directory(sweep, task))
         for config in _inputs(configs):
-            preflight.check(config)
+            check(config)
         write(sweep)
         _say_finished(sweep, console)
         with _shown(sweep.directory, console) as show:

@@ -18,12 +18,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from gtpo_verl import preflight
 from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
 from gtpo_verl.files import read_json, reading, write_json
-from gtpo_verl.planning.findings import idle_findings
+from gtpo_verl.problems import Problem, errors_of, refuse
+from gtpo_verl.rules import overrides as given
+from gtpo_verl.rules.stages import problems
 from gtpo_verl.runs.directory import CONFIG_FILE, SWEEP_FILE, flatten
 from gtpo_verl.runs.lock import is_of_lock
 from gtpo_verl.tasks import EmbeddedTask, task_of
@@ -305,10 +306,11 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
     """Compose and check every run: the configurations by name.
 
     Raises:
-        UserError: a run does not compose or would fail; two have the same configuration; one is already in the
-            directory with another configuration.
+        UserError: a run does not compose; everything by which runs would fail; two have the same configuration; one is
+            already in the directory with another configuration.
     """
     configs: dict[str, DictConfig] = {}
+    failing: dict[str, list[str]] = {}  # the runs that have each problem
     seen: dict[str, str] = {}
     for member in sweep.members:
         overrides = sweep.overrides(member)
@@ -317,16 +319,24 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
             prepare(config, overrides)
         except UserError as error:
             raise UserError(f"{member.name}: {error}") from error
-        errors, _ = preflight.problems(config)
-        if errors:
-            raise UserError(f"{member.name}: {errors[0]}")
+        configs[member.name] = config
+        for message in errors_of(problems(config)):
+            failing.setdefault(message, []).append(member.name)
+    refuse(Problem(f"{_some(names)}: {message}") for message, names in failing.items())
+    for member in sweep.members:
+        config = configs[member.name]
         trained = _trained(OmegaConf.to_yaml(config, resolve=True))
         twin = seen.setdefault(repr(trained), member.name)
         if twin != member.name:
             raise UserError(f"{member.name} and {twin} would be the same run: an axis has no effect there.")
         _check_recorded(sweep, member, trained)
-        configs[member.name] = config
     return configs
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of these runs, and how many others there are."""
+    others = len(names) - 1
+    return names[0] + (f" and {others} other run{'s' * (others > 1)}" if others else "")
 
 
 def _trained(text: str) -> dict[str, Any]:
@@ -358,7 +368,7 @@ def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
     found = []
     for member in sweep.members:
         own = [item for item in member.overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
-        found += [f"{member.name}: {finding.message}" for finding in idle_findings(configs[member.name], own)]
+        found += [f"{member.name}: {idle.message}" for idle in given.without_effect(configs[member.name], own)]
     return found
 
 

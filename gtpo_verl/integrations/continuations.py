@@ -26,7 +26,7 @@ from gtpo_verl.integrations.standalone import standalone
 from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkSample
 from gtpo_verl.integrations.vllm.requirements import KEY, truncates
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
-from gtpo_verl.runs.correctness import is_correct, verdict
+from gtpo_verl.runs.correctness import is_correct, score, verdict
 from gtpo_verl.seeds import derived
 
 AHEAD = 2  # calls in flight for each server
@@ -215,7 +215,8 @@ class Sampler:
             ) from result
         info = result["reward_extra_info"]
         acc = verdict(info, f"on a response to row {row} of the data")
-        return is_correct(acc, self._threshold), float(info.get("score", result["reward_score"]))
+        found = score(info)
+        return is_correct(acc, self._threshold), float(result["reward_score"] if found is None else found)
 
 
 def _joined(prefix: Prefix, sample: BulkSample) -> np.ndarray:

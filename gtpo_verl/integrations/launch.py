@@ -5,7 +5,7 @@ import secrets
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,7 +13,9 @@ from omegaconf import DictConfig
 
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError, first_line
-from gtpo_verl.integrations.checks import check_with_verl
+from gtpo_verl.integrations.checks import RULES
+from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.problems import Problem, evaluate, refuse
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, say
 
@@ -34,52 +36,56 @@ def export_environment(config: DictConfig) -> dict[str, str]:
     return environment
 
 
-def validate(config: DictConfig) -> None:
+def validate(config: DictConfig, *, to_start: bool) -> None:
     """Check the run as verl will, and more; sets ``trainer.device`` to the machine's, as verl's main does.
 
+    Args:
+        to_start: whether the run starts now, on this machine's devices; else a submitted job asks its cluster.
+
     Raises:
-        UserError: the plugin is not loaded, verl refuses the configuration, or one of ``integrations.checks`` fails.
+        UserError: the plugin is not loaded; or everything that verl and ``integrations.checks`` refuse.
     """
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
     from gtpo_verl.integrations import plugin
 
     plugin.check_registered()
     auto_set_device(config)
+    refuse(evaluate((verls_own, *RULES, device if to_start else cluster_size), config))
+
+
+def verls_own(config: DictConfig) -> Iterator[Problem]:
+    """What verl's own validation says."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
     try:
         validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     except (AssertionError, ValueError) as error:
-        raise UserError(f"verl refuses this configuration: {error}") from error
-    check_with_verl(config)
+        yield Problem(f"verl refuses this configuration: {error}")
 
 
-def check_ray(config: DictConfig, overrides: Sequence[str] = ()) -> None:
-    """Check that the run's Ray settings fit the cluster that it would join, if any.
+def device(config: DictConfig) -> Iterator[Problem]:
+    """This machine has a GPU where the run needs one and starts its own Ray; where a cluster is joined, Ray checks."""
+    from verl.plugin.platform import get_platform
 
-    Args:
-        overrides: the user's.
-
-    Raises:
-        UserError: they fix the namespace, or the user sets a number of CPUs or devices for a cluster.
-    """
-    ray_init = config.ray_kwargs.ray_init
-    if ray_init.get("namespace") is not None:
-        raise UserError(
-            f"ray_kwargs.ray_init.namespace={ray_init.namespace}: two runs in one namespace would take each other's "
-            "actors. Leave it out: Ray gives every job one of its own."
+    # verl falls back to its platform for NVIDIA where it finds none: its name says nothing
+    if not get_platform().is_available() and not joined_cluster(config):
+        yield Problem(
+            "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first "
+            "(scripts/ray_node.sh head) and submit the run there; --check validates it here."
         )
-    where = joined_cluster(config)
-    if not where:
-        return
-    for name in ("num_cpus", "num_gpus"):
-        key = f"ray_kwargs.ray_init.{name}"
-        if any(override.lstrip("+").split("=")[0] == key for override in overrides) and ray_init[name] is not None:
-            raise UserError(
-                f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
-                "out, or add ++ray_kwargs.ray_init.address=local to start a separate Ray."
-            )
+
+
+def cluster_size(config: DictConfig) -> Iterable[Problem]:
+    """In a submitted job: its cluster could hold the training, were it idle."""
+    if IN_RAY_JOB in os.environ:
+        from gtpo_verl.integrations.admission import check_size, training_bundles
+        from gtpo_verl.integrations.nodes import joined
+
+        with joined():
+            check_size(training_bundles(config))
+    return ()
 
 
 def leave_to_cluster(config: DictConfig) -> None:
@@ -90,21 +96,6 @@ def leave_to_cluster(config: DictConfig) -> None:
     for name in ("num_cpus", "num_gpus"):
         if joined_cluster(config) and name in ray_init:
             ray_init[name] = None
-
-
-def check_cluster_size(config: DictConfig) -> None:
-    """In a submitted job: check that its cluster could hold the training, were it idle.
-
-    Raises:
-        UserError: it could not.
-    """
-    if IN_RAY_JOB not in os.environ:
-        return
-    from gtpo_verl.integrations.admission import check_size, training_bundles
-    from gtpo_verl.integrations.nodes import joined
-
-    with joined():
-        check_size(training_bundles(config))
 
 
 def joined_cluster(config: DictConfig) -> str | None:
@@ -118,22 +109,6 @@ def joined_cluster(config: DictConfig) -> str | None:
         return f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
     current = Path("/tmp/ray/ray_current_cluster")
     return str(current) if current.exists() else None
-
-
-def check_gpus(config: DictConfig) -> None:
-    """Check that this machine has a GPU where the run needs one and starts its own Ray.
-
-    Raises:
-        UserError: it has none. Where a cluster is joined, Ray checks its resources.
-    """
-    from verl.plugin.platform import get_platform
-
-    # verl falls back to its platform for NVIDIA where it finds none: its name says nothing
-    if not get_platform().is_available() and not joined_cluster(config):
-        raise UserError(
-            "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first "
-            "(scripts/ray_node.sh head) and submit the run there; --check validates it here."
-        )
 
 
 def run_job(config: DictConfig, *, wait: bool = False) -> None:
@@ -157,6 +132,7 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
 
     leave_to_cluster(config)
+    size_bucket(config)
     stop = signal.getsignal(signal.SIGTERM)
     ports_lost = 0
 

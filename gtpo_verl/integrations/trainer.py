@@ -60,7 +60,7 @@ from gtpo_verl.integrations.vllm.health import dead_servers
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.integrations.waiting import PhaseLimit, bound_wait
 from gtpo_verl.runs.checkpoints import prune
-from gtpo_verl.runs.correctness import is_correct, verdict
+from gtpo_verl.runs.correctness import is_correct, score, verdict
 from gtpo_verl.runs.directory import (
     SAMPLES_FILE,
     STOP_FILE,
@@ -648,9 +648,8 @@ def _scores(infos: list[dict[str, Any]]) -> torch.Tensor | None:
     """(B,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it has
     none.
     """
-    if any("score" not in info for info in infos):
-        return None
-    return torch.tensor([float(info["score"]) for info in infos])
+    found = [score(info) for info in infos]
+    return None if None in found else torch.tensor(found)
 
 
 def trainer_class(trainer_mode: str) -> type[CreditAssignmentMixin]:

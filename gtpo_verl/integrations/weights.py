@@ -1,9 +1,15 @@
-"""Compares the weights of a model with its configuration, by the names and shapes of the tensors; nothing is loaded."""
+"""The weights of a model by the names and shapes of their tensors: whether they fit its configuration, and the bucket
+in which verl sends them. Nothing is loaded.
+"""
 
 import importlib.util
+import json
+import math
 import re
 from pathlib import Path
 from typing import Any
+
+from omegaconf import DictConfig
 
 from gtpo_verl.files import read_json
 
@@ -53,10 +59,88 @@ def weights_fault(directory: Path, config: Any) -> str | None:
     return _first(missing) if missing else None
 
 
+def header(file: Path) -> dict[str, Any]:
+    """{tensor: its `shape` and `data_offsets`} of a safetensors file, which begins with them.
+
+    Raises:
+        ValueError: what the file is instead.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        try:
+            entries = json.loads(content.read(min(length, size)))
+            entries.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError("is no safetensors file, or was cut off") from error
+    if size < 8 + length + end:
+        raise ValueError("was cut off")
+    return dict(entries)
+
+
+def model_directory(path: str) -> Path | None:
+    """Where a model lies on this machine: its directory, or that of the hub's cache; None where it is not here."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+# -------------------------------------------------------------------- the bucket of a weight sync
+
+LEAST_BUCKET, VERLS_BUCKET = 64, 2048  # MiB; verl's default is for a model whose size is not known here
+
+
+def largest_tensor(directory: Path) -> tuple[str, int] | None:
+    """Name and number of values of a model's largest tensor, by its files or, without safetensors, by its config.json;
+    None where neither says it.
+    """
+    shapes = {name: entry["shape"] for file in directory.glob("*.safetensors") for name, entry in header(file).items()}
+    if not shapes:
+        settings = read_json(directory / "config.json") or {}
+        sizes = [settings.get(name) for name in ("vocab_size", "hidden_size")]
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        shapes = {"the embedding": sizes}
+    name = max(shapes, key=lambda name: math.prod(shapes[name]))
+    return name, math.prod(shapes[name])
+
+
+def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
+    """The largest tensor that the actor sends to the rollout, and the MiB of a bucket that holds it; None where the
+    model is not here.
+
+    Without a GPU verl sends weights in shared memory and ends at a tensor that is larger than the bucket; between
+    processes on one GPU such a tensor goes alone.
+    """
+    directory = model_directory(str(config.actor_rollout_ref.model.path))
+    found = None if directory is None else largest_tensor(directory)
+    if found is None:
+        return None
+    name, values = found
+    each = 2 if "16" in str(config.actor_rollout_ref.actor.fsdp_config.model_dtype) else 4
+    return name, math.ceil(values * each / 2**20)
+
+
+def size_bucket(config: DictConfig) -> None:
+    """Give a run whose bucket is null, as with hardware=cpu, one that holds every tensor of its model; in place."""
+    settings = config.actor_rollout_ref.rollout.checkpoint_engine
+    if settings.update_weights_bucket_megabytes is None:
+        needed = needed_bucket(config)
+        settings.update_weights_bucket_megabytes = VERLS_BUCKET if needed is None else max(LEAST_BUCKET, needed[1])
+
+
+# -------------------------------------------------------------------- weights and configuration
+
+
 def _stored(directory: Path) -> dict[str, Shape] | str:
     """{name: shape} of the tensors that transformers would load, empty if they are not in safetensors; or a fault."""
-    from safetensors import SafetensorError, safe_open
-
     if (directory / SINGLE).is_file():
         files = [SINGLE]
     elif (directory / INDEX).is_file():
@@ -71,10 +155,9 @@ def _stored(directory: Path) -> dict[str, Shape] | str:
     found: dict[str, Shape] = {}
     for name in files:
         try:
-            with safe_open(directory / name, framework="pt") as content:
-                found |= {tensor: tuple(content.get_slice(tensor).get_shape()) for tensor in content.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            return f"{name} is no safetensors file ({error})"
+            found |= {tensor: tuple(entry["shape"]) for tensor, entry in header(directory / name).items()}
+        except ValueError as error:
+            return f"{name} {error}"
     return found
 
 

@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
-from gtpo_verl.planning.parallel import Parallelism
+from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
-from gtpo_verl.planning.step import check_batches, skips_old_log_prob
+from gtpo_verl.planning.step import skips_old_log_prob
 from gtpo_verl.planning.timing import Assumption, Assumptions, forward_flops, passes_of_update
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.reader import read_metrics
@@ -97,7 +97,7 @@ class MeasuredRun:
             name=run_dir.name,
             config=config,
             shape=load_shape(model),
-            parallel=check_batches(config),
+            parallel=parallelism(config),
             steps=steps[1:] or steps,
         )
 

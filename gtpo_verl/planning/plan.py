@@ -1,6 +1,5 @@
 """A plan: everything that follows from one configuration, as data."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -9,22 +8,11 @@ from omegaconf import DictConfig
 
 from gtpo_verl.algorithms.registry import Algorithm, algorithms
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.planning.findings import (
-    LEVELS,
-    Finding,
-    checkpoint_findings,
-    guide_findings,
-    idle_findings,
-    memory_findings,
-    mode_findings,
-    sampling_findings,
-    shape_findings,
-)
 from gtpo_verl.planning.measured import measured_assumptions
 from gtpo_verl.planning.memory import GIB, Memory, engine_of, memory_of
-from gtpo_verl.planning.parallel import Parallelism
+from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
-from gtpo_verl.planning.step import Lengths, Step, check_batches, skips_old_log_prob, step_of
+from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob, step_of
 from gtpo_verl.planning.timing import (
     Assumptions,
     StepTime,
@@ -58,7 +46,6 @@ class ArmCost:
 class Plan:
     """Everything about one configuration. On a CPU ``memory`` is None, and ``time`` too unless it was measured."""
 
-    overrides: list[str]
     algorithm: str
     shape: ModelShape
     parallel: Parallelism
@@ -68,53 +55,37 @@ class Plan:
     time: StepTime | None
     arms: list[ArmCost]
     assumptions: Assumptions
-    findings: list[Finding]
-
-    @property
-    def errors(self) -> list[Finding]:
-        """Findings that would stop the run."""
-        return [finding for finding in self.findings if finding.level == "error"]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; bytes are GiB where the name says so, times are seconds."""
         return {
-            "overrides": self.overrides,
             "algorithm": self.algorithm,
             "model": asdict(self.shape),
             "parallelism": asdict(self.parallel),
-            "step": self.step.to_dict(),
+            "step": asdict(self.step),
             "total_steps": self.total_steps,
             "memory": None if self.memory is None else self.memory.to_dict(),
             "time_s": None if self.time is None else self.time.to_dict(),
             "arms": [asdict(arm) for arm in self.arms],
             "assumptions": {name: asdict(item) for name, item in sorted(self.assumptions.items())},
-            "findings": [asdict(finding) for finding in self.findings],
         }
 
 
 def make_plan(
-    config: DictConfig,
-    overrides: Sequence[str] = (),
-    *,
-    preflight: Sequence[Finding] = (),
-    gpu: str = "h100",
-    given: dict[str, float] | None = None,
-    measured: Path | None = None,
+    config: DictConfig, *, gpu: str = "h100", given: dict[str, float] | None = None, measured: Path | None = None
 ) -> Plan:
     """Work out what a composed configuration means.
 
     Args:
-        config: composed, and prepared as for a run.
-        overrides: the user's, to find those without effect.
-        preflight: findings of the checks that run before a training; they come first among those of their level.
+        config: composed, prepared as for a run, and with sizes that divide (`rules.sizes`).
         gpu: a name in ``timing.GPUS``.
         given: assumptions by name; they win over measured ones.
         measured: directory of a run to take assumptions from.
 
     Raises:
-        UserError: batch sizes that do not divide, an unknown model, an assumption out of range.
+        UserError: parallel sizes that do not divide, an unknown model, an assumption out of range.
     """
-    parallel = check_batches(config)
+    parallel = parallelism(config)
     shape = load_shape(config.actor_rollout_ref.model.path)
     assumptions = default_assumptions(config, gpu)
     if measured is not None:
@@ -123,30 +94,21 @@ def make_plan(
     check_assumptions(assumptions, config)
     lengths = Lengths(assumptions["prompt_length"].value, assumptions["response_length"].value)
     step = step_of(config, parallel, lengths, assumptions["sampling_yield"].value)
-
-    findings = [*preflight, *shape_findings(config, shape, parallel), *sampling_findings(config, step)]
-    memory, time = None, None
     capacity = assumptions["gpu_memory"].value * GIB
     on_gpu = config.trainer.device != "cpu"
-    if on_gpu:
-        memory = memory_of(config, shape, parallel, capacity)
-        findings += memory_findings(config, shape, parallel, memory) + guide_findings(config, capacity)
+    time = None
     if on_gpu or measured is not None:
         time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
-    findings += checkpoint_findings(config, shape)
-    findings += mode_findings(config) + idle_findings(config, overrides)
     return Plan(
-        overrides=list(overrides),
         algorithm=config.algorithm.adv_estimator,
         shape=shape,
         parallel=parallel,
         step=step,
         total_steps=config.trainer.total_training_steps,
-        memory=memory,
+        memory=memory_of(config, shape, parallel, capacity) if on_gpu else None,
         time=time,
         arms=_arms(config, shape, parallel, step, assumptions),
         assumptions=assumptions,
-        findings=sorted(findings, key=lambda finding: LEVELS.index(finding.level)),
     )
 
 

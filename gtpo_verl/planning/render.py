@@ -1,6 +1,7 @@
 """Prints a plan as tables."""
 
 import sys
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
@@ -8,13 +9,14 @@ from rich.table import Table
 
 from gtpo_verl.planning.memory import GIB
 from gtpo_verl.planning.plan import Plan
+from gtpo_verl.problems import Problem
 
 WIDTH = 130  # columns, if the output is not a terminal
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
-def show(plan: Plan) -> None:
-    """Print a plan to standard output."""
+def show(plan: Plan, problems: Sequence[Problem]) -> None:
+    """Print a plan and what is wrong with it to standard output."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     console.print(_step(plan))
     if plan.memory is not None:
@@ -28,10 +30,11 @@ def show(plan: Plan) -> None:
     console.print(_arms(plan))
     console.print("The pass computes verl's old log-probs; algorithm.entropy.source=rollout skips it.\n")
     console.print(_assumed(plan))
-    if not plan.findings:
+    if not problems:
         console.print("No known problem was found.")
-    for finding in plan.findings:
-        console.print(f"{finding.level}: {finding.message}", style=STYLES[finding.level], markup=False, soft_wrap=True)
+    for problem in problems:
+        line = f"{problem.severity}: {problem.message}"
+        console.print(line, style=STYLES[problem.severity], markup=False, soft_wrap=True)
 
 
 def _table(title: str, *columns: str, numbers: bool = False) -> Table:

@@ -5,16 +5,12 @@ train_batch_size / ppo_mini_batch_size × ppo_epochs optimizer updates. Nothing 
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from gtpo_verl.errors import UserError, refuse
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.limits import check_limits
-from gtpo_verl.planning.parallel import Parallelism, parallelism
+from gtpo_verl.planning.parallel import Parallelism
 
 
 @dataclass(frozen=True)
@@ -56,106 +52,21 @@ class Step:
     sampling_overhead: float
     budget_prompts: int | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-
-def check_batches(config: DictConfig) -> Parallelism:
-    """Check that the batches of a run divide over mini-batches, ranks and micro-batches; returns the parallelism.
-
-    Raises:
-        UserError: every size that does not divide, and what to change; or every number outside its range.
-    """
-    refuse(batch_problems(config))
-    return parallelism(config)
-
-
-def batch_problems(config: DictConfig) -> list[str]:
-    """The sizes that do not divide, in one sentence each; those that follow from another wrong size are not judged.
-
-    Raises:
-        UserError: numbers outside their range.
-    """
-    check_limits(config)
-    found: list[str] = []
-    batch, mini, n = config.data.train_batch_size, _mini_batch(config), config.actor_rollout_ref.rollout.n
-    if batch % mini:
-        found.append(
-            f"data.train_batch_size={batch} is not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size={mini}: "
-            "both count prompts, and their quotient is the number of updates per step."
-        )
-    try:
-        parallel = parallelism(config)
-    except UserError as error:
-        return [*found, str(error)]
-    per_rank, rest = divmod(mini * n, parallel.data)
-    if rest:
-        found.append(
-            f"a mini-batch of {mini} prompts × {n} responses does not divide over {parallel.data} data-parallel ranks: "
-            "change actor_rollout_ref.actor.ppo_mini_batch_size or actor_rollout_ref.rollout.n."
-        )
-    if config.actor_rollout_ref.actor.use_dynamic_bsz:
-        return [*found, *_token_limit_problems(config, parallel)]
-    whole = None if rest or batch % mini else per_rank * _mini_batches(config)
-    return [*found, *_micro_batch_problems(config, None if rest else per_rank, whole)]
-
-
-def _token_limit_problems(config: DictConfig, parallel: Parallelism) -> Iterator[str]:
-    """Micro-batches by tokens that cannot hold the longest sequence."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    for key in (
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-    ):
-        limit = OmegaConf.select(config, key)
-        if limit * parallel.split < longest:
-            yield (
-                f"{key}={limit}{f' × {parallel.split} GPUs per sequence' if parallel.split > 1 else ''} is less "
-                f"than the longest sequence, data.max_prompt_length + data.max_response_length = {longest}: verl "
-                "fails at the first one of that length."
-            )
-
-
-def _micro_batch_problems(config: DictConfig, mini_batch: int | None, batch: int | None) -> Iterator[str]:
-    """Micro-batches by responses that do not divide a rank's share of the mini-batch or of the batch, where known."""
-    for key, rows, what in (
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", mini_batch, "a mini-batch"),
-        ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", batch, "the batch"),
-    ):
-        micro = OmegaConf.select(config, key)
-        if micro is None:
-            yield f"{key} is not set: set it, or actor_rollout_ref.actor.use_dynamic_bsz=true."
-        elif rows is not None and rows % micro:
-            yield f"each rank's share of {what}, {rows} responses, does not divide by {key}={micro}."
-
-
-def _mini_batch(config: DictConfig) -> int:
-    return int(config.actor_rollout_ref.actor.ppo_mini_batch_size)
-
-
-def _mini_batches(config: DictConfig) -> int:
-    return int(config.data.train_batch_size) // _mini_batch(config)
-
 
 def step_of(config: DictConfig, parallel: Parallelism, lengths: Lengths, sampling_yield: float) -> Step:
     """Work out one step of a run whose batch sizes divide.
 
     Args:
         config: a composed run.
-        parallel: from :func:`check_batches`.
+        parallel: its groups of GPUs.
         lengths: mean tokens.
         sampling_yield: share of generated groups with correct and wrong responses, in (0, 1]; 1 without dynamic
             sampling.
     """
-    actor, rollout, groups = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        config.algorithm.filter_groups,
-    )
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    groups = config.algorithm.filter_groups
     prompts, n = config.data.train_batch_size, rollout.n
-    mini_batches = _mini_batches(config)
-    updates = mini_batches * actor.ppo_epochs
+    updates = prompts // actor.ppo_mini_batch_size * actor.ppo_epochs
     per_rank = actor.ppo_mini_batch_size * n // parallel.data
     whole_rank = prompts * n // parallel.data
     if actor.use_dynamic_bsz:

@@ -5,12 +5,12 @@ than the computation shows; Megatron's tensor parallelism waits for every collec
 Speeds are assumptions, printed with the plan. Latencies are left out: the messages are large.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from gtpo_verl.planning.memory import BF16, FP32, checkpoints_activations
+from gtpo_verl.planning.memory import BF16, DTYPE_BYTES, FP32, checkpoints_activations
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
 from gtpo_verl.planning.step import Step
@@ -136,16 +136,23 @@ def weight_sync_seconds(shape: ModelShape, values: Mapping[str, float]) -> float
     return BF16 * shape.parameters / (GIGA * values["weight_sync_bandwidth"])
 
 
-def checkpoint_bytes(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> float:
-    """Bytes of one checkpoint of the actor: weights, optimizer, and weights in Hugging Face format if they are saved.
+def checkpoint_bytes(
+    config: DictConfig, shape: ModelShape, parallel: Parallelism, contents: Collection[str] = ()
+) -> float:
+    """Bytes of one checkpoint of the actor: weights, optimizer, and weights in Hugging Face format if they are saved;
+    contents: of these parts alone.
 
-    FSDP saves all in float32; Megatron's weights are those in Hugging Face format, bfloat16, and saved once.
+    FSDP saves all in the type of its parameters; Megatron's weights are those in Hugging Face format, bfloat16, and
+    saved once.
     """
-    contents = set(config.actor_rollout_ref.actor.checkpoint.save_contents)
-    each = {"model": FP32, "optimizer": 2 * FP32, "hf_model": FP32}
+    actor = config.actor_rollout_ref.actor
+    saved = set(actor.checkpoint.save_contents)
     if parallel.megatron:
-        each = {"model": BF16, "optimizer": MASTER_AND_ADAM, "hf_model": 0 if "model" in contents else BF16}
-    return float(shape.parameters * sum(each[name] for name in contents & each.keys()))
+        each = {"model": BF16, "optimizer": MASTER_AND_ADAM, "hf_model": 0 if "model" in saved else BF16}
+    else:
+        weight = DTYPE_BYTES[actor.fsdp_config.model_dtype]
+        each = {"model": weight, "optimizer": 2 * weight, "hf_model": weight}
+    return float(shape.parameters * sum(each[name] for name in saved & each.keys() & set(contents or each)))
 
 
 def checkpoint_seconds(

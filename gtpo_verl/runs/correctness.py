@@ -34,6 +34,17 @@ def verdict(info: Mapping[str, Any], place: str) -> float:
         ) from error
 
 
+def score(info: Mapping[str, Any]) -> float | None:
+    """The verifier's score, without the overlong penalty that verl's reward manager may add; None where there is none.
+
+    Args:
+        info: verl's ``reward_extra_info``. Of a function that returned a number, as verl's own for GSM8K does, it has
+            the number as ``acc``, and the number is the score.
+    """
+    found = info.get("score", info.get("acc"))
+    return None if found is None else float(found)
+
+
 def is_correct(acc: float | None, threshold: float) -> bool:
     """Whether a response is correct: its ``acc`` is at least ``algorithm.correct_threshold``.
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gtpo_verl import preflight
 from gtpo_verl.cli import main
 from gtpo_verl.commands import prepare_data
 from gtpo_verl.config import compose_config, prepare
+from gtpo_verl.problems import errors_of
+from gtpo_verl.rules import stages
 from gtpo_verl.tasks import EmbeddedTask, Task
 from gtpo_verl.tasks.prepare import locate
 
@@ -44,7 +45,7 @@ def test_the_printed_overrides_are_those_of_the_task(
             chosen = [*overrides, *more, *devices, f"backend={backend}"]
             config = compose_config(chosen)
             prepare(config, chosen)
-            assert preflight.problems(config)[0] == []
+            assert errors_of(stages.problems(config)) == []
 
 
 def test_options_of_data_sets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

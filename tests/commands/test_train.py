@@ -67,7 +67,7 @@ def test_a_resumed_run_says_from_where(
     overrides = ["setting=quickstart", "hardware=cpu", f"trainer.run_dir={tmp_path}"]
     config = compose_config(overrides)
     prepare(config, overrides)
-    for step in ("export_environment", "validate", "check_ray", "check_gpus", "run_job"):
+    for step in ("export_environment", "validate", "run_job"):
         monkeypatch.setattr(launching, step, lambda *_, **__: None)
     args = argparse.Namespace(overrides=overrides, wait=False, verbose=False)
     assert launch(config, args) == 0

@@ -68,7 +68,7 @@ def overrides_of(point: dict[str, str | None]) -> list[str]:
 
 def check(overrides: list[str], tiny_model: Path) -> None:
     """Compose and convert; or, for Megatron without a GPU, be refused."""
-    from gtpo_verl import preflight
+    from gtpo_verl.rules import stages
 
     config = compose_config(overrides)
     set_value(config, "actor_rollout_ref.model.path", str(tiny_model))
@@ -76,7 +76,7 @@ def check(overrides: list[str], tiny_model: Path) -> None:
         config.trainer.n_gpus_per_node = 1  # verl's 8 are more than its 192 responses are meant for
     if {"backend=megatron", "hardware=cpu"} <= set(overrides):
         with pytest.raises(UserError, match="backend=megatron needs GPUs"):
-            preflight.check(config)
+            stages.check(config)
         return
     convert(config)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from gtpo_verl import algorithms
 from gtpo_verl.algorithms import algorithm, soft_overlong_penalty
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations import trainer
 from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context, overlong
 from gtpo_verl.integrations.estimators import estimator, group_ids
+from gtpo_verl.runs.correctness import score, verdict
 
 
 @pytest.fixture
@@ -169,13 +172,16 @@ def test_the_lengths_and_the_factor_come_from_the_reward_manager() -> None:
     assert overlong(compose_config([f"{buffer}.enable=false", *chosen])) is None
 
 
-def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> float:
-    """What verl's DAPO reward manager adds to the reward of a response with so many tokens."""
+def judged(length: int, settings: dict[str, float], max_resp_len: int, **reward: Any) -> dict[str, Any]:
+    """What verl's DAPO reward manager makes of a response with so many tokens; reward: the data source, the right
+    answer and, unless it is verl's own for this source, the reward function.
+    """
     from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+    from verl.utils.reward_score import default_compute_score
 
     class Tokenizer:
         def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
-            return "text"
+            return "#### 2"
 
     buffer = OmegaConf.create({"enable": True, "log": False, **settings})
     config = OmegaConf.create({"reward": {"reward_kwargs": {"max_resp_len": max_resp_len}}})
@@ -187,21 +193,40 @@ def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> 
         },
         batch_size=1,
     )
-    texts = {"data_source": "sums", "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+    source = reward.get("data_source", "sums")
+    texts = {"data_source": source, "reward_model": {"ground_truth": reward.get("truth", "2")}, "extra_info": {}}
     data = DataProto(
         batch=tensors, non_tensor_batch={key: np.array([value], dtype=object) for key, value in texts.items()}
     )
 
-    async def score() -> float:
-        manager = DAPORewardManager(config, Tokenizer(), lambda **_: {"score": 0.0})
+    async def run() -> dict[str, Any]:
+        manager = DAPORewardManager(config, Tokenizer(), reward.get("function", default_compute_score))
         manager.loop = asyncio.get_running_loop()
-        return float((await manager.run_single(data))["reward_score"])
+        return await manager.run_single(data)
 
-    return asyncio.run(score())
+    return asyncio.run(run())
+
+
+def dapo_penalty(length: int, settings: dict[str, float], max_resp_len: int) -> float:
+    """What verl's DAPO reward manager adds to the reward of a response with so many tokens."""
+    return float(judged(length, settings, max_resp_len, function=lambda **_: {"score": 0.0})["reward_score"])
+
+
+@pytest.mark.parametrize(("truth", "right"), [("2", 1.0), ("3", 0.0)])
+def test_a_number_that_a_reward_function_returns_is_score_and_verdict(truth: str, right: float) -> None:
+    """verl's own function for GSM8K returns one, which its reward managers keep as `acc`; the penalty is not in it."""
+    long = judged(14, {"len": 4, "penalty_factor": 0.5}, 16, data_source="openai/gsm8k", truth=truth)
+    info = long["reward_extra_info"]
+    assert long["reward_score"] == right - 0.25
+    assert score(info) == verdict(info, "of this response") == right
+    infos = [info] * 2
+    rewards = trainer._scores(infos)
+    assert rewards is not None
+    assert rewards.tolist() == [right] * 2
 
 
 def test_dapos_penalty_is_ours_up_to_the_limit_and_not_beyond_it() -> None:
-    """Why preflight wants max_resp_len to be the limit: verl's penalty goes on falling beyond it, ours is whole
+    """Why max_resp_len must be the limit: verl's penalty goes on falling beyond it, ours is whole
     there.
     """
     settings = {"len": 4, "penalty_factor": 0.5}

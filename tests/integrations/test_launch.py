@@ -1,6 +1,7 @@
 """What is done about a job that does not start."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations import evaluate, launch
 from gtpo_verl.integrations.admission import DevicesTakenError
+from gtpo_verl.rules.start import ray
 
 RUN = OmegaConf.create(
     {"ray_kwargs": {"ray_init": {"address": "local"}}, "trainer": {"run_dir": "outputs/run", "device": "cuda"}}
@@ -157,27 +159,27 @@ def test_a_cluster_keeps_its_own_numbers_of_cpus_and_devices(monkeypatch: pytest
     else:
         monkeypatch.setenv("RAY_ADDRESS", "head:6379")
     joins = run_with(**sizes)
-    launch.check_ray(joins, ["hardware=cpu"])
+    assert list(ray(joins, ["hardware=cpu"])) == []
     assert joins.ray_kwargs.ray_init.num_cpus == 32  # recorded as it was composed
     launch.leave_to_cluster(joins)
     assert joins.ray_kwargs.ray_init.num_cpus is joins.ray_kwargs.ray_init.num_gpus is None
 
     override = "ray_kwargs.ray_init.num_cpus=32"
-    with pytest.raises(UserError, match=rf"{override} is for a Ray of this run's own.*address=local"):
-        launch.check_ray(run_with(**sizes), [override])
+    (problem,) = ray(run_with(**sizes), [override])
+    assert re.search(rf"{override} is for a Ray of this run's own.*address=local", problem.message)
     without = run_with(num_cpus=None)
     OmegaConf.set_struct(without, True)  # as hardware=gpu is composed
     launch.leave_to_cluster(without)
 
     own = run_with(**sizes | {"address": "local"})
-    launch.check_ray(own, [override])
+    assert list(ray(own, [override])) == []
     launch.leave_to_cluster(own)
     assert own.ray_kwargs.ray_init.num_cpus == 32
 
 
 def test_a_namespace_that_runs_would_share_is_refused() -> None:
-    with pytest.raises(UserError, match=r"namespace=mine: two runs in one namespace"):
-        launch.check_ray(run_with(namespace="mine"))
+    (problem,) = ray(run_with(namespace="mine"))
+    assert "namespace=mine: two runs in one namespace" in problem.message
 
 
 @pytest.mark.parametrize(

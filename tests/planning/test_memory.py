@@ -6,15 +6,15 @@ import torch
 from omegaconf import DictConfig
 
 from gtpo_verl.planning.memory import BF16, FP32, GIB, Memory, layer_activation_bytes, memory_of
+from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
-from gtpo_verl.planning.step import check_batches
 
 Run = Callable[..., DictConfig]
 CAPACITY = 79.1 * GIB
 
 
 def memory(config: DictConfig, model: str = "Qwen/Qwen2.5-7B") -> Memory:
-    return memory_of(config, load_shape(model), check_batches(config), CAPACITY)
+    return memory_of(config, load_shape(model), parallelism(config), CAPACITY)
 
 
 def parts(config: DictConfig, phase: str, model: str = "Qwen/Qwen2.5-7B") -> dict[str, float]:

@@ -15,6 +15,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.timing import StepTime, forward_flops
+from gtpo_verl.rules.overrides import without_effect
 
 Run = Callable[..., DictConfig]
 
@@ -126,11 +127,11 @@ def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("mine")
 def test_a_method_of_another_package_is_an_arm_too(run: Run) -> None:
     config = run("setting=paper_gtpo_7b", {"algorithm.adv_estimator": "mine"})
-    plan = make_plan(config, ["algorithm.gtpo.alpha2=0.2", "+algorithm.mine.x=1"])
+    plan = make_plan(config)
     assert [plan.arms[0].arm, plan.arms[-1].arm] == ["dapo", "mine"]
     assert plan.assumptions["advantage_ns"].value == 1000.0
-    idle = [finding.message for finding in plan.findings if "has no effect" in finding.message]
-    assert idle == ["algorithm.gtpo.alpha2=0.2 has no effect: this run trains Mine."]
+    idle = without_effect(config, ["algorithm.gtpo.alpha2=0.2", "+algorithm.mine.x=1"])
+    assert [problem.message for problem in idle] == ["algorithm.gtpo.alpha2=0.2 has no effect: this run trains Mine."]
 
 
 def test_a_lower_yield_costs_generation_alone(run: Run) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.correctness import is_correct, verdict
+from gtpo_verl.runs.correctness import is_correct, score, verdict
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,7 @@ def test_what_is_no_number_is_refused(acc: object) -> None:
 def test_a_response_without_a_verdict_is_refused() -> None:
     with pytest.raises(UserError, match="no verdict on response 7: it must return a dict with `acc`"):
         verdict({"score": 1.0}, "on response 7")
+
+
+def test_the_score_is_the_functions_own_or_the_number_that_it_returned() -> None:
+    assert [score(info) for info in ({"score": -1.0, "acc": 0.0}, {"acc": 0.25}, {"pred": "2"})] == [-1.0, 0.25, None]

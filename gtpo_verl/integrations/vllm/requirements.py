@@ -1,5 +1,6 @@
 """What rollout settings must be so that vLLM's entropies are exact. Light to import."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from gtpo_verl.errors import UserError
@@ -17,35 +18,36 @@ def check_rollout(rollout: Any) -> None:
     Raises:
         UserError: they will not; says which key is in the way.
     """
+    for fault in rollout_faults(rollout):
+        raise UserError(fault)
+
+
+def rollout_faults(rollout: Any) -> Iterator[str]:
+    """Everything that keeps the entropies of a rollout from being exact, a line each."""
     engine = (rollout.get("engine_kwargs") or {}).get("vllm") or {}
     mode = engine.get("logprobs_mode", rollout.logprobs_mode)
     extension = engine.get("worker_extension_cls", WORKER_EXTENSION)
     if rollout.name != "vllm":
-        raise UserError(f"{KEY}.name={rollout.name} returns no entropies: set it to vllm, {INSTEAD}.")
+        yield f"{KEY}.name={rollout.name} returns no entropies: set it to vllm, {INSTEAD}."
     if rollout.disaggregation.enabled:
-        raise UserError(
-            f"{KEY}.disaggregation.enabled=true runs servers of verl's own, without entropies: switch it off, "
-            f"{INSTEAD}."
-        )
+        key = f"{KEY}.disaggregation.enabled=true"
+        yield f"{key} runs servers of verl's own, without entropies: switch it off, {INSTEAD}."
     if not rollout.calculate_log_probs:
-        raise UserError(
-            f"{KEY}.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
-        )
+        yield f"{KEY}.calculate_log_probs=false: entropies travel with the log-probs, switch them on, {INSTEAD}."
     if mode != "processed_logprobs":
-        raise UserError(
-            f"{KEY}.logprobs_mode={mode} returns log-probs of another distribution than the sampled one: set it "
-            "to processed_logprobs, "
-            f"{INSTEAD}."
+        yield (
+            f"{KEY}.logprobs_mode={mode} returns log-probs of another distribution than the sampled one: set it to "
+            f"processed_logprobs, {INSTEAD}."
         )
-    if rollout.temperature <= 0:
-        raise UserError(f"{KEY}.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}.")
+    if (rollout.temperature or 0) <= 0:
+        yield f"{KEY}.temperature={rollout.temperature} samples greedily: set it above 0, {INSTEAD}."
     if truncates(rollout):
-        raise UserError(
-            f"{KEY}.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those "
-            f"of what is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
+        yield (
+            f"{KEY}.top_p={rollout.top_p}, top_k={rollout.top_k} cut the distribution, and entropies would be those of "
+            f"what is left: set top_p=1 and top_k=-1 for training, {INSTEAD}."
         )
     if extension != WORKER_EXTENSION:
-        raise UserError(
+        yield (
             f"{KEY}.engine_kwargs.vllm.worker_extension_cls={extension} replaces the worker that computes entropies: "
             f"remove it, {INSTEAD}."
         )

@@ -35,7 +35,7 @@ PASSING = (
     "gtpo_verl.integrations.checks",
     "gtpo_verl.integrations.launch",
     "gtpo_verl.planning",
-    "gtpo_verl.preflight",
+    "gtpo_verl.rules",
     "verl.base_config",
     "verl.utils.config",
     "verl.workers.config",

@@ -8,7 +8,7 @@ others, when the module they are in is imported; a module of its own for each ob
 - ``gloo``: the process groups' library misreads tensors that are not contiguous
 - ``optimizer_state``: float32 optimizer states do not load
 - ``verl_engine``: verl admits no float32, seeds nothing without an accelerator, and counts tokens in place
-- ``preflight``: this project refuses to train with Megatron on a CPU
+- ``rules``: this project refuses to train with Megatron on a CPU
 
 ``transformer_engine/``, beside this package, stands in for NVIDIA's Transformer Engine.
 """
@@ -56,16 +56,16 @@ def _loading(module: ModuleType) -> None:
     optimizer_state.load_without_gradients(module)
 
 
-def _preflight(module: ModuleType) -> None:
-    from megatron_on_cpu import preflight
+def _rules(module: ModuleType) -> None:
+    from megatron_on_cpu import rules
 
-    preflight.admit_cpu(module)
+    rules.admit_cpu(module)
 
 
 # What happens to a module before its own code runs, and after.
 BEFORE: dict[str, Change] = {"megatron.core": _use_cpu}
 AFTER: dict[str, Change] = {
-    "gtpo_verl.preflight": _preflight,
+    "gtpo_verl.rules.rollout": _rules,
     "megatron.core.optimizer.distrib_optimizer": _loading,
     "megatron.core.tensor_parallel.random": _random_state,
     "verl.workers.config.engine": _float32,

@@ -7,17 +7,18 @@ import pytest
 from omegaconf import DictConfig
 
 from gtpo_verl.algorithms.registry import algorithms
-from gtpo_verl.commands.plan import preflight_findings
 from gtpo_verl.config import choices
 from gtpo_verl.planning.plan import make_plan
+from gtpo_verl.problems import errors_of
+from gtpo_verl.rules.plan import problems
 
 Run = Callable[..., DictConfig]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def messages(config: DictConfig, level: str, overrides: list[str] | None = None, **given: float) -> list[str]:
-    plan = make_plan(config, overrides or (), given=given)
-    return [finding.message for finding in plan.findings if finding.level == level]
+    found = problems(config, make_plan(config, given=given), overrides or ())
+    return [problem.message for problem in found if problem.severity == level]
 
 
 @pytest.mark.parametrize("setting", [name for name in choices("setting") if name not in ("default", "quickstart")])
@@ -25,12 +26,12 @@ def messages(config: DictConfig, level: str, overrides: list[str] | None = None,
 @pytest.mark.slow
 def test_settings_that_ship_have_nothing_wrong_and_fit_80_gb(run: Run, setting: str, backend: str) -> None:
     config = run(f"setting={setting}", f"backend={backend}")
-    plan = make_plan(config, preflight=preflight_findings(config))
-    assert [finding for finding in plan.findings if finding.level != "note"] == []
+    assert [problem for problem in problems(config, make_plan(config)) if problem.severity != "note"] == []
 
 
 def test_one_gpu_fits_a_card_of_24_gb(run: Run) -> None:
-    assert make_plan(run("setting=one_gpu"), gpu="a10").errors == []
+    config = run("setting=one_gpu")
+    assert errors_of(problems(config, make_plan(config, gpu="a10"))) == []
 
 
 CASES: list[tuple[list[str], dict[str, Any], str, str]] = [

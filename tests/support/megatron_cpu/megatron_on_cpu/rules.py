@@ -4,5 +4,5 @@ from types import ModuleType
 
 
 def admit_cpu(module: ModuleType) -> None:
-    """Leave out the check of the backend, in which this is all that is checked."""
-    module._check_backend = lambda config: None
+    """Leave out the rule of the backend, in which this is all that is asked."""
+    module.RULES = tuple(rule for rule in module.RULES if rule is not module.backend)

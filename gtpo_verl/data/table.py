@@ -1,0 +1,92 @@
+"""Data files as verl's data set reads them: `.parquet`, `.json` and `.jsonl`, told apart by the end of the name."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gtpo_verl.errors import UserError, first_line
+
+FORMATS = (".parquet", ".json", ".jsonl")
+ROWS_AT_ONCE = 256
+
+
+class ParquetFile:
+    """A parquet file; rows are read as they are asked for."""
+
+    def __init__(self, file: str) -> None:
+        import pyarrow.parquet as pq
+
+        self._file = pq.ParquetFile(file)
+        self.schema = self._file.schema_arrow
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows, of these columns those that there are."""
+        for batch in self._batches(columns):
+            yield from batch.to_pylist()
+
+    def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
+        """{value of the column `key`: its first row}, of these columns those that there are."""
+        found: dict[Any, dict[str, Any]] = {}
+        for batch in self._batches([key, *columns]):
+            values = batch.column(key).to_pylist()
+            for value in set(values) - found.keys():
+                found[value] = batch.slice(values.index(value), 1).to_pylist()[0]
+        return found
+
+    def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        present = [name for name in columns if name in self.schema.names]
+        yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
+
+
+class JsonFile:
+    """A JSON file, one object a line or a list of objects. Its columns are those of the first row, their types those of
+    the first value that is not empty: rows need not agree, as verl's reader sees to.
+    """
+
+    def __init__(self, file: str) -> None:
+        import pyarrow as pa
+
+        with open(file, encoding="utf-8-sig") as lines:
+            text = lines.read()
+        if text.startswith("["):
+            self._rows = json.loads(text)
+        else:
+            self._rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if not all(isinstance(row, dict) for row in self._rows):
+            raise ValueError("a row is no object")
+        columns = list(self._rows[0]) if self._rows else []
+        examples = {name: next((row[name] for row in self._rows if row.get(name)), None) for name in columns}
+        self.schema = pa.schema([(name, pa.array([value]).type) for name, value in examples.items()])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows, of these columns those that there are."""
+        for row in self._rows:
+            yield {name: row[name] for name in columns if name in row}
+
+    def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
+        """{value of the column `key`: its first row}, of these columns those that there are."""
+        found: dict[Any, dict[str, Any]] = {}
+        for row in self.rows([key, *columns]):
+            found.setdefault(row[key], row)
+        return found
+
+
+def open_table(file: str) -> ParquetFile | JsonFile:
+    """The rows of a local data file.
+
+    Raises:
+        UserError: verl does not read files of this kind, or its content is of another.
+    """
+    if not file.endswith(FORMATS):
+        raise UserError(f"{file}: verl reads files whose names end with {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
+    parquet = file.endswith(".parquet")
+    try:
+        return ParquetFile(file) if parquet else JsonFile(file)
+    except Exception as error:
+        raise UserError(f"{file} is not a {'parquet' if parquet else 'JSON'} file: {first_line(error)}") from error

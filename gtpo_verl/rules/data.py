@@ -1,0 +1,114 @@
+"""Rules of the data files: they are there, and verl's data set can read them."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from gtpo_verl.config import files_of
+from gtpo_verl.data.table import open_table
+from gtpo_verl.data.traces import check_traces
+from gtpo_verl.errors import UserError
+from gtpo_verl.problems import Problem, note, refuse
+
+FILES = ("train_files", "val_files")
+
+
+def data(config: DictConfig, keys: Sequence[str] = FILES) -> Iterator[Problem]:
+    """Local files have the columns that verl reads, and enough rows for a batch."""
+    if own_class := config.data.get("custom_cls", {}).get("path"):
+        yield note(
+            f"data.custom_cls.path={own_class}: your class reads the data, so that columns are not looked at and the "
+            "verifier is not tried on them."
+        )
+        return
+    for key in keys:
+        files = config.data[key]
+        if files is None:
+            columns = ", ".join(sorted(_columns(config)))
+            yield Problem(f"no data: set data.{key}=FILE.parquet in verl's schema (columns {columns}).")
+            continue
+        for file in files_of(files):
+            if "://" not in file:
+                yield from _file(config, key, file)
+
+
+def check_data(config: DictConfig, keys: Sequence[str] = FILES) -> None:
+    """Check files alone.
+
+    Raises:
+        UserError: everything that is wrong with them.
+    """
+    refuse(data(config, keys))
+
+
+def _columns(config: DictConfig) -> set[str]:
+    return {config.data.prompt_key, config.data.reward_fn_key, "reward_model"}
+
+
+def _file(config: DictConfig, key: str, file: str) -> Iterator[Problem]:
+    place = f"data.{key}={file}"
+    if Path(file).is_dir():
+        yield Problem(f"{place} is a directory: name its files, in brackets: [A.parquet,B.parquet].")
+        return
+    if not Path(file).is_file():
+        yield Problem(f"{place}: no such file.")
+        return
+    try:
+        table = open_table(file)
+    except UserError as error:
+        yield Problem(f"data.{key}={error}")
+        return
+    if not len(table):
+        yield Problem(f"{place} has no rows.")
+        return
+    missing = _columns(config) - set(table.schema.names)
+    if missing:
+        yield Problem(
+            f"{place} lacks the column{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}; it has "
+            f"{', '.join(table.schema.names)}."
+        )
+    else:
+        yield from (Problem(f"{place}: {what}") for what in _schema_faults(table.schema, config.data.prompt_key))
+    if key == "train_files" and len(table) < config.data.train_batch_size and len(files_of(config.data[key])) == 1:
+        yield Problem(
+            f"{place} has {len(table)} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
+        )
+
+
+def _schema_faults(schema: Any, prompt_key: str) -> Iterator[str]:
+    """What keeps verl from reading these columns, by their Arrow types."""
+    import pyarrow as pa
+
+    prompt, reward = schema.field(prompt_key).type, schema.field("reward_model").type
+    messages = prompt.value_type if pa.types.is_list(prompt) or pa.types.is_large_list(prompt) else None
+    if messages is None or not pa.types.is_struct(messages) or {"role", "content"} - {field.name for field in messages}:
+        yield (
+            f"{prompt_key} must be a list of messages, each with role and content; it is {prompt}. "
+            "`gtpo-verl prepare-data` makes such files."
+        )
+    if not pa.types.is_struct(reward) or "ground_truth" not in {field.name for field in reward}:
+        yield (
+            f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. "
+            "`gtpo-verl prepare-data` makes such files."
+        )
+
+
+def guide_columns(config: DictConfig) -> Iterator[Problem]:
+    """The guide's columns are there; `integrations.checks` reads them, once there is a tokenizer."""
+    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch, which `submit` does without
+
+    guide, data = guide_config(config.algorithm.guide), config.data
+    if guide.mode == "off" or guide.served or data.train_files is None or data.get("custom_cls", {}).get("path"):
+        return
+    for file in files_of(data.train_files):
+        if "://" in file or any(_file(config, "train_files", file)):
+            continue
+        try:
+            check_traces(file, limit=data.max_response_length, with_log_probs=guide.ratio == "phi")
+        except UserError as error:
+            yield Problem(str(error))
+
+
+RULES = (data, guide_columns)

@@ -1,0 +1,119 @@
+"""Rules of a run with rows of a guiding policy: who may have them, and what divides by their probabilities."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.algorithms import algorithm_of
+from gtpo_verl.algorithms.mixed_policy import GUIDED_LOSSES, GuideConfig, guide_config, has_rule
+from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.problems import Problem
+from gtpo_verl.rules.ranges import ACTOR, ROLLOUT
+
+# What a run with a guide needs, and why: (key, value, reason).
+_NEEDED: tuple[tuple[str, Any, str], ...] = (
+    ("trainer.v1.trainer_mode", "sync", "the guide's rows have no weight version"),
+    ("reward.reward_model.enable", False, "verdicts are needed in the rollout"),
+    ("distillation.enabled", False, "it has a loss of its own"),
+    (f"{ROLLOUT}.enable_rollout_routing_replay", False, "no rollout has routed the guide's tokens"),
+    (f"{ROLLOUT}.agent.agent_loop_manager_class", None, "this project's own gives rows to the guide"),
+)
+# What makes probabilities those of whole distributions.
+_WHOLE = ((f"{ROLLOUT}.top_p", 1.0), (f"{ROLLOUT}.top_k", -1), (f"{ROLLOUT}.calculate_log_probs", True))
+
+
+def guide(config: DictConfig) -> Iterator[Problem]:
+    """The guide's own settings, and all that a run must be to have its rows."""
+    settings = guide_config(config.algorithm.guide)
+    if settings.mode != "off":
+        yield from _method(config, settings)
+        yield from _run(config, settings)
+        if settings.ratio == "phi":
+            yield from _probabilities(config)
+        if settings.served:
+            yield from _server(config)
+
+
+def _method(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
+    """Advantages and loss say what a guide's row is to them."""
+    key, estimator = f"algorithm.guide.mode={guide.mode}", config.algorithm.adv_estimator
+    loss, chosen = config.actor_rollout_ref.actor.policy_loss.loss_mode, algorithm_of(config)
+    if loss not in GUIDED_LOSSES:
+        yield Problem(
+            f"{key} does not go with {ACTOR}.policy_loss.loss_mode={loss}, which has no rule for the guide's rows: "
+            f"choose one of {', '.join(GUIDED_LOSSES)}."
+        )
+        return
+    if chosen is None or chosen.guide is None:
+        yield Problem(
+            f"{key} does not go with algorithm.adv_estimator={estimator}, which has no rule for the guide's rows: "
+            "docs/mixed-policy.md lists the methods that have one, such as algo=dapo_mixed, luffy, gtpo and grpo_s."
+        )
+        return
+    if not has_rule(chosen, guide):
+        yield Problem(
+            f"algorithm.guide.adv_scope={guide.adv_scope} does not go with algorithm.adv_estimator={estimator}, whose "
+            "advantages are over all rows of a group: set it to union."
+        )
+    if guide.in_entropy_stats and (chosen.guide == "alike" or "old_log_probs" in chosen.needs):
+        why = "compares no tokens" if chosen.guide == "alike" else "reads old log-probs, which guide rows lack"
+        yield Problem(
+            f"algorithm.guide.in_entropy_stats=true does not go with algorithm.adv_estimator={estimator}, which {why}: "
+            "set it to false."
+        )
+
+
+def _run(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
+    key, n = f"algorithm.guide.mode={guide.mode}", config.actor_rollout_ref.rollout.n
+    if guide.reserved >= n:
+        yield Problem(
+            f"{key} may give {guide.reserved} of the {ROLLOUT}.n={n} responses of a group to the guide, and the "
+            "policy's own decide whether: lower algorithm.guide.n_off or n_zero, or raise n."
+        )
+    for name, needed, why in _NEEDED:
+        value = OmegaConf.select(config, name, default=needed)
+        if value != needed:
+            yield Problem(f"{key} does not go with {name}={value} ({why}): set it to {_written(needed)}.")
+    if entropy_source(config).skips_actor_pass:
+        yield Problem(
+            f"{key} does not go with algorithm.entropy.source=rollout (no rollout has measured the guide's rows): set "
+            "it to both or actor."
+        )
+    if guide.adv_scope == "on_only" and config.algorithm.use_kl_in_reward:
+        yield Problem(
+            "algorithm.guide.adv_scope=on_only does not read the KL term of algorithm.use_kl_in_reward=true: set it to "
+            "false, or adv_scope=union."
+        )
+
+
+def _probabilities(config: DictConfig) -> Iterator[Problem]:
+    """The policy's probabilities and the guide's are of whole distributions."""
+    for name, needed in _WHOLE:
+        value = OmegaConf.select(config, name)
+        if value != needed:
+            yield Problem(
+                "algorithm.guide.ratio=phi divides by the guide's probabilities, which are those of the whole "
+                f"distribution: set {name}={_written(needed)} (it is {value}), or algorithm.guide.ratio=one and "
+                "algorithm.guide.clip=none."
+            )
+
+
+def _server(config: DictConfig) -> Iterator[Problem]:
+    rollout, key = config.actor_rollout_ref.rollout, "algorithm.guide.source=server"
+    if rollout.name != "vllm":
+        yield Problem(f"{key} runs the guide in vLLM, and {ROLLOUT}.name={rollout.name}: set it to vllm.")
+    if rollout.logprobs_mode != "processed_logprobs":
+        yield Problem(
+            f"{key} needs log-probs at the training temperature: set {ROLLOUT}.logprobs_mode=processed_logprobs (it is "
+            f"{rollout.logprobs_mode})."
+        )
+
+
+def _written(value: Any) -> str:
+    """A value as an override has it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+RULES = (guide,)

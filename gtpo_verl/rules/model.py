@@ -1,0 +1,125 @@
+"""Rules of the models of a run: they are here or on the hub, whole, and the bucket of a weight sync holds them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from gtpo_verl.errors import first_line, within
+from gtpo_verl.files import read_json
+from gtpo_verl.integrations.weights import header, needed_bucket
+from gtpo_verl.problems import Problem
+from gtpo_verl.rules.ranges import ROLLOUT
+
+HUB_TIMEOUT = 5.0  # seconds
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+
+
+def model(config: DictConfig) -> Iterator[Problem]:
+    """The model is there; one of whole files has weights that fit into the bucket of a weight sync."""
+    settings = config.actor_rollout_ref.model
+    if settings.path is None:
+        yield Problem(
+            "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the "
+            "hub."
+        )
+        return
+    found = list(_model_at("actor_rollout_ref.model.path", str(settings.path), settings.get("tokenizer_path")))
+    yield from found or _bucket(config)
+
+
+def guide_model(config: DictConfig) -> Iterator[Problem]:
+    """The guide of `source=server` is there."""
+    from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
+
+    guide = guide_config(config.algorithm.guide)
+    if guide.served:
+        yield from _model_at("algorithm.guide.model", str(guide.model), None)
+
+
+def _bucket(config: DictConfig) -> Iterator[Problem]:
+    given = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    if config.trainer.device != "cpu" or given is None:
+        return
+    needed = needed_bucket(config)
+    if needed is not None and needed[1] > given:
+        yield Problem(
+            f"{BUCKET}={given}: the largest tensor of the model, {needed[0]}, takes {needed[1]} MiB, and without a GPU "
+            "it is not sent in parts: set it to null, which follows the model."
+        )
+
+
+def _model_at(key: str, path: str, tokenizer: str | None) -> Iterator[Problem]:
+    """What is wrong with the model that a key names, in a directory, on remote storage or on the hub."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        yield from _files(f"{key}={directory}", directory, Path(tokenizer).expanduser() if tokenizer else directory)
+    elif "://" in path:
+        return  # verl copies it from remote storage
+    elif path.startswith((".", "/", "~")) or path.count("/") != 1:
+        yield Problem(f"{key}={path}: no such directory.")
+    else:
+        yield from _on_hub(key, path)
+
+
+def _files(key: str, directory: Path, tokenizer: Path) -> Iterator[Problem]:
+    """A local model has a readable configuration, a tokenizer and whole weights."""
+    file = directory / "config.json"
+    if not file.is_file():
+        yield Problem(f"{key} has no config.json: it must be a model in Hugging Face format.")
+        return
+    if not isinstance(_json(file), dict):
+        yield Problem(f"{key}: its config.json is not readable: copy the model again.")
+    if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+        yield Problem(f"{tokenizer} has no tokenizer: copy it there, or set actor_rollout_ref.model.tokenizer_path.")
+    indices = [*directory.glob("*.safetensors.index.json"), *directory.glob("*.bin.index.json")]
+    listed = {name for index in indices for name in ((_json(index) or {}).get("weight_map") or {}).values()}
+    weights = listed | {file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)}
+    if not weights:
+        yield Problem(f"{key} has no weights (*.safetensors or *.bin): copy them there.")
+    for name in sorted(weights):
+        if fault := _weights_fault(directory / name):
+            yield Problem(f"{key}: {name} {fault}: copy the model again.")
+
+
+def _json(file: Path) -> Any:
+    """What a JSON file holds; None where it is not JSON."""
+    try:
+        return read_json(file)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _weights_fault(file: Path) -> str | None:
+    """Whether a file of weights is missing or was cut off."""
+    if not file.is_file():
+        return "is missing"
+    if file.suffix != ".safetensors":
+        return None
+    try:
+        header(file)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _on_hub(key: str, name: str) -> Iterator[Problem]:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        within(HUB_TIMEOUT, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT))
+    except HfHubHTTPError as error:
+        yield Problem(f"{key}={name}: no such directory, and the hub says: {first_line(error)}")
+    except Exception as error:
+        yield Problem(
+            f"{key}={name}: no such directory, and the hub could not be asked within {HUB_TIMEOUT:.0f} s "
+            f"({type(error).__name__}): give a local directory."
+        )
+
+
+RULES = (model, guide_model)

@@ -1,0 +1,143 @@
+"""Overrides that nothing reads in a run, each with the reason: a table of keys and of when they are idle."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.algorithms import algorithm_of, algorithms
+from gtpo_verl.problems import Problem, warning
+from gtpo_verl.rules.algorithm import READ_NORM_BY_STD
+from gtpo_verl.rules.ranges import ACTOR, GROUPS, OVERLONG, ROLLOUT
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Keys, or prefixes of them, that nothing reads where `when` is true; `but`: ends of such keys that are read."""
+
+    keys: tuple[str, ...]
+    when: Callable[[DictConfig], bool]
+    reason: str
+    but: tuple[str, ...] = ()
+
+
+def _is(key: str, *values: Any) -> Callable[[DictConfig], bool]:
+    return lambda config: OmegaConf.select(config, key) in values
+
+
+def _not(key: str, *values: Any) -> Callable[[DictConfig], bool]:
+    return lambda config: OmegaConf.select(config, key) not in values
+
+
+def _always(config: DictConfig) -> bool:
+    return True
+
+
+_TABLE = (
+    Idle(
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        # false is an error (`algorithm.ignored`)
+        lambda config: (
+            config.algorithm.norm_adv_by_std_in_grpo and config.algorithm.adv_estimator not in READ_NORM_BY_STD
+        ),
+        f"only verl's estimators {' and '.join(READ_NORM_BY_STD)} read it",
+    ),
+    Idle(
+        ("algorithm.gamma", "algorithm.lam"),
+        lambda config: algorithm_of(config) is not None,
+        "the advantage estimator has neither a discount nor a trace",
+    ),
+    Idle(("algorithm.pf_ppo.",), _is("algorithm.use_pf_ppo", False), "algorithm.use_pf_ppo=false"),
+    Idle(
+        (f"{ACTOR}.policy_loss.seq_",),
+        _not(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
+        "only the policy loss grpo_s has a sequence ratio",
+    ),
+    Idle(
+        (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c"),
+        _is(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
+        f"grpo_s clips the sequence ratio: {ACTOR}.policy_loss.seq_clip_ratio_low and _high",
+    ),
+    Idle((f"{ACTOR}.clip_ratio",), _always, "clip_ratio_low and clip_ratio_high are set", but=("_low", "_high", "_c")),
+    Idle((f"{GROUPS}.",), _is(f"{GROUPS}.enable", False), f"{GROUPS}.enable=false", but=("enable",)),
+    Idle(
+        ("data.gen_batch_size",),
+        _is(f"{GROUPS}.enable", True),
+        "with dynamic sampling verl fetches prompts one by one; the number in flight is set by "
+        f"{GROUPS}.max_inflight_gen_batches",
+    ),
+    Idle(
+        (f"{OVERLONG}.", "reward.reward_kwargs.max_resp_len"),
+        _is(f"{OVERLONG}.enable", False),
+        f"{OVERLONG}.enable=false",
+        but=("enable",),
+    ),
+    Idle(
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        _is(f"{ACTOR}.use_dynamic_bsz", True),
+        f"micro-batches are sized by tokens ({ACTOR}.ppo_max_token_len_per_gpu)",
+    ),
+    Idle(
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+        _is(f"{ACTOR}.use_dynamic_bsz", False),
+        f"micro-batches are sized by responses: set {ACTOR}.use_dynamic_bsz=true",
+    ),
+    Idle(
+        (f"{CORRECTION}.rollout_",),
+        _is("algorithm.entropy.source", "rollout"),
+        "with algorithm.entropy.source=rollout, the ratio is taken to the rollout's log-probs, and the clip bounds it",
+    ),
+    Idle((f"{CORRECTION}.rollout_is_",), _is(f"{CORRECTION}.rollout_is", None), f"{CORRECTION}.rollout_is=null"),
+    Idle((f"{CORRECTION}.rollout_rs_",), _is(f"{CORRECTION}.rollout_rs", None), f"{CORRECTION}.rollout_rs=null"),
+    Idle(
+        (f"{CORRECTION}.loss_type",),
+        _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
+        "only verl's policy loss bypass_mode reads it",
+    ),
+    Idle((f"{ACTOR}.kl_loss_",), _is(f"{ACTOR}.use_kl_loss", False), f"{ACTOR}.use_kl_loss=false"),
+    Idle(
+        ("algorithm.kl_ctrl.", "algorithm.kl_penalty"),
+        _is("algorithm.use_kl_in_reward", False),
+        "algorithm.use_kl_in_reward=false",
+    ),
+    Idle((f"{ACTOR}.grad_clip",), _always, f"verl reads {ACTOR}.optim.clip_grad"),
+    Idle(("critic.",), _not("algorithm.adv_estimator", "gae"), "none of the estimators has a critic"),
+    Idle(
+        ("reward_model.", "custom_reward_function.", "sandbox_fusion."),
+        _always,
+        "verl's current trainer reads reward.*",
+    ),
+)
+
+
+def without_effect(config: DictConfig, given: Sequence[str]) -> Iterator[Problem]:
+    """Overrides without effect in this run; given: the user's."""
+    table = (*_of_methods(config), *_TABLE) if given else ()
+    for override in given:
+        key = override.lstrip("+~").partition("=")[0]
+        reason = next((row.reason for row in table if _names(row, key) and row.when(config)), None)
+        if reason is not None:
+            yield warning(f"{override} has no effect: {reason}.")
+
+
+def _names(row: Idle, key: str) -> bool:
+    prefix = next((prefix for prefix in row.keys if key.startswith(prefix)), None)
+    return prefix is not None and key.removeprefix(prefix) not in row.but
+
+
+def _of_methods(config: DictConfig) -> Iterator[Idle]:
+    """Settings of methods that this run does not train, and of a length penalty that it does not use."""
+    trained = algorithm_of(config)
+    label = trained.label if trained else f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+    others = tuple(f"algorithm.{method.name}." for method in algorithms().values() if method is not trained)
+    yield Idle(others, _always, f"this run trains {label}")
+    if trained and "length_denominator" in {field.name for field in fields(trained.config)}:
+        penalty = f"algorithm.{trained.name}.length_penalty"
+        yield Idle(
+            (f"algorithm.{trained.name}.length_denominator",),
+            _not(penalty, "soft"),
+            f"only {penalty}=soft has a slope",
+        )

@@ -1,0 +1,132 @@
+"""Rules of sizes: groups, batches over ranks, lengths, and the servers of `separate_async`."""
+
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.errors import UserError
+from gtpo_verl.planning.parallel import Parallelism, parallelism
+from gtpo_verl.problems import Problem
+from gtpo_verl.rules.ranges import ACTOR, OVERLONG, ROLLOUT
+
+PROMPT_AND_RESPONSE = "data.max_prompt_length + data.max_response_length"
+
+
+def longest_sequence(config: DictConfig) -> int:
+    """Tokens of the longest prompt and response together."""
+    return int(config.data.max_prompt_length + config.data.max_response_length)
+
+
+def group(config: DictConfig) -> Iterator[Problem]:
+    """A group has responses to compare."""
+    if config.actor_rollout_ref.rollout.n < 2:
+        yield Problem(
+            f"{ROLLOUT}.n={config.actor_rollout_ref.rollout.n}: a group needs at least two responses to be compared."
+        )
+
+
+def batches(config: DictConfig) -> Iterator[Problem]:
+    """Batches divide over mini-batches, ranks and micro-batches; what follows from another wrong size is not judged."""
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if batch % mini:
+        yield Problem(
+            f"data.train_batch_size={batch} is not a multiple of {ACTOR}.ppo_mini_batch_size={mini}: both count "
+            "prompts, and their quotient is the number of updates per step."
+        )
+    try:
+        parallel = parallelism(config)
+    except UserError as error:
+        yield Problem(str(error))
+        return
+    per_rank, rest = divmod(mini * n, parallel.data)
+    if rest:
+        yield Problem(
+            f"a mini-batch of {mini} prompts × {n} responses does not divide over {parallel.data} data-parallel ranks: "
+            f"change {ACTOR}.ppo_mini_batch_size or {ROLLOUT}.n."
+        )
+    if actor.use_dynamic_bsz:
+        yield from _token_limits(config, parallel)
+        return
+    whole = None if rest or batch % mini else per_rank * (batch // mini)
+    yield from _micro_batches(config, None if rest else per_rank, whole)
+
+
+def _token_limits(config: DictConfig, parallel: Parallelism) -> Iterator[Problem]:
+    """Micro-batches by tokens hold the longest sequence."""
+    longest = longest_sequence(config)
+    for key in (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"):
+        limit = OmegaConf.select(config, key)
+        if limit is None:
+            yield Problem(f"{key} is not set: set it to {longest} or more, or {ACTOR}.use_dynamic_bsz=false.")
+        elif limit * parallel.split < longest:
+            yield Problem(
+                f"{key}={limit}{f' × {parallel.split} GPUs per sequence' if parallel.split > 1 else ''} is less "
+                f"than the longest sequence, {PROMPT_AND_RESPONSE} = {longest}: verl fails at the first one of that "
+                "length."
+            )
+
+
+def _micro_batches(config: DictConfig, mini_batch: int | None, batch: int | None) -> Iterator[Problem]:
+    """Micro-batches by responses divide a rank's share of the mini-batch and of the batch, where these are known."""
+    for key, rows, what in (
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", mini_batch, "a mini-batch"),
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", batch, "the batch"),
+    ):
+        micro = OmegaConf.select(config, key)
+        if micro is None:
+            yield Problem(f"{key} is not set: set it, or {ACTOR}.use_dynamic_bsz=true.")
+        elif rows is not None and rows % micro:
+            yield Problem(f"each rank's share of {what}, {rows} responses, does not divide by {key}={micro}.")
+
+
+def separate_servers(config: DictConfig) -> Iterator[Problem]:
+    """What `separate_async` asserts when the trainer is made, minutes after the start."""
+    if config.trainer.v1.trainer_mode != "separate_async":
+        return
+    for name in ("nnodes", "n_gpus_per_node"):
+        value = config.actor_rollout_ref.rollout[name]
+        if value is None or value < 1:
+            yield Problem(
+                f"{ROLLOUT}.{name}={value}: trainer.v1.trainer_mode=separate_async has rollout servers on devices of "
+                "their own; say how many, besides those of trainer."
+            )
+    batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
+    updates = config.trainer.v1.separate_async.parameter_sync_step
+    if batch % mini == 0 and updates * mini != batch:
+        yield Problem(
+            f"trainer.v1.separate_async.parameter_sync_step={updates}: it must be {batch // mini}, the updates of a "
+            f"step (data.train_batch_size / {ACTOR}.ppo_mini_batch_size)."
+        )
+
+
+def lengths(config: DictConfig) -> Iterator[Problem]:
+    """The engine holds the longest sequence, and the overlong penalty grows up to the limit of a response."""
+    reward, limit = config.reward.reward_kwargs, config.data.max_response_length
+    overlong, longest = reward.overlong_buffer_cfg, longest_sequence(config)
+    engine = config.actor_rollout_ref.rollout.max_model_len
+    if engine is not None and engine < longest:
+        yield Problem(
+            f"{ROLLOUT}.max_model_len={engine} is shorter than {PROMPT_AND_RESPONSE} = {longest}: raise it, or set it "
+            "to null."
+        )
+    if not overlong.enable:
+        return
+    if reward.max_resp_len != limit:
+        why = (
+            "the full penalty would never be reached"
+            if reward.max_resp_len > limit
+            else "verl's DAPO reward would go beyond the full penalty, and GTPO's and GRPO-S's would not"
+        )
+        yield Problem(
+            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: "
+            f"{why}. Remove the override; max_resp_len follows the limit."
+        )
+    if not 0 < overlong.len <= limit:
+        yield Problem(
+            f"{OVERLONG}.len={overlong.len} must be between 1 and data.max_response_length={limit}: it is the number "
+            "of tokens before the limit over which the penalty grows."
+        )
+
+
+RULES = (group, batches, separate_servers, lengths)

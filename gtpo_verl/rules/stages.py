@@ -1,0 +1,59 @@
+"""The rules in the order in which they are asked: values alone, then the configuration, then this machine.
+
+What needs verl imported comes after them (`integrations.checks`), and what needs the figures of a plan is `rules.plan`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from omegaconf import DictConfig
+
+from gtpo_verl.problems import Problem, Rule, evaluate, refuse
+from gtpo_verl.rules import algorithm, data, guide, model, overrides, ranges, rollout, sizes, start
+
+CONFIGURATION = (*algorithm.RULES, *guide.RULES, *rollout.RULES, *sizes.RULES)
+MACHINE = (*start.RULES, *model.RULES, *data.RULES, *rollout.MACHINE)
+
+
+def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule] = CONFIGURATION) -> list[Problem]:
+    """What is wrong with a configuration, and what is worth knowing; by itself, without model, files and verl.
+
+    Args:
+        config: composed and prepared.
+        given: the user's overrides, of which those without effect are named.
+        rules: those that are asked where every value is in its range: they calculate with the values.
+    """
+    outside = evaluate(ranges.RULES, config)
+    return outside or [*evaluate([overrides.without_effect], config, given), *evaluate(rules, config)]
+
+
+def check(config: DictConfig, given: Sequence[str] = ()) -> None:
+    """Check a training before verl is imported, which takes about a second; warnings and notes are printed.
+
+    Raises:
+        UserError: everything that is wrong.
+    """
+
+    def ray(config: DictConfig) -> Iterator[Problem]:
+        yield from start.ray(config, given)
+
+    refuse(problems(config, given, (*CONFIGURATION, *MACHINE, ray)))
+
+
+def check_evaluation(config: DictConfig, command: str, given: Sequence[str] = ()) -> None:
+    """Check what a command that samples and verifies needs of a configuration. Its validation files come later: those
+    of an embedded task are made first.
+
+    Raises:
+        UserError: everything that is wrong.
+    """
+
+    def verifier(config: DictConfig) -> Iterator[Problem]:
+        if config.reward.reward_model.enable:
+            yield Problem(
+                f"reward.reward_model.enable=true: `gtpo-verl {command}` needs a verifier, not a reward model."
+            )
+
+    def ray(config: DictConfig) -> Iterator[Problem]:
+        yield from start.ray(config, given)
+
+    refuse(evaluate([ranges.sampling], config) or evaluate([sizes.lengths, model.model, verifier, ray], config))

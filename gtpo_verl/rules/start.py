@@ -1,0 +1,82 @@
+"""Rules of where a run writes, what it goes on from, and of the Ray that it starts or joins."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from gtpo_verl.config import check_path_in_job
+from gtpo_verl.errors import UserError
+from gtpo_verl.files import file_in_the_way
+from gtpo_verl.integrations.launch import joined_cluster
+from gtpo_verl.problems import Problem, warning
+from gtpo_verl.runs import checkpoints
+from gtpo_verl.runs.checkpoints import Layout, Start
+
+
+def run_dir(config: DictConfig) -> Iterator[Problem]:
+    """No file is where the run directory would be made."""
+    if config.trainer.run_dir is None:  # a plan has none
+        return
+    if blocked := file_in_the_way(Path(config.trainer.run_dir)):
+        yield Problem(f"trainer.run_dir={config.trainer.run_dir}: {blocked} is a file, not a directory.")
+
+
+def checkpoint(config: DictConfig) -> Iterator[Problem]:
+    """There is nothing to resume, or what there is can be loaded."""
+    if message := find_start(config).message:
+        yield warning(message)
+
+
+def find_start(config: DictConfig) -> Start:
+    """Find the checkpoint from which the run goes on; nothing is changed.
+
+    Raises:
+        UserError: it would start again although there are checkpoints, or cannot load the one that there is.
+    """
+    trainer, actor = config.trainer, config.actor_rollout_ref.actor
+    layout = Layout(actor.strategy, trainer.nnodes * trainer.n_gpus_per_node, tuple(actor.checkpoint.load_contents))
+    if trainer.resume_mode == "auto":
+        return checkpoints.find_start(Path(trainer.default_local_dir), layout)
+    if trainer.resume_mode == "disable":
+        return Start(None)
+    if not trainer.resume_from_path:
+        raise UserError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N.")
+    folder = Path(trainer.resume_from_path)
+    checkpoints.check_folder(folder, layout)
+    return Start(folder)
+
+
+def ray(config: DictConfig, overrides: Sequence[str] = ()) -> Iterator[Problem]:
+    """The run's Ray settings fit the cluster that it would join, if any; overrides: the user's."""
+    ray_init = config.ray_kwargs.ray_init
+    if ray_init.get("namespace") is not None:
+        yield Problem(
+            f"ray_kwargs.ray_init.namespace={ray_init.namespace}: two runs in one namespace would take each other's "
+            "actors. Leave it out: Ray gives every job one of its own."
+        )
+    where = joined_cluster(config)
+    if not where:
+        return
+    for name in ("num_cpus", "num_gpus"):
+        key = f"ray_kwargs.ray_init.{name}"
+        if any(override.lstrip("+").split("=")[0] == key for override in overrides) and ray_init[name] is not None:
+            yield Problem(
+                f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
+                "out, or add ++ray_kwargs.ray_init.address=local to start a separate Ray."
+            )
+
+
+def check_output(directory: Path) -> Path:
+    """The absolute path of a directory for results, which need not be there yet.
+
+    Raises:
+        UserError: it would be lost with a submitted job, or a file is in the way.
+    """
+    check_path_in_job("--output", directory)
+    if blocked := file_in_the_way(directory.resolve()):
+        raise UserError(f"--output {directory}: {blocked} is a file, not a directory.")
+    return directory.resolve()
+
+
+RULES = (run_dir, checkpoint)

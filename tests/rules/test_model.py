@@ -1,0 +1,70 @@
+"""The bucket of a weight sync holds the largest tensor of the model, or the run is refused before it starts."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from model_files import write_model
+from omegaconf import DictConfig
+
+from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.problems import evaluate
+from gtpo_verl.rules.model import BUCKET, model
+
+Run = Callable[..., DictConfig]
+SMOLLM2_135M = {"vocab_size": 49152, "hidden_size": 576}
+
+
+def with_tensors(directory: Path, **shapes: list[int]) -> Path:
+    """A model whose safetensors file has tensors of these shapes: as large as they say, and of no content."""
+    write_model(directory)
+    end, entries = 0, {}
+    for name, shape in shapes.items():
+        size = 2 * shape[0] * shape[1]  # bfloat16
+        entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    header = json.dumps(entries).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return directory
+
+
+def bucket(config: DictConfig) -> int | None:
+    found: int | None = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    return found
+
+
+def test_a_bucket_that_cannot_hold_the_embedding_is_refused_without_a_gpu(run: Run, tmp_path: Path) -> None:
+    """SmolLM2-135M: 49,152 × 576 numbers are 108 MiB in float32, in which a CPU trains, whatever the file's type."""
+    path = with_tensors(tmp_path, lm_head=[8, 576], embed=[49152, 576])
+    given = {"actor_rollout_ref.model.path": str(path), BUCKET: 64}
+    (problem,) = evaluate([model], run("setting=quickstart", "hardware=cpu", given))
+    assert problem.message.startswith(f"{BUCKET}=64: the largest tensor of the model, embed, takes 108 MiB")
+    assert evaluate([model], run("setting=quickstart", "hardware=cpu", given | {BUCKET: 108})) == []
+    assert evaluate([model], run("setting=quickstart", given)) == [], "on one GPU it is sent alone"
+
+
+@pytest.mark.parametrize(("tensors", "needed"), [({"embed": [49152, 576]}, 108), ({"embed": [300, 64]}, 64)])
+def test_the_bucket_of_a_cpu_follows_the_model(
+    run: Run, tmp_path: Path, tensors: dict[str, list[int]], needed: int
+) -> None:
+    config = run("setting=quickstart", "hardware=cpu")
+    config.actor_rollout_ref.model.path = str(with_tensors(tmp_path, **tensors))
+    assert bucket(config) is None
+    assert evaluate([model], config) == []
+    size_bucket(config)
+    assert bucket(config) == needed
+
+
+def test_without_safetensors_the_embedding_of_the_configuration_counts(run: Run, tmp_path: Path) -> None:
+    config = run("setting=quickstart", "hardware=cpu")
+    config.actor_rollout_ref.model.path = str(write_model(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
+    size_bucket(config)
+    assert bucket(config) == 108
+    config = run("setting=quickstart", "hardware=cpu", {"actor_rollout_ref.model.path": "organisation/not-here"})
+    size_bucket(config)
+    assert bucket(config) == 2048, "verl's, where the model is not known here"
