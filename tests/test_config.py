@@ -216,7 +216,6 @@ OURS = {  # keys that verl's YAML does not have, and who reads them
     "actor_rollout_ref.model.override_config.attn_implementation": "transformers",
     "actor_rollout_ref.rollout.engine_kwargs.vllm": "vllm",
     "reward.reward_kwargs": "verl.experimental.reward_loop.reward_manager.dapo",
-    "trainer.after_run_dir": "trainer",
     "trainer.run_dir": "train, trainer",
     "trainer.credit_dump_freq": "trainer",
     "trainer.v1.sampler.sampler_kwargs.poll_interval": "sampling",

@@ -63,7 +63,6 @@ from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.runs.directory import (
     SAMPLES_FILE,
     STOP_FILE,
-    WAITING,
     MetricsRecorder,
     keep_step,
     link_model,
@@ -72,7 +71,6 @@ from gtpo_verl.runs.directory import (
     restore_step,
 )
 from gtpo_verl.runs.guards import Guards, read_bounds
-from gtpo_verl.runs.lock import wait_for_end
 
 logger = logging.getLogger(__name__)
 
@@ -180,19 +178,6 @@ class CreditAssignmentMixin(PPOTrainer):
     def on_sample_begin(self) -> None:
         self._enter("generating")
         super().on_sample_begin()
-
-    def fit(self, agent_loop_manager: Any) -> None:
-        other = self.config.trainer.after_run_dir
-        if other:
-            record_phase(self.run_dir, self.global_steps, f"{WAITING} {other}")
-            if not wait_for_end(Path(other), given_up=self._gives_up_waiting):
-                return
-            self._enter("starting")
-        super().fit(agent_loop_manager)
-
-    def _gives_up_waiting(self) -> bool:
-        self.phase_limit.polled()
-        return (self.run_dir / STOP_FILE).exists()
 
     def on_train_begin(self) -> None:
         super().on_train_begin()

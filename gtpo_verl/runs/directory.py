@@ -3,6 +3,7 @@ early.
 """
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,12 +33,17 @@ SAMPLES_FILE = "credit_samples.jsonl"
 SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
 PHASE_FILE = "phase.json"  # what the trainer does just now
-WAITING = "waiting for"  # so begins the phase of a training that starts beside another one
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 MODEL_LINK = "model"
 DEEPEST = 100  # levels of a configuration; verl's has eight
 # Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
 HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
+
+# The one list of settings that say where a run is, what it is called and whom it talks to: they differ between any two
+# trainings, and change nothing in what is trained.
+_BOOKKEEPING = re.compile(
+    r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
+)
 
 
 class MetricsRecorder:
@@ -136,13 +142,6 @@ def record_phase(run_dir: Path, step: int, phase: str) -> None:
     write_json(run_dir / PHASE_FILE, {"step": step, "phase": phase, "since": time.time()})
 
 
-def waits(run_dir: Path) -> bool:
-    """Whether the training in ``run_dir`` has started and waits for another one to end."""
-    with reading(run_dir / PHASE_FILE):
-        phase = read_json(run_dir / PHASE_FILE)
-    return isinstance(phase, dict) and str(phase.get("phase")).startswith(WAITING)
-
-
 def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """Read the complete lines of ``metrics.jsonl`` behind ``offset`` (bytes), without torn ones.
 
@@ -198,6 +197,11 @@ def read_config(file: Path) -> Any:
         if depth > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels")
     return yaml.load(text, Loader=loader)
+
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether a dotted key says where a run is kept, not what is trained."""
+    return _BOOKKEEPING.search(key) is not None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

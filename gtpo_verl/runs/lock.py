@@ -230,15 +230,6 @@ def _refusal(run_dir: Path, error: LockedError) -> str:
     return text
 
 
-def wait_for_end(run_dir: Path, given_up: Callable[[], bool]) -> bool:
-    """Wait until no training holds a run directory; False if ``given_up`` says so before."""
-    while live_owner(run_dir / LOCK_FILE) is not None:
-        if given_up():
-            return False
-        time.sleep(POLL)
-    return not given_up()
-
-
 def ask_to_stop(run_dir: Path) -> bool:
     """Ask the training in a run directory to stop after its step, by the file ``STOP``; False if none runs there."""
     if live_owner(run_dir / LOCK_FILE) is None:

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gtpo_verl.config import quoted
+from gtpo_verl.experiments.scheduler import unfinished
 from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.sweep import load
 from gtpo_verl.tasks import Task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
@@ -59,25 +58,13 @@ def three_arms(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def test_every_arm_trained_to_its_end(three_arms: tuple[Path, str], metrics: Metrics) -> None:
     directory, _ = three_arms
-    record = json.loads((directory / "run.json").read_text())
-    assert record["status"] == "complete"
-    assert record["complete"] == list(ARMS)
+    sweep = load(directory)
+    assert (list(sweep.runs), unfinished(sweep)) == (list(ARMS), [])
     for arm in ARMS:
         steps = metrics(directory / arm)
         assert sorted(steps) == [0, *range(1, STEPS + 1)]
         assert json.loads((directory / arm / "run.json").read_text())["status"] == "complete"
         assert any(key.startswith("val-core/") and "/acc/mean@" in key for key in steps[STEPS])
-
-
-def test_an_arm_starts_while_the_one_before_it_trains(three_arms: tuple[Path, str]) -> None:
-    """And trains when that has ended."""
-    directory, _ = three_arms
-    records = {arm: json.loads((directory / arm / "run.json").read_text()) for arm in ARMS}
-    for before, arm in pairwise(ARMS):
-        assert f"trainer.after_run_dir={quoted(directory / before)}" in records[arm]["overrides"]
-        ended = datetime.fromisoformat(records[before]["attempts"][-1]["ended"])
-        assert datetime.fromisoformat(records[arm]["attempts"][-1]["started"]) < ended
-        assert (directory / arm / "validation" / "0.jsonl").stat().st_mtime > ended.timestamp()
 
 
 def test_the_report_grows_with_every_arm(three_arms: tuple[Path, str]) -> None:
@@ -146,16 +133,15 @@ def test_the_report_and_the_models_are_there(three_arms: tuple[Path, str]) -> No
         assert AutoModelForCausalLM.from_pretrained(directory / arm / "model").num_parameters() > 600_000
 
 
-def test_a_second_call_has_nothing_left_to_train(three_arms: tuple[Path, str], task: Task) -> None:
+def test_a_second_call_has_nothing_left_to_train(three_arms: tuple[Path, str]) -> None:
     """A finished quickstart is not touched again: the next one is a new run, beside it."""
-    from gtpo_verl.commands.quickstart import _run_directory
+    from gtpo_verl.commands.quickstart import _sweep
 
     directory, _ = three_arms
-    request = json.loads((directory / "run.json").read_text())["request"]
-    fresh, resumed = _run_directory(directory.parent, request, fresh=False)
+    fresh, resumed = _sweep(directory.parent, ARMS, load(directory).common, fresh=False)
     assert not resumed
-    assert fresh != directory
-    fresh.rmdir()
+    assert fresh.directory != directory
+    fresh.directory.rmdir()
 
 
 def test_no_training_is_left_running(three_arms: tuple[Path, str]) -> None:

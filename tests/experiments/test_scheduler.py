@@ -22,16 +22,16 @@ from rich.console import Console
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import run as command
 from gtpo_verl.experiments import scheduler as module
-from gtpo_verl.experiments.axes import Axis
 from gtpo_verl.experiments.launchers import LocalLauncher
-from gtpo_verl.experiments.scheduler import Scheduler, is_finished, read_attempts, sweep_lock
-from gtpo_verl.experiments.status import statuses, summary, table
-from gtpo_verl.experiments.sweep import write
+from gtpo_verl.experiments.scheduler import Attempts, Scheduler, read_attempts, sweep_lock, unfinished
+from gtpo_verl.experiments.status import RunStatus, progress_line, seconds_left, statuses, summary, table
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.directory import MetricsRecorder, write_record
+from gtpo_verl.runs.state import RunState, state_of
+from gtpo_verl.runs.sweep import write
 
 DRIVE = [sys.executable, str(Path(__file__).parents[1] / "support" / "drive_sweep.py")]
-ONE, TWO, THREE = ((Axis("seed", tuple("012"[:count])),) for count in (1, 2, 3))
+ONE = {"seed": ("0",)}
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +54,12 @@ def test_every_run_is_trained_once_and_a_second_sweep_trains_nothing(tmp_path: P
     assert drive(sweep, lines) == []
     assert {line.split(": ")[1] for line in lines} == {"started", "finished"}
     assert lines[0].startswith("algo=dapo,seed=0")
-    for member in sweep.members:
-        assert (steps_of(sweep.run_dir(member.name)), starts_of(sweep.run_dir(member.name))) == ([1, 2, 3], [0])
+    for name in sweep.runs:
+        assert (steps_of(sweep.run_dir(name)), starts_of(sweep.run_dir(name))) == ([1, 2, 3], [0])
     lines.clear()
     assert drive(sweep, lines) == lines == []
     assert summary(statuses(tmp_path)) == "4 runs: 4 finished"
-    assert {run.progress.accuracy["sums"] for run in statuses(tmp_path)} == {1.0}
+    assert {run.training.accuracy["sums"] for run in statuses(tmp_path)} == {1.0}
     assert table(statuses(tmp_path)).row_count == 4
 
 
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
     seen = threading.Event()
 
     def interrupt() -> None:
-        running = [run for run in statuses(tmp_path) if run.progress.step]
+        running = [run for run in statuses(tmp_path) if run.training.step]
         if len(running) == 2 and not seen.is_set():
             seen.set()
             os.kill(os.getpid(), signal.SIGINT)
@@ -94,80 +94,51 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
     assert sum("Stopping: 2 runs" in line for line in lines) == 1
     stopped = [run for run in statuses(tmp_path) if run.state == "stopped"]
     assert len(stopped) == 2
-    assert all(0 < run.progress.step < 40 and run.attempts.failures == 0 for run in stopped)
+    assert all(0 < run.training.step < 40 and run.attempts.failures == 0 for run in stopped)
     shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01")
     assert drive(shorter, lines) == []
     for run in stopped:
-        assert starts_of(tmp_path / run.name) == [0, run.progress.step]
+        assert starts_of(tmp_path / run.name) == [0, run.training.step]
 
 
 @pytest.mark.slow
-def test_the_next_run_starts_while_one_trains_and_trains_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.seconds=1", axes=TWO)
-    lines: list[str] = []
+def test_without_a_terminal_a_line_says_how_far_the_runs_are(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.seconds=1")
     console = Console(file=io.StringIO(), width=200)
-    monkeypatch.setattr(command, "LINE_EVERY", 0)
-    seen: set[tuple[str, ...]] = set()
-
-    def note() -> None:
-        seen.add(tuple(sorted(run.state for run in statuses(tmp_path) if run.state in ("running", "ready"))))
-        show()
-
-    with command._shown(tmp_path, console) as show:
-        assert drive(sweep, lines, places=1, show=note) == []
-    names = [member.name for member in sweep.members]
-    started = [line for line in lines if ": started" in line]
-    assert started == [
-        f"{names[0]}: started",
-        *(f"{name}: started, trains after {before}" for before, name in itertools.pairwise(names)),
-    ]
-    assert ("ready", "running") in seen
-    assert "2 runs: 1 running, 1 ready; seed=0 at step 2/3, 1 s left\n" in console.file.getvalue()
-    attempts = [json.loads((sweep.run_dir(name) / "run.json").read_text())["attempts"] for name in names]
-    assert [len(of_run) for of_run in attempts] == [1, 1]
-    assert [steps_of(sweep.run_dir(name)) for name in names] == [[1, 2, 3]] * 2
-    assert attempts[1][0]["started"] < attempts[0][0]["ended"]
-    ended = (sweep.run_dir(names[0]) / "metrics.jsonl").stat().st_mtime
-    assert (sweep.run_dir(names[1]) / "metrics.jsonl").stat().st_mtime > ended + 2.9  # three steps later
+    with command._shown(tmp_path, 1, console, line_every=0) as show:
+        assert drive(sweep, [], places=1, show=show) == []
+    printed = console.file.getvalue()
+    assert "4 runs: 1 running, 3 waiting; algo=dapo,seed=0 2/3: 1.0 s; about " in printed
+    assert printed.endswith("4 runs: 4 finished\n")
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_beside_another_is_tried_alone_and_the_failure_not_counted(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.fail_early=true", "+fake.seconds=1", retries=0, axes=THREE)
-    lines: list[str] = []
-    assert drive(sweep, lines, places=1) == []
-    assert sum("trains after" in line for line in lines) == 1  # one failure is enough to do without
-    assert sum("there is no room for two. It is tried again." in line for line in lines) == 1
-    assert sorted(state.number for state in read_attempts(tmp_path).values()) == [1, 1, 2]
+def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert drive(fake_sweep(tmp_path, axes=ONE), [], show=lambda: os.kill(os.getpid(), signal.SIGHUP)) == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_a_run_that_waits_for_its_turn_at_once(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.steps=40", "+fake.seconds=0.2", axes=TWO)
-    lines: list[str] = []
-
-    def interrupt() -> None:
-        if any(run.state == "ready" for run in statuses(tmp_path)) and not any("Stopping" in line for line in lines):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    assert len(drive(sweep, lines, places=1, show=interrupt)) == 2
-    assert "Stopping: 1 run finishes its step and saves a checkpoint. Ctrl-C again stops at once." in lines
-    first, second = (run for run in statuses(tmp_path) if run.attempts.number)
-    assert 0 < first.progress.step < 40
-    assert (second.progress.step, second.state, second.attempts.failures) == (0, "stopped", 0)
-    shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01", axes=TWO)
-    assert drive(shorter, lines, places=1) == []
-    assert starts_of(tmp_path / second.name) == [0, 0]
+def runs(*known: tuple[str, RunState]) -> list[RunStatus]:
+    return [RunStatus(str(number), state, Attempts(), training) for number, (state, training) in enumerate(known)]
 
 
-@pytest.mark.slow
-def test_without_room_no_run_starts_early(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, axes=TWO)
-    lines: list[str] = []
-    assert drive(sweep, lines, places=1, room=2**60) == []
-    assert not any("trains after" in line for line in lines)
+def test_runs_to_come_take_as_long_as_the_slowest_of_the_others() -> None:
+    new = RunState()
+    starting = RunState(status="running", steps=10, seconds=50)
+    running = RunState(status="running", step=5, steps=10, step_seconds=4, seconds=80)  # 20 s left
+    slow = RunState(status="running", step=2, steps=10, step_seconds=9, seconds=80)  # 72 s left
+    finished = RunState(status="complete", step=10, steps=10, step_seconds=4, seconds=90)
+    assert seconds_left(runs(("running", starting), ("waiting", new)), 1) is None
+    assert seconds_left(runs(("running", running)), 1) == 20
+    assert seconds_left(runs(("running", running), ("waiting", new), ("waiting", new)), 1) == 20 + 2 * 100
+    assert seconds_left(runs(("finished", finished), ("running", starting), ("failed", new)), 1) == 90
+    two = runs(("running", running), ("running", slow), *[("waiting", new)] * 3)
+    assert seconds_left(two, 2) == 72 + 2 * 152
+    assert progress_line(runs(("running", starting)), 1) == "1 runs: 1 running; 0 0/10: step 0"
+    assert "; about 2 min left" in progress_line(runs(("finished", finished), ("waiting", new)), 1)
 
 
 @pytest.mark.slow
@@ -194,7 +165,7 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
 
     class Filling(Scheduler):
         def _check_space(self) -> None:
-            self.least_space = 2**62 if any(run.progress.step for run in statuses(tmp_path)) else 0
+            self.least_space = 2**62 if any(run.training.step for run in statuses(tmp_path)) else 0
             super()._check_space()
 
     launcher = LocalLauncher([{}], program=FAKE)
@@ -203,7 +174,7 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
         Filling(sweep, launcher, announce=lambda line: None).run()
     [run] = [run for run in statuses(tmp_path) if run.attempts.number]
     assert not launcher.is_running(tmp_path / run.name, 1)
-    assert 0 < run.progress.step < 200
+    assert 0 < run.training.step < 200
     assert run.attempts.failures == 0
 
 
@@ -218,7 +189,7 @@ def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", ["1", "2"])  # with one the next run starts early
+@pytest.mark.parametrize("places", ["1", "2"])
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )
@@ -232,12 +203,12 @@ def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, s
         process.kill()
         process.wait()
     subprocess.run([*DRIVE, str(tmp_path), places, *overrides], check=True, timeout=120)
-    for member in sweep.members:
-        run_dir = sweep.run_dir(member.name)
-        assert is_finished(run_dir)
+    assert unfinished(sweep) == []
+    for name in sweep.runs:
+        run_dir = sweep.run_dir(name)
         assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6]
         assert all(start < 6 for start in starts_of(run_dir))
-        assert read_attempts(tmp_path)[member.name].failures == 0
+        assert read_attempts(tmp_path)[name].failures == 0
 
 
 # -------------------------------------------------------------------- a cluster that outlives its scheduler
@@ -278,7 +249,7 @@ class Cluster:
         self.effect()
         if (run_dir, attempt) in self.jobs:
             return False
-        assert not is_finished(run_dir), "a finished run was started again"
+        assert not state_of(run_dir).is_complete, "a finished run was started again"
         assert not any(looks for (place, _), looks in self.jobs.items() if place == run_dir), "two jobs of one run"
         self.jobs[run_dir, attempt] = 1 + len(self.jobs) % 3
         self.most = max(self.most, sum(looks > 0 for looks in self.jobs.values()))
@@ -299,9 +270,6 @@ class Cluster:
         if looks:
             self.jobs[run_dir, attempt] = looks - 1
         return looks > 0
-
-    def has_room(self) -> bool:
-        return False
 
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:
         self.jobs[run_dir, attempt] = 0
@@ -334,11 +302,11 @@ def test_no_run_is_started_twice_whatever_the_moment_of_the_kill(
             patch.setattr(module, "POLL", 0)
             patch.setattr(module, "write_json", cluster.write)
             try:
-                unfinished = scheduler.run()
+                left = scheduler.run()
             except KilledError:
                 continue
-        if not unfinished:
+        if not left:
             break
-    assert [member for member in sweep.members if not is_finished(sweep.run_dir(member.name))] == []
+    assert unfinished(sweep) == []
     assert cluster.most <= cluster.capacity
     assert not any(cluster.jobs.values())

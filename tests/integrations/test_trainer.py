@@ -4,7 +4,6 @@ real ones.
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json
 from gtpo_verl.integrations import liveness
 from gtpo_verl.integrations import trainer as ours
 from gtpo_verl.integrations.carry_over import restore_groups
@@ -36,7 +34,6 @@ from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, put_row
 from gtpo_verl.integrations.waiting import PhaseLimit
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import MetricsRecorder
-from gtpo_verl.runs.lock import POLL, training_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -119,28 +116,6 @@ def verls_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 LENGTHS = {"a_0_0": 2, "a_1_0": 3, "lone_2_0": 3, "wrong_0_0": 1, "pad_0_0": 1}
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_training_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
-    """Until that has ended; asked to stop itself, it does not train."""
-    monkeypatch.setattr(PPOTrainer, "fit", lambda self, agent_loops: fitted.set())
-    fitted, other = threading.Event(), tmp_path / "other"
-    trainer = Trainer(tmp_path / "run")
-    trainer.config.trainer = {"after_run_dir": str(other)}
-    with training_lock(other):
-        thread = threading.Thread(target=trainer.fit, args=(None,))
-        thread.start()
-        assert not fitted.wait(2 * POLL)
-        assert read_json(tmp_path / "run" / "phase.json")["phase"] == f"waiting for {other}"
-        if stopped:
-            (tmp_path / "run" / "STOP").touch()
-            thread.join(10 * POLL)
-            assert not thread.is_alive()
-    thread.join(10 * POLL)
-    assert fitted.is_set() is not stopped
-    trainer.fit(None)
-    assert fitted.is_set() is not stopped
 
 
 def test_log_probs_are_fetched_for_the_methods_that_read_them_and_seeds_differ(tmp_path: Path) -> None:

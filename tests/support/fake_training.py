@@ -3,9 +3,6 @@ model. `python fake_training.py OVERRIDES...` reads `trainer.run_dir` and the ke
 
 steps: how many it takes, each of `seconds`; it goes on from the last one that it has logged.
 fail_at: raises at that step, in the first `failures` attempts.
-fail_early: raises where it has started beside another one.
-
-With `trainer.after_run_dir` it waits for another one, as a real training does.
 """
 
 import json
@@ -16,10 +13,9 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gtpo_verl.errors import UserError, main_guard
-from gtpo_verl.runs.directory import STOP_FILE, WAITING, MetricsRecorder, record_phase
-from gtpo_verl.runs.lock import wait_for_end
-from gtpo_verl.runs.progress import last_step
+from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder
 from gtpo_verl.runs.session import training_session
+from gtpo_verl.runs.state import state_of
 
 STARTS = "starts.jsonl"  # one line for every attempt that had the lock
 
@@ -31,16 +27,9 @@ def main() -> int:
     with training_session(run_dir, config=f"trainer: {{total_training_steps: {steps}}}\n", command="fake"):
         attempts = (run_dir / STARTS).read_text().count("\n") if (run_dir / STARTS).exists() else 0
         with (run_dir / STARTS).open("a") as starts:
-            starts.write(json.dumps({"from": last_step(run_dir)}) + "\n")
-        other = values.get("trainer.after_run_dir")
-        if other is not None:
-            if "fake.fail_early" in values:
-                raise UserError("there is no room for two.")
-            record_phase(run_dir, 0, f"{WAITING} {other}")
-            if not wait_for_end(Path(str(other)), given_up=(run_dir / STOP_FILE).exists):
-                return 0
+            starts.write(json.dumps({"from": state_of(run_dir).step}) + "\n")
         recorder = MetricsRecorder(run_dir)
-        for step in range(last_step(run_dir) + 1, steps + 1):
+        for step in range(state_of(run_dir).step + 1, steps + 1):
             if step == values.get("fake.fail_at") and attempts < int(values.get("fake.failures", 99)):
                 raise UserError(f"step {step} went wrong.")
             time.sleep(seconds)
