@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.experiments.launchers import job_id
-from gtpo_verl.experiments.scheduler import is_finished, read_attempts
+from gtpo_verl.experiments.scheduler import read_attempts
 from gtpo_verl.experiments.status import statuses
-from gtpo_verl.experiments.sweep import SWEEP_FILE, load
-from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, flatten, read_record
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE, flatten
+from gtpo_verl.runs.state import state_of
+from gtpo_verl.runs.sweep import load
 
 SHORT = (
     *("setting=quickstart", "hardware=cpu", "trainer.total_training_steps=2", "trainer.save_freq=1"),
@@ -88,7 +89,7 @@ def _stop_a_job(command: list[str], directory: Path) -> bool:
     """Let Ray stop the job of a run in its first step, so that steps are left; False where there is none yet."""
     if not (directory / SWEEP_FILE).exists():
         return False
-    running = [run for run in statuses(directory) if run.state == "running" and not run.progress.step]
+    running = [run for run in statuses(directory) if run.state == "running" and not run.training.step]
     if not running:
         return False
     address = command[command.index("--address") + 1]
@@ -100,7 +101,7 @@ def _stop_a_job(command: list[str], directory: Path) -> bool:
 def note_finished(directory: Path, finished: dict[str, int]) -> None:
     """Remember when each run's record was last written, as soon as it says that the run is finished."""
     for run_dir in (file.parent for file in directory.glob(f"*/{RECORD_FILE}")):
-        if run_dir.name not in finished and is_finished(run_dir):
+        if run_dir.name not in finished and state_of(run_dir).is_complete:
             finished[run_dir.name] = (run_dir / RECORD_FILE).stat().st_mtime_ns
 
 
@@ -109,16 +110,16 @@ def verdict(directory: Path, finished: dict[str, int]) -> dict[str, Any]:
     sweep = load(directory)
     problems, steps = [], {}
     configs = {}
-    for member in sweep.members:
-        run_dir = sweep.run_dir(member.name)
-        if not is_finished(run_dir):
-            problems.append(f"{member.name} is not finished: {(read_record(run_dir) or {}).get('status')}")
+    for name in sweep.runs:
+        run_dir = sweep.run_dir(name)
+        state = state_of(run_dir)
+        if not state.is_complete:
+            problems.append(f"{name} is not finished: {state.status}")
             continue
-        if (run_dir / RECORD_FILE).stat().st_mtime_ns != finished.get(member.name):
-            problems.append(f"{member.name} was run again after it had finished")
-        configs[member.name] = _without_place(run_dir)
-        steps[member.name] = _last_steps(directory)[member.name]
-    axes = {axis.key for axis in sweep.axes}
+        if (run_dir / RECORD_FILE).stat().st_mtime_ns != finished.get(name):
+            problems.append(f"{name} was run again after it had finished")
+        configs[name] = _without_place(run_dir)
+        steps[name] = state.step
     differing = {
         key
         for config in configs.values()
@@ -127,20 +128,15 @@ def verdict(directory: Path, finished: dict[str, int]) -> dict[str, Any]:
     }
     attempts = read_attempts(directory)
     return {
-        "runs": len(sweep.members),
+        "runs": len(sweep.runs),
         "finished": len(configs),
         "attempts": sum(state.number for state in attempts.values()),
         "failures": sum(state.failures for state in attempts.values()),
         "steps": sorted(set(steps.values())),
-        "axes": sorted(axes),
+        "axes": sorted(sweep.axes),
         "keys_that_differ": sorted(differing),
         "problems": problems,
     }
-
-
-def _last_steps(directory: Path) -> dict[str, int]:
-    """The last step of every run."""
-    return {run.name: run.progress.step for run in statuses(directory)}
 
 
 def _without_place(run_dir: Path) -> dict[str, Any]:

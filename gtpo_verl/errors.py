@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+_PREFIX = "error: "  # of the line in which a command says why it failed
+
 
 class UserError(Exception):
     """Something the user can put right; the message says what is wrong and what to do, in one line."""
@@ -56,7 +58,19 @@ def main_guard(command: Callable[[], int]) -> int:
 def _say(message: str) -> None:
     """One line on stderr: what names and contents of files bring along, line breaks and colours, is escaped."""
     shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in message)
-    print(f"error: {shown}", file=sys.stderr, flush=True)
+    print(f"{_PREFIX}{shown}", file=sys.stderr, flush=True)
+
+
+def last_error(lines: Iterable[str]) -> str | None:
+    """What the last ``error:`` line of a log says, which a command prints when it fails; None where there is none."""
+    errors = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
+    return errors[-1] if errors else None
+
+
+def reason_in(lines: Iterable[str]) -> str | None:
+    """Why a command ended, as the end of its log says: `last_error`, else its last line; None of an empty log."""
+    filled = [line.strip() for line in lines if line.strip()]
+    return last_error(filled) or (filled[-1] if filled else None)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

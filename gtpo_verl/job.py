@@ -17,7 +17,7 @@ from gtpo_verl.experiments import handover
 from gtpo_verl.experiments.cluster import prove_cluster
 from gtpo_verl.runs.directory import PHASE_FILE
 from gtpo_verl.runs.lock import ask_to_stop
-from gtpo_verl.runs.progress import last_step
+from gtpo_verl.runs.state import state_of
 
 REFUSED_OR_FAILED = 2  # exit code of a command that ends with an error
 
@@ -42,13 +42,13 @@ def train(task: handover.HandOver) -> int:
     """
     run_dir = Path(task.run_dir)
     options = ["--wait"] if task.wait else []
-    reached, fruitless = last_step(run_dir), 0
+    reached, fruitless = state_of(run_dir).step, 0
     while True:
         began = _phase(run_dir)
         code = main(["train", *options, *task.overrides])
         if code != REFUSED_OR_FAILED or not task.retries or _phase(run_dir) == began:
             return code
-        step = last_step(run_dir)
+        step = state_of(run_dir).step
         reached, fruitless = (step, 0) if step > reached else (reached, fruitless + 1)
         if fruitless > task.retries:
             print(f"Not tried again: {fruitless} attempts in a row have brought no step after {reached}.", flush=True)

@@ -21,8 +21,8 @@ from gtpo_verl.planning.measured import MeasuredRun
 from gtpo_verl.report.page import write_report
 from gtpo_verl.runs import checkpoints
 from gtpo_verl.runs.directory import restore_step
-from gtpo_verl.runs.progress import progress_of
 from gtpo_verl.runs.reader import read_runs
+from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.status import status_of
 from gtpo_verl.verifiers.agreement import read_samples, threshold_of
 
@@ -110,7 +110,7 @@ def _readers(sweep: Path) -> dict[str, Callable[[], Any]]:
         "read a sweep": lambda: read_runs([sweep]),
         "read both runs": lambda: read_runs([run, sweep / "algo=gtpo,seed=0"]),
         "status": lambda: status_of(run),
-        "progress": lambda: progress_of(run),
+        "state": lambda: state_of(run),
         "status of a sweep": lambda: table(statuses(sweep)),
         "start": lambda: checkpoints.find_start(run / "checkpoints", layout),
         "restored step": lambda: restore_step(run, run / "checkpoints" / "global_step_4"),

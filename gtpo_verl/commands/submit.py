@@ -160,7 +160,7 @@ def follow(jobs: Jobs, name: str) -> int:
         return 130
     job = known(jobs, name)
     if job.status == "FAILED":
-        raise UserError(f"job {name} failed: {job.reason.removeprefix('error: ')}")
+        raise UserError(f"job {name} failed: {job.reason}")
     if stopped or job.status == "STOPPED":
         print(f"Job {name} was stopped{step}. To resume it, submit the same line again, with a new --id if it has one.")
     print(f"Job {name}: {job.status}", flush=True)

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.config import GROUPS, compose_config, prepare, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
-from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, hf_weights
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE, hf_weights
 
 BEFORE = "before"  # the evaluation of the model that a run started from
 _MISSING = object()
@@ -44,7 +44,7 @@ def find_subject(name: str, *, before: bool = False) -> Subject:
         raise UserError(f"--before: {name} is not a run of gtpo-verl train, so its initial model is not known.")
     if directory.name.startswith("global_step_") and (directory / "actor").is_dir():
         return _of_checkpoint(directory)
-    if (directory / RECORD_FILE).is_file():
+    if any((directory / file).is_file() for file in (RECORD_FILE, SWEEP_FILE)):
         raise UserError(f"{name} holds several runs: name one of them, for example {name}/gtpo.")
     return Subject(name, Path("outputs") / f"eval-{Path(name).name}")
 

@@ -3,8 +3,7 @@
 import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -16,22 +15,6 @@ from gtpo_verl.errors import UserError
 
 SEED = "seed"
 LONGEST_NAME = 160  # bytes; a file system's limit is 255, and trackers and job ids add to the name
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A key and its values, as Hydra's parser writes them."""
-
-    key: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Member:
-    """A run of a sweep: its name, which is also its directory's, and its value on each axis as overrides."""
-
-    name: str
-    overrides: tuple[str, ...]
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
@@ -47,8 +30,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             raise UserError(f"these overrides do not parse: {' '.join(str(error).split())}") from error
 
 
-def split(parsed: Sequence[Override]) -> tuple[list[Axis], list[str]]:
-    """Separate the axes from the overrides that every run has.
+def split(parsed: Sequence[Override]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Separate the axes, {key: values}, from the overrides that every run has.
 
     Raises:
         UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many.
@@ -58,11 +41,12 @@ def split(parsed: Sequence[Override]) -> tuple[list[Axis], list[str]]:
     for key in sorted(swept):
         if count[key] > 1:
             raise UserError(f"{key} is given {count[key]} times: write the values of an axis once, as {key}=A,B.")
-    axes = [_axis(item) for item in parsed if item.is_sweep_override()]
+    axes = {item.get_key_element(): _values(item) for item in parsed if item.is_sweep_override()}
     return axes, [line_of(item) for item in parsed if not item.is_sweep_override()]
 
 
-def _axis(item: Override) -> Axis:
+def _values(item: Override) -> tuple[str, ...]:
+    """The values of an axis, as Hydra's parser writes them."""
     if not item.is_discrete_sweep():
         raise UserError(f"{item.input_line}: an interval has no end of values. Write the values, or range(A,B,STEP).")
     found = list(item.sweep_iterator())
@@ -72,31 +56,31 @@ def _axis(item: Override) -> Axis:
             raise UserError(f"{item.input_line}: the axis has the value {text} more than once.")
     if not texts:
         raise UserError(f"{item.input_line}: the axis has no value.")
-    return Axis(item.get_key_element(), tuple(texts))
+    return tuple(texts)
 
 
-def members(axes: Sequence[Axis]) -> list[Member]:
-    """Every combination of values, with a name that depends on nothing but the axes.
+def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """Every combination of values, as the overrides of a run by its name, which depends on nothing but the axes.
 
     The seed varies slowest: a sweep that is stopped early has whole comparisons.
 
     Raises:
         UserError: two runs would have the same name.
     """
-    keys = _short([axis.key for axis in axes])
-    ordered = sorted(axes, key=lambda axis: axis.key != SEED)
-    found: dict[str, Member] = {}
-    for values in itertools.product(*(axis.values for axis in ordered)):
-        chosen = {axis.key: value for axis, value in zip(ordered, values, strict=True)}
-        overrides = tuple(f"{axis.key}={chosen[axis.key]}" for axis in axes)
-        name = _limited(",".join(f"{keys[axis.key]}={_safe(chosen[axis.key])}" for axis in axes))
+    keys = _short(list(axes))
+    ordered = sorted(axes, key=lambda key: key != SEED)
+    found: dict[str, tuple[str, ...]] = {}
+    for values in itertools.product(*(axes[key] for key in ordered)):
+        chosen = dict(zip(ordered, values, strict=True))
+        overrides = tuple(f"{key}={chosen[key]}" for key in axes)
+        name = _limited(",".join(f"{keys[key]}={_safe(chosen[key])}" for key in axes))
         if name in found:
             raise UserError(
-                f"{' '.join(overrides)} and {' '.join(found[name].overrides)} would both be the run {name}: values "
-                "must differ in more than punctuation."
+                f"{' '.join(overrides)} and {' '.join(found[name])} would both be the run {name}: values must differ "
+                "in more than punctuation."
             )
-        found[name] = Member(name, overrides)
-    return list(found.values())
+        found[name] = overrides
+    return found
 
 
 def _short(keys: Sequence[str]) -> dict[str, str]:

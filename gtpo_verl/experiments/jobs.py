@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gtpo_verl import __version__
-from gtpo_verl.errors import UserError, first_line, within
+from gtpo_verl.errors import UserError, first_line, reason_in, within
 from gtpo_verl.experiments.handover import DIRECTORY, HOOK, HandOver, fingerprint
 from gtpo_verl.experiments.package import WorkingDirectory, copy_files, copy_plugin
 from gtpo_verl.experiments.request import run_dir_of
@@ -61,10 +61,8 @@ class JobInfo:
 
     @property
     def reason(self) -> str:
-        """Why it failed, in one line: the last ``error:`` among the last lines of its log, else the last line."""
-        lines = [line.strip() for line in self.message.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("error: ")]
-        return [*lines, *errors][-1] if lines else "Ray gives no reason."
+        """Why it failed, in one line."""
+        return reason_in(self.message.splitlines()) or "Ray gives no reason."
 
 
 class Jobs:

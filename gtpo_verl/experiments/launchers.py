@@ -1,7 +1,13 @@
 """Where the runs of a sweep run: in processes of this machine, or as jobs of a Ray cluster."""
 
+import contextlib
+import ctypes
 import os
 import re
+import signal
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -10,18 +16,21 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 from omegaconf import DictConfig
 
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.runs.directory import STOP_FILE
-from gtpo_verl.runs.process import LOG_FILE, TRAIN, TrainingProcess, reason_in
+from gtpo_verl.runs.terminal import LOG_FILE
 
 if TYPE_CHECKING:
     from gtpo_verl.experiments.jobs import Jobs  # it needs Ray
 
+TRAIN = (sys.executable, "-m", "gtpo_verl.train")
 GIB = 1024**3
 CPU_CORES = 2  # of a training on a CPU, by rank
 CPU_MEMORY = 5 * GIB  # assumed for a training of the embedded task on a CPU, by rank
 # A Ray of its own for each run, also on a machine where a cluster is running.
 OWN_RAY = "++ray_kwargs.ray_init.address=local"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_libc = ctypes.CDLL(None)  # loaded before a process forks, not after
 
 
 class Launcher(Protocol):
@@ -51,7 +60,9 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Runs as child processes, which are asked to stop when this process is killed.
+    """Runs as child processes, each in a session of its own, so that Ctrl-C reaches them only when passed on.
+
+    They are asked to stop, as by Ctrl-C, when this process is killed. What they print is appended to their `train.log`.
 
     Args:
         slots: environment variables for each of the runs at once, which give every run its own GPUs.
@@ -63,12 +74,22 @@ class LocalLauncher:
         self.cluster: str | None = None
         self._free = list(slots)
         self._program = program
-        self._processes: dict[Path, tuple[TrainingProcess, Mapping[str, str]]] = {}
+        self._processes: dict[Path, tuple[subprocess.Popen[bytes], Mapping[str, str]]] = {}
         self._asked: dict[Path, int] = {}  # how often each was asked to stop
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
         slot = self._free.pop(0)
-        process = TrainingProcess(run_dir, [*overrides, OWN_RAY], environment=slot, program=self._program)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with (run_dir / LOG_FILE).open("a") as log:
+            process = subprocess.Popen(
+                [*self._program, *overrides, OWN_RAY],
+                env={**os.environ, **slot},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=_stop_with_parent,
+            )
         self._processes[run_dir] = process, slot
         return True
 
@@ -76,7 +97,7 @@ class LocalLauncher:
         if run_dir not in self._processes:
             return False
         process, slot = self._processes[run_dir]
-        if process.returncode is None:
+        if process.poll() is None:
             return True
         del self._processes[run_dir]
         self._asked.pop(run_dir, None)
@@ -89,14 +110,23 @@ class LocalLauncher:
             (run_dir / STOP_FILE).touch()
         elif asked < (2 if at_once else 1):  # one signal a call: two at the same moment would be one
             self._asked[run_dir] = asked + 1
-            self._processes[run_dir][0].stop()
+            self._processes[run_dir][0].send_signal(signal.SIGINT)
 
     def reason(self, run_dir: Path, attempt: int) -> str:
-        return reason_in(run_dir / LOG_FILE)
+        with (run_dir / LOG_FILE).open(errors="replace") as log:
+            return reason_in(deque(log, maxlen=200)) or "it printed nothing."
 
     def close(self) -> None:
         for process, _ in self._processes.values():
-            process.kill()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _stop_with_parent() -> None:
+    """In a child: ask the kernel for SIGINT when the parent dies. Without prctl (not Linux) nothing happens."""
+    with contextlib.suppress(AttributeError):
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 class RayLauncher:
@@ -146,11 +176,6 @@ def gpus_of(config: DictConfig) -> int:
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     own = rollout.nnodes * rollout.n_gpus_per_node if trainer.v1.trainer_mode == "separate_async" else 0
     return int(trainer.nnodes * trainer.n_gpus_per_node + own + guide_of(config).devices)
-
-
-def local_launcher(configs: Sequence[DictConfig], parallel: int | None) -> LocalLauncher:
-    """What starts runs on this machine, as many at once as fit; the arguments are those of `local_slots`."""
-    return LocalLauncher(local_slots(configs, parallel))
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:

@@ -13,23 +13,22 @@ from rich.live import Live
 from rich.table import Table
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_launcher
-from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, is_finished, sweep_lock
-from gtpo_verl.experiments.status import is_scheduled, running_line, statuses, summary, table
+from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_slots
+from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, sweep_lock, unfinished
+from gtpo_verl.experiments.status import is_scheduled, progress_line, statuses, summary, table
 from gtpo_verl.experiments.sweep import (
-    Sweep,
     check_directory,
     compose_runs,
     define,
     embedded_task,
     few_seeds,
     idle_axes,
-    load,
     task_directory,
-    write,
 )
 from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
+from gtpo_verl.runs.state import state_of
+from gtpo_verl.runs.sweep import Sweep, load, write
 from gtpo_verl.tasks.prepare import prepare_task
 
 REFRESH = 2.0  # seconds between two tables
@@ -61,28 +60,54 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     """
     console = _console()
     sweep, task = embedded_task(define(overrides, directory, local=where.local))
-    check_directory(sweep)
-    console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.members)} runs in {sweep.directory}")
-    console.print("every run:", " ".join(sweep.common), markup=False)
-    configs = compose_runs(sweep)
+    configs = _checked(sweep, console)
     _warn(sweep, configs, console)
-    launcher = _launcher(list(configs.values()), where)  # the cluster answers, before anything takes time
-    with full_disk(sweep.directory), sweep_lock(sweep.directory):
+    launcher = launcher_for(list(configs.values()), where)  # the cluster answers, before anything takes time
+    with locked(sweep.directory):
         if task is not None:
             prepare_task(task, task_directory(sweep, task))
+        count = len(sweep.runs) - len(unfinished(sweep))
+        if count:
+            console.print(f"{count} of {len(sweep.runs)} runs are finished already.")
         for config in _inputs(configs):
             check(config)
-        write(sweep)
-        _say_finished(sweep, console)
-        with _shown(sweep.directory, console) as show:
-            scheduler = Scheduler(sweep, launcher, announce=lambda line: console.print(line, markup=False), show=show)
-            unfinished = scheduler.run()
+        scheduler = train_all(sweep, launcher, console)
     console.print(summary(statuses(sweep.directory)))
     console.print(f"Report: gtpo-verl report {sweep.directory}")
     if scheduler.stops:
         console.print("The same command goes on.")
         return 130
-    return 1 if unfinished else 0
+    return 1 if unfinished(sweep) else 0
+
+
+def train_all(
+    sweep: Sweep,
+    launcher: Launcher,
+    console: Console,
+    *,
+    ended: Callable[[Scheduler, str], object] = lambda scheduler, name: None,
+    line_every: float = LINE_EVERY,
+) -> Scheduler:
+    """Train the runs of a sweep whose directory is locked, and show how far they are; returns their scheduler.
+
+    Args:
+        sweep: written to its directory.
+        launcher: starts the runs.
+        console: what is shown goes there.
+        ended: called with the name of a run whose attempt has ended.
+        line_every: seconds between two lines where there is no terminal.
+    """
+    write(sweep)
+    with _shown(sweep.directory, launcher.capacity, console, line_every) as show:
+        scheduler = Scheduler(
+            sweep,
+            launcher,
+            announce=lambda line: console.print(line, markup=False),
+            show=show,
+            ended=lambda name: ended(scheduler, name),
+        )
+        scheduler.run()
+    return scheduler
 
 
 def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu: str, measured: Path | None) -> int:
@@ -91,17 +116,14 @@ def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu:
 
     console = _console()
     sweep, _ = embedded_task(define(overrides, directory, local=where.local))
-    check_directory(sweep)
-    console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.members)} runs in {sweep.directory}")
-    console.print("every run:", " ".join(sweep.common), markup=False)
-    configs = compose_runs(sweep)
+    configs = _checked(sweep, console)
     costs = {name: cost_of(config, gpu=gpu, measured=measured) for name, config in configs.items()}
     found = Table(box=None, pad_edge=False)
     for column in ("run", "overrides", "cost", ""):
         found.add_column(column, overflow="fold")
-    for member in sweep.members:
-        state = "finished" if is_finished(sweep.run_dir(member.name)) else ""
-        found.add_row(member.name, " ".join(member.overrides), str(costs[member.name]), state)
+    for name, own in sweep.runs.items():
+        state = "finished" if state_of(sweep.run_dir(name)).is_complete else ""
+        found.add_row(name, " ".join(own), str(costs[name]), state)
     console.print(found)
     _warn(sweep, configs, console)
     console.print(total(list(costs.values())))
@@ -133,11 +155,19 @@ def stop(directory: Path) -> int:
             time.sleep(1)
     else:
         cluster = cluster_of(directory)
-        launcher = _launcher([], Where(local=cluster is None, parallel=1, address=cluster))
+        launcher = launcher_for([], Where(local=cluster is None, parallel=1, address=cluster))
         with sweep_lock(directory):
             Scheduler(sweep, launcher, announce=lambda line: console.print(line, markup=False), stops=1).run()
     console.print(table(statuses(directory)))
     return 0
+
+
+def _checked(sweep: Sweep, console: Console) -> dict[str, DictConfig]:
+    """Say what a sweep trains, and compose its runs; see `check_directory` and `compose_runs`."""
+    check_directory(sweep)
+    console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.runs)} runs in {sweep.directory}")
+    console.print("every run:", " ".join(sweep.common), markup=False)
+    return compose_runs(sweep)
 
 
 def _warn(sweep: Sweep, configs: Mapping[str, DictConfig], console: Console) -> None:
@@ -155,9 +185,10 @@ def _inputs(configs: Mapping[str, DictConfig]) -> list[DictConfig]:
     return list(first.values())
 
 
-def _launcher(configs: Sequence[DictConfig], where: Where) -> Launcher:
+def launcher_for(configs: Sequence[DictConfig], where: Where) -> Launcher:
+    """What starts runs with these configurations, as many at once as fit or ``where`` says."""
     if where.local:
-        return local_launcher(configs, where.parallel) if configs else LocalLauncher([])
+        return LocalLauncher(local_slots(configs, where.parallel) if configs else [])
     from gtpo_verl.experiments.jobs import Jobs
 
     jobs = Jobs(where.address)
@@ -165,10 +196,11 @@ def _launcher(configs: Sequence[DictConfig], where: Where) -> Launcher:
 
 
 @contextmanager
-def full_disk(directory: Path) -> Iterator[None]:
-    """Say in one line that the disk of a directory is full."""
+def locked(directory: Path) -> Iterator[None]:
+    """Be the only process that trains the runs in a directory; say in one line that its disk is full."""
     try:
-        yield
+        with sweep_lock(directory):
+            yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -181,25 +213,19 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-def _say_finished(sweep: Sweep, console: Console) -> None:
-    count = sum(is_finished(sweep.run_dir(member.name)) for member in sweep.members)
-    if count:
-        console.print(f"{count} of {len(sweep.members)} runs are finished already.")
-
-
 @contextmanager
-def _shown(directory: Path, console: Console) -> Iterator[Callable[[], None]]:
-    """A table below the lines that are printed, or without a terminal a line a minute; gives what refreshes it."""
+def _shown(directory: Path, at_once: int, console: Console, line_every: float) -> Iterator[Callable[[], None]]:
+    """A table below the lines that are printed, or without a terminal a line now and then; gives what refreshes it."""
     if not console.is_terminal:
         last = time.monotonic()
 
         def say() -> None:
             nonlocal last
-            if time.monotonic() - last >= LINE_EVERY:
+            if time.monotonic() - last >= line_every:
                 last = time.monotonic()
-                console.print(running_line(statuses(directory)), markup=False)
+                console.print(progress_line(statuses(directory), at_once), markup=False)
 
         yield say
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield lambda: live.update(table(statuses(directory)), refresh=True)
+        yield lambda: live.update(table(statuses(directory), at_once), refresh=True)

@@ -6,7 +6,6 @@ written before each: whenever this process is killed, the next one finds every a
 
 import errno
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +15,12 @@ from typing import Any
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
-from gtpo_verl.experiments.sweep import Member, Sweep
 from gtpo_verl.files import read_json, reading, write_json
-from gtpo_verl.runs.directory import STOP_FILE, read_record
+from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.lock import LOCK_FILE, DirectoryLock, LockedError, live_owner
-from gtpo_verl.runs.process import STOP_SIGNALS
-from gtpo_verl.runs.progress import last_step
+from gtpo_verl.runs.session import handling_signals
+from gtpo_verl.runs.state import state_of
+from gtpo_verl.runs.sweep import Sweep
 
 ATTEMPTS_FILE = "attempts.json"
 POLL = 1.0  # seconds between two looks at the runs
@@ -60,10 +59,9 @@ def cluster_of(directory: Path) -> str | None:
         return found.get("cluster")
 
 
-def is_finished(run_dir: Path) -> bool:
-    """Whether a run's own record says that it was trained to its end."""
-    record = read_record(run_dir)
-    return record is not None and record.get("status") == "complete"
+def unfinished(sweep: Sweep) -> list[str]:
+    """The runs of a sweep that were not trained to their end, as their own records say."""
+    return [name for name in sweep.runs if not state_of(sweep.run_dir(name)).is_complete]
 
 
 @contextmanager
@@ -95,8 +93,9 @@ class Scheduler:
         launcher: starts and stops the runs.
         announce: takes a line for every change.
         show: called after every look at the runs.
+        ended: called with the name of a run whose attempt has ended; `attempts` says how.
         least_space: see `LEAST_SPACE`.
-        stops: 1 to stop what runs instead of training.
+        stops: 1 to stop what runs instead of training, 2 at once.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class Scheduler:
         *,
         announce: Callable[[str], object],
         show: Callable[[], object] = lambda: None,
+        ended: Callable[[str], object] = lambda name: None,
         least_space: int = LEAST_SPACE,
         stops: int = 0,
     ) -> None:
@@ -113,10 +113,11 @@ class Scheduler:
         self.launcher = launcher
         self.announce = announce
         self.show = show
+        self.ended = ended
         self.least_space = least_space
         self.stops = stops  # asked to stop: 1 after the step, 2 at once
         self.attempts = read_attempts(sweep.directory)
-        self._begun: dict[str, int] = {}  # runs whose attempt the launcher knows, and their last step before it
+        self._begun: set[str] = set()  # runs whose attempt the launcher knows
         self._announced_stop = 0  # as `stops`
         self._trouble: float | None = None  # since when the cluster does not answer
 
@@ -134,7 +135,7 @@ class Scheduler:
         for state in self.attempts.values():
             if state.failures > self.sweep.retries:  # the same command tries again
                 state.failures = 0
-        with self._signals():
+        with handling_signals(self._signal):
             try:
                 while self._step():
                     if stop_file.exists():
@@ -146,7 +147,7 @@ class Scheduler:
             finally:
                 self.launcher.close()
         stop_file.unlink(missing_ok=True)
-        return [member.name for member in self.sweep.members if not is_finished(self.sweep.run_dir(member.name))]
+        return unfinished(self.sweep)
 
     # ---------------------------------------------------------------- one look at the runs
 
@@ -163,77 +164,77 @@ class Scheduler:
                 self._fill(running, waiting)
             self._trouble = None
         except UserError as error:
-            self._bear(error)
+            self._wait_for_cluster(error)
             return True
         self.show()
         return bool(running or waiting)
 
-    def _look(self) -> tuple[list[Member], list[Member]]:
+    def _look(self) -> tuple[list[str], list[str]]:
         """The runs that run, and those that wait for their turn; notes what has ended."""
         running, waiting = [], []
-        for member in self.sweep.members:
-            state = self._state(member)
-            if self._is_running(member, state):
-                running.append(member)
+        for name in self.sweep.runs:
+            attempts = self._attempts(name)
+            if self._is_running(name):
+                running.append(name)
                 continue
-            if state.open and member.name in self._begun:
-                self._settle(member, state)
-            if not is_finished(self.sweep.run_dir(member.name)) and state.failures <= self.sweep.retries:
-                waiting.append(member)
-        waiting.sort(key=lambda member: not self._state(member).open)  # of a sweep that was killed: first
+            if attempts.open and name in self._begun:
+                self._settle(name, attempts)
+            if attempts.failures <= self.sweep.retries and not state_of(self.sweep.run_dir(name)).is_complete:
+                waiting.append(name)
+        waiting.sort(key=lambda name: not self._attempts(name).open)  # of a sweep that was killed: first
         return running, waiting
 
-    def _is_running(self, member: Member, state: Attempts) -> bool:
-        run_dir = self.sweep.run_dir(member.name)
-        if state.open and self.launcher.is_running(run_dir, state.number):
-            self._begun.setdefault(member.name, state.step)
+    def _is_running(self, name: str) -> bool:
+        run_dir, attempts = self.sweep.run_dir(name), self._attempts(name)
+        if attempts.open and self.launcher.is_running(run_dir, attempts.number):
+            self._begun.add(name)
             return True
         return live_owner(run_dir / LOCK_FILE) is not None
 
-    def _settle(self, member: Member, state: Attempts) -> None:
+    def _settle(self, name: str, attempts: Attempts) -> None:
         """Note the end of an attempt."""
-        run_dir = self.sweep.run_dir(member.name)
-        state.open = False
-        del self._begun[member.name]
-        step = last_step(run_dir)
-        if is_finished(run_dir):
-            state.reason = ""
-            self.announce(f"{member.name}: finished")
+        run_dir = self.sweep.run_dir(name)
+        training = state_of(run_dir)
+        attempts.open = False
+        self._begun.remove(name)
+        if training.is_complete:
+            attempts.reason = ""
+            line = "finished"
         elif self.stops:
-            state.reason = "stopped with the sweep"
-            self.announce(f"{member.name}: stopped at step {step}")
+            attempts.reason = "stopped with the sweep"
+            line = f"stopped at step {training.step}"
         else:
-            state.failures = 0 if step > state.step else state.failures + 1
-            state.reason = self.launcher.reason(run_dir, state.number).removeprefix("error: ")
-            again = state.failures <= self.sweep.retries
-            self.announce(
-                f"{member.name}: attempt {state.number} ended at step {step}: {state.reason} "
-                + ("It is tried again." if again else f"That was the last attempt; see {run_dir}.")
+            attempts.failures = 0 if training.step > attempts.step else attempts.failures + 1
+            attempts.reason = self.launcher.reason(run_dir, attempts.number)
+            again = attempts.failures <= self.sweep.retries
+            line = f"attempt {attempts.number} ended at step {training.step}: {attempts.reason} " + (
+                "It is tried again." if again else f"That was the last attempt; see {run_dir}."
             )
-        state.step = max(state.step, step)
+        self.announce(f"{name}: {line}")
+        attempts.step = max(attempts.step, training.step)
         self._save()
+        self.ended(name)
 
-    def _fill(self, running: list[Member], waiting: list[Member]) -> None:
+    def _fill(self, running: list[str], waiting: list[str]) -> None:
         """Start waiting runs in the free places."""
-        if any(member.name not in self._begun for member in running) and self.launcher.cluster is None:
+        if self.launcher.cluster is None and not self._begun.issuperset(running):
             return  # runs of a sweep that was killed hold devices: they are stopping
         while waiting and len(running) < self.launcher.capacity:
-            self._start(waiting.pop(0), running)
+            name = waiting.pop(0)
+            self._start(name)
+            running.append(name)
 
-    def _start(self, member: Member, running: list[Member]) -> None:
-        state, run_dir, overrides = self._state(member), self.sweep.run_dir(member.name), self.sweep.overrides(member)
-        if not state.open:
-            state.open, state.number = True, state.number + 1
+    def _start(self, name: str) -> None:
+        attempts = self._attempts(name)
+        if not attempts.open:
+            attempts.open, attempts.number = True, attempts.number + 1
             self._save()
-        step = last_step(run_dir)
-        started = self.launcher.start(run_dir, state.number, overrides)
-        self._begun[member.name] = step
-        running.append(member)
+        started = self.launcher.start(self.sweep.run_dir(name), attempts.number, self.sweep.overrides(name))
+        self._begun.add(name)
         if started:
-            again = f", attempt {state.number}" if state.number > 1 else ""
-            self.announce(f"{member.name}: started{again}")
+            self.announce(f"{name}: started" + (f", attempt {attempts.number}" if attempts.number > 1 else ""))
 
-    def _ask_to_stop(self, running: list[Member]) -> None:
+    def _ask_to_stop(self, running: list[str]) -> None:
         if self.stops > 2:
             raise KeyboardInterrupt
         count = len(running)
@@ -242,8 +243,8 @@ class Scheduler:
             what = "1 run finishes its step and saves" if count == 1 else f"{count} runs finish their step and save"
             gently = f"Stopping: {what} a checkpoint. Ctrl-C again stops at once."
             self.announce(gently if self.stops == 1 else "Stopping at once, without a checkpoint.")
-        for member in running:
-            self.launcher.stop(self.sweep.run_dir(member.name), self._state(member).number, at_once=self.stops > 1)
+        for name in running:
+            self.launcher.stop(self.sweep.run_dir(name), self._attempts(name).number, at_once=self.stops > 1)
 
     # ---------------------------------------------------------------- what goes wrong
 
@@ -251,7 +252,7 @@ class Scheduler:
         if shutil.disk_usage(self.sweep.directory).free < self.least_space:
             raise OSError(errno.ENOSPC, "little space left")
 
-    def _bear(self, error: UserError) -> None:
+    def _wait_for_cluster(self, error: UserError) -> None:
         """A cluster may be away for a while, once it has run something of this sweep."""
         now = time.monotonic()
         if self._trouble is None:
@@ -265,9 +266,8 @@ class Scheduler:
         self.stops = max(self.stops, 1)
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and self.stops < 3:
-            members = [member for member in self.sweep.members if member.name in self._begun]
             try:
-                running = [member for member in members if self._is_running(member, self._state(member))]
+                running = [name for name in self.sweep.runs if name in self._begun and self._is_running(name)]
                 self._ask_to_stop(running)
             except (UserError, OSError):  # the cluster or the disk that brought us here
                 return
@@ -277,23 +277,13 @@ class Scheduler:
 
     # ---------------------------------------------------------------- state
 
-    def _state(self, member: Member) -> Attempts:
-        return self.attempts.setdefault(member.name, Attempts())
+    def _attempts(self, name: str) -> Attempts:
+        return self.attempts.setdefault(name, Attempts())
 
     def _save(self) -> None:
         begun = {name: asdict(state) for name, state in self.attempts.items() if state.number}
         write_json(self.sweep.directory / ATTEMPTS_FILE, {"cluster": self.launcher.cluster, "runs": begun})
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first SIGINT, SIGTERM or SIGHUP stops the runs after their step, the second at once."""
-
-        def stop(signum: int, frame: Any) -> None:
-            self.stops += 1
-
-        previous = {number: signal.signal(number, stop) for number in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+    def _signal(self, signum: int, frame: Any) -> None:
+        """The first one stops the runs after their step, the second at once."""
+        self.stops += 1

@@ -1,5 +1,6 @@
 """What is known of the runs of a sweep, from its directory alone."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +8,11 @@ from pathlib import Path
 
 from rich.table import Table
 
-from gtpo_verl.experiments.scheduler import Attempts, is_finished, read_attempts
-from gtpo_verl.experiments.sweep import load
-from gtpo_verl.runs.directory import STOP_FILE
+from gtpo_verl.experiments.scheduler import Attempts, read_attempts
 from gtpo_verl.runs.lock import LOCK_FILE, live_owner
-from gtpo_verl.runs.pace import in_words
-from gtpo_verl.runs.progress import Progress, progress_of
+from gtpo_verl.runs.state import RunState, in_words, state_of
+from gtpo_verl.runs.sweep import load
+from gtpo_verl.runs.terminal import describe
 
 STYLES = {"finished": "green", "running": "cyan", "failed": "bold red"}
 
@@ -24,7 +24,7 @@ class RunStatus:
     name: str
     state: str
     attempts: Attempts
-    progress: Progress
+    training: RunState
 
 
 def statuses(directory: Path) -> list[RunStatus]:
@@ -34,10 +34,11 @@ def statuses(directory: Path) -> list[RunStatus]:
         UserError: there is no sweep.
     """
     attempts = read_attempts(directory)
+    scheduled = is_scheduled(directory)
     found = []
-    for member in load(directory).members:
-        run_dir, state = directory / member.name, attempts.get(member.name, Attempts())
-        found.append(RunStatus(member.name, _state(run_dir, state), state, progress_of(run_dir)))
+    for name in load(directory).runs:
+        begun, training = attempts.get(name, Attempts()), state_of(directory / name)
+        found.append(RunStatus(name, _state(training, begun, scheduled), begun, training))
     return found
 
 
@@ -46,13 +47,13 @@ def is_scheduled(directory: Path) -> bool:
     return live_owner(directory / LOCK_FILE) is not None
 
 
-def _state(run_dir: Path, attempts: Attempts) -> str:
-    if live_owner(run_dir / LOCK_FILE) is not None:
-        return "stopping" if (run_dir / STOP_FILE).exists() else "running"
-    if is_finished(run_dir):
+def _state(training: RunState, attempts: Attempts, scheduled: bool) -> str:
+    if training.is_alive:
+        return training.status
+    if training.is_complete:
         return "finished"
     if attempts.open:
-        return "starting" if is_scheduled(run_dir.parent) else "stopped"
+        return "starting" if scheduled else "stopped"
     if attempts.failures:
         return "failed"
     return "stopped" if attempts.number else "waiting"
@@ -65,19 +66,42 @@ def summary(runs: Sequence[RunStatus]) -> str:
     return f"{len(runs)} runs: " + ", ".join(f"{count[state]} {state}" for state in order if count[state])
 
 
-def running_line(runs: Sequence[RunStatus]) -> str:
-    """One line: `summary`, and where those are that run."""
-    found = [summary(runs)]
-    for run in runs:
-        if run.state == "running":
-            step, _, left = _cells(run)
-            found.append(f"{run.name} at step {step or 0}" + (f", {left} left" if left else ""))
-    return "; ".join(found)
+def progress_line(runs: Sequence[RunStatus], at_once: int) -> str:
+    """One line: `summary`, where those are that run, and the time left for all."""
+    left = seconds_left(runs, at_once)
+    running = [(run.name, run.training) for run in runs if run.state == "running"]
+    return "; ".join(
+        [
+            summary(runs),
+            *(f"{name} {one.step}/{one.steps or '?'}: {describe(one.step, one.metrics)}" for name, one in running),
+            *([f"about {in_words(left)} left"] if left else []),
+        ]
+    )
 
 
-def table(runs: Sequence[RunStatus]) -> Table:
-    """State, step, accuracy of the last validation, and time left of every run."""
-    found = Table(box=None, pad_edge=False, caption=summary(runs), caption_justify="left")
+def seconds_left(runs: Sequence[RunStatus], at_once: int) -> float | None:
+    """The time until all runs have ended, where those to come take as long as the slowest of those that run or have
+    finished; None where none of them has taken a step.
+
+    Args:
+        runs: of one sweep.
+        at_once: runs at the same time.
+    """
+    known = {run.name: run.training for run in runs if run.training.seconds_left is not None}
+    running = [known[run.name] for run in runs if run.state == "running" and run.name in known]
+    finished = [known[run.name] for run in runs if run.state == "finished" and run.name in known]
+    if not running and not finished:
+        return None
+    to_come = sum(run.state not in ("finished", "failed") for run in runs) - len(running)
+    whole = max(one.seconds + (one.seconds_left or 0.0) for one in (*running, *finished))
+    return max((one.seconds_left or 0.0 for one in running), default=0.0) + math.ceil(to_come / at_once) * whole
+
+
+def table(runs: Sequence[RunStatus], at_once: int | None = None) -> Table:
+    """State, step, accuracy of the last validation, and time left of every run; of all too, where ``at_once`` run."""
+    left = None if at_once is None else seconds_left(runs, at_once)
+    caption = summary(runs) + (f"; about {in_words(left)} left" if left else "")
+    found = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
     for name in ("run", "state", "step", "accuracy", "left"):
         found.add_column(name, justify="right" if name in ("step", "accuracy", "left") else "left", overflow="fold")
     for run in runs:
@@ -86,9 +110,8 @@ def table(runs: Sequence[RunStatus]) -> Table:
 
 
 def _cells(run: RunStatus) -> tuple[str, str, str]:
-    progress = run.progress
-    step = f"{progress.step}/{progress.steps}" if progress.steps is not None else ""
-    accuracy = progress.accuracy or {}
-    shown = [f"{value:.3f}" if len(accuracy) == 1 else f"{source} {value:.3f}" for source, value in accuracy.items()]
-    left = in_words(progress.seconds_left) if progress.seconds_left and run.state == "running" else ""
+    one = run.training
+    step = f"{one.step}/{one.steps}" if one.steps is not None else ""
+    shown = [f"{v:.3f}" if len(one.accuracy) == 1 else f"{source} {v:.3f}" for source, v in one.accuracy.items()]
+    left = in_words(one.seconds_left) if one.seconds_left and run.state == "running" else ""
     return step, ", ".join(shown), left

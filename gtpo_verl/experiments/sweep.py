@@ -1,11 +1,6 @@
-"""A sweep: what it trains, from the command line and a file of the config group `sweep`, and its directory.
+"""What a sweep trains, from the command line and a file of the config group `sweep`, and the checks of its runs."""
 
-`SWEEP/sweep.json` says what the sweep is, `SWEEP/NAME/` is the run directory of each run. Nothing but a run's own
-directory says whether it is finished.
-"""
-
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,20 +15,18 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
 from gtpo_verl.errors import UserError, did_you_mean
-from gtpo_verl.experiments.axes import Axis, Member, members, parse, split
-from gtpo_verl.files import read_json, reading, write_json
+from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.problems import Problem, errors_of, refuse
 from gtpo_verl.rules import overrides as given
 from gtpo_verl.rules.stages import problems
-from gtpo_verl.runs.directory import CONFIG_FILE, SWEEP_FILE, flatten
+from gtpo_verl.runs.directory import CONFIG_FILE, flatten, is_bookkeeping
 from gtpo_verl.runs.lock import is_of_lock
+from gtpo_verl.runs.sweep import RETRIES, Sweep, read
 from gtpo_verl.tasks import EmbeddedTask, task_of
 from gtpo_verl.tasks.prepare import locate
 
-SCHEMA = 1
 GROUP = "sweep"
-# Keys that say where a run is kept and how Ray is started, not what is trained.
-_WHERE = re.compile(r"^ray_kwargs\.|^trainer\.device$|(^|\.)(experiment_name|\w+_dir)$")
+BASELINE = {"algo": "dapo"}  # of a sweep that names none
 
 
 @dataclass
@@ -49,30 +42,7 @@ class SweepFile:
     axes: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     baseline: dict[str, str] = field(default_factory=dict)
-    retries: int = 2
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What is trained: the runs, the overrides that all of them have, and the rest of `SweepFile`."""
-
-    name: str
-    directory: Path
-    axes: tuple[Axis, ...]
-    common: tuple[str, ...]
-    members: tuple[Member, ...]
-    baseline: dict[str, str] | None
-    retries: int
-
-    def run_dir(self, name: str) -> Path:
-        return self.directory / name
-
-    def overrides(self, member: Member) -> list[str]:
-        """Every override of a run, as `gtpo-verl train` takes them."""
-        own = [*self.common, *member.overrides, f"trainer.run_dir={quoted(self.run_dir(member.name))}"]
-        if chosen(own, "trainer.experiment_name") is None:
-            own.append(f"trainer.experiment_name={quoted(f'{self.name}-{member.name}')}")
-        return own
+    retries: int = RETRIES
 
 
 # -------------------------------------------------------------------- definition
@@ -111,10 +81,10 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
     return Sweep(
         name=directory.resolve().name if directory else name,
         directory=(directory or Path("outputs") / name).resolve(),
-        axes=tuple(axes),
+        axes=axes,
         common=tuple(common),
-        members=tuple(members(axes)),
-        baseline=_baseline(file.baseline, axes),
+        runs=combinations(axes),
+        baseline=on_axes(file.baseline or BASELINE, axes),
         retries=file.retries,
     )
 
@@ -167,117 +137,50 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _check_baseline(baseline: dict[str, str], axes: Sequence[Axis]) -> None:
-    values = {axis.key: axis.values for axis in axes}
+def _check_baseline(baseline: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> None:
     for key, value in baseline.items():
-        if axes and value not in values.get(key, ()):
+        if axes and value not in axes.get(key, ()):
             raise UserError(f"sweep.baseline: {key}={value} is not on an axis of the sweep.")
 
 
-def _baseline(baseline: dict[str, str], axes: Sequence[Axis]) -> dict[str, str] | None:
-    """The file's baseline where the command line has left it on the axes; without one DAPO, where it is trained."""
-    values = {axis.key: axis.values for axis in axes}
-    wanted = baseline or {"algo": "dapo"}
-    return wanted if all(value in values.get(key, ()) for key, value in wanted.items()) else None
+def on_axes(baseline: dict[str, str], axes: Mapping[str, Sequence[str]]) -> dict[str, str] | None:
+    """A baseline where all of its values are on the axes, else None."""
+    return baseline if all(value in axes.get(key, ()) for key, value in baseline.items()) else None
 
 
-def _name(file: str | None, axes: Sequence[Axis], setting: str | None) -> str:
-    what = file or "-".join(["sweep", *(axis.key.rsplit(".", 1)[-1].lstrip("+") for axis in axes)])
+def _name(file: str | None, axes: Iterable[str], setting: str | None) -> str:
+    what = file or "-".join(["sweep", *(key.rsplit(".", 1)[-1].lstrip("+") for key in axes)])
     return "-".join([what, *([setting] if setting else [])]).replace("/", "-")
 
 
 def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     """Give the runs the model and the data of the embedded task where they have its verifier and name neither."""
-    if any(axis.key == "task" for axis in sweep.axes):
+    if "task" in sweep.axes:
         raise UserError(
             "task= is no axis of a sweep: the accuracies of two tasks do not compare. Sweep each by itself."
         )
-    config = compose_config([*sweep.common, *sweep.members[0].overrides])
+    config = compose_config([*sweep.common, *next(iter(sweep.runs.values()))])
     task = task_of(config.reward.custom_reward_function.path)
-    data = config.data
-    if task is None or any(item is not None for item in (config.actor_rollout_ref.model.path, *_files(data))):
+    given = (config.actor_rollout_ref.model.path, config.data.train_files, config.data.val_files)
+    if task is None or any(item is not None for item in given):
         return sweep, None
-    paths = locate(task_directory(sweep, task))
-    files = {
-        "actor_rollout_ref.model.path": paths.model_path,
-        "data.train_files": paths.train_file,
-        "data.val_files": paths.val_file,
-    }
-    own = [f"{key}={quoted(path)}" for key, path in files.items()]
+    own = task_overrides(task_directory(sweep, task))
     return replace(sweep, common=(*sweep.common, *own)), task
 
 
-def _files(data: DictConfig) -> tuple[Any, Any]:
-    return data.train_files, data.val_files
+def task_overrides(directory: Path) -> list[str]:
+    """The overrides of model and data that train on the embedded task prepared in a directory."""
+    paths = locate(directory)
+    return [
+        f"actor_rollout_ref.model.path={quoted(paths.model_path)}",
+        f"data.train_files={quoted(paths.train_file)}",
+        f"data.val_files={quoted(paths.val_file)}",
+    ]
 
 
 def task_directory(sweep: Sweep, task: EmbeddedTask) -> Path:
     """Where an embedded task of the sweeps beside this one is prepared."""
     return task.directory(sweep.directory.parent)
-
-
-# -------------------------------------------------------------------- directory
-
-
-def write(sweep: Sweep) -> None:
-    """Write `sweep.json`; runs of an earlier definition with the same axes and overrides stay in it.
-
-    Raises:
-        UserError: the directory is that of another sweep.
-    """
-    found = read(sweep.directory)
-    facts: dict[str, Any] = {
-        "schema": SCHEMA,
-        "name": sweep.name,
-        "axes": {axis.key: list(axis.values) for axis in sweep.axes},
-        "baseline": sweep.baseline,
-        "common": list(sweep.common),
-        "runs": {member.name: {"overrides": list(member.overrides)} for member in sweep.members},
-    }
-    if found is not None:
-        for key, values in found["axes"].items():
-            own = facts["axes"][key]
-            facts["axes"][key] = [*own, *(value for value in values if value not in own)]
-        facts["runs"] = {**found["runs"], **facts["runs"]}
-    if facts != found:
-        write_json(sweep.directory / SWEEP_FILE, facts)
-
-
-def read(directory: Path) -> dict[str, Any] | None:
-    """Read `sweep.json`; None where there is none.
-
-    Raises:
-        UserError: it is not a sweep's.
-    """
-    file = directory / SWEEP_FILE
-    with reading(file):
-        facts = read_json(file)
-    if facts is None:
-        return None
-    if not isinstance(facts, dict) or facts.get("schema") != SCHEMA:
-        raise UserError(f"{file} was written by another version of gtpo_verl: choose another --dir.")
-    return facts
-
-
-def load(directory: Path) -> Sweep:
-    """The sweep in a directory.
-
-    Raises:
-        UserError: there is none.
-    """
-    facts = read(directory)
-    if facts is None:
-        raise UserError(f"{directory} is no sweep: it has no {SWEEP_FILE}.")
-    with reading(directory / SWEEP_FILE):
-        return Sweep(
-            name=facts["name"],
-            directory=directory.resolve(),
-            axes=tuple(Axis(key, tuple(values)) for key, values in facts["axes"].items()),
-            common=tuple(facts["common"]),
-            members=tuple(Member(name, tuple(run["overrides"])) for name, run in facts["runs"].items()),
-            baseline=facts["baseline"],
-            retries=SweepFile().retries,
-        )
 
 
 def check_directory(sweep: Sweep) -> None:
@@ -286,16 +189,15 @@ def check_directory(sweep: Sweep) -> None:
     Raises:
         UserError: what it holds.
     """
-    facts = read(sweep.directory)
-    if facts is None:
+    found = read(sweep.directory)
+    if found is None:
         if sweep.directory.is_dir() and any(not is_of_lock(item) for item in sweep.directory.iterdir()):
             raise UserError(f"{sweep.directory} is not empty and not a sweep: choose another --dir.")
         return
-    own = [axis.key for axis in sweep.axes]
-    if sorted(facts["axes"]) != sorted(own):
+    if sorted(found.axes) != sorted(sweep.axes):
         raise UserError(
-            f"{sweep.directory} is a sweep over {', '.join(facts['axes'])}, not over {', '.join(own)}: choose another "
-            "--dir."
+            f"{sweep.directory} is a sweep over {', '.join(found.axes)}, not over {', '.join(sweep.axes)}: choose "
+            "another --dir."
         )
 
 
@@ -312,24 +214,23 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
     configs: dict[str, DictConfig] = {}
     failing: dict[str, list[str]] = {}  # the runs that have each problem
     seen: dict[str, str] = {}
-    for member in sweep.members:
-        overrides = sweep.overrides(member)
+    for name in sweep.runs:
+        overrides = sweep.overrides(name)
         try:
             config = compose_config(overrides)
             prepare(config, overrides)
         except UserError as error:
-            raise UserError(f"{member.name}: {error}") from error
-        configs[member.name] = config
+            raise UserError(f"{name}: {error}") from error
+        configs[name] = config
         for message in errors_of(problems(config)):
-            failing.setdefault(message, []).append(member.name)
+            failing.setdefault(message, []).append(name)
     refuse(Problem(f"{_some(names)}: {message}") for message, names in failing.items())
-    for member in sweep.members:
-        config = configs[member.name]
+    for name, config in configs.items():
         trained = _trained(OmegaConf.to_yaml(config, resolve=True))
-        twin = seen.setdefault(repr(trained), member.name)
-        if twin != member.name:
-            raise UserError(f"{member.name} and {twin} would be the same run: an axis has no effect there.")
-        _check_recorded(sweep, member, trained)
+        twin = seen.setdefault(repr(trained), name)
+        if twin != name:
+            raise UserError(f"{name} and {twin} would be the same run: an axis has no effect there.")
+        _check_recorded(sweep, name, trained)
     return configs
 
 
@@ -340,14 +241,17 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _trained(text: str) -> dict[str, Any]:
-    """What a configuration in YAML trains: its values by dotted key, in order, without where the run is kept."""
+    """What a configuration in YAML trains: its values by dotted key, in order, without where the run is kept, how Ray
+    is started, and the device, which verl finds out.
+    """
     values = flatten(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    return dict(sorted((key, value) for key, value in values if not _WHERE.search(key)))
+    place = ("ray_kwargs.", "trainer.device")
+    return dict(sorted((key, value) for key, value in values if not (key.startswith(place) or is_bookkeeping(key))))
 
 
-def _check_recorded(sweep: Sweep, member: Member, trained: dict[str, Any]) -> None:
+def _check_recorded(sweep: Sweep, name: str, trained: dict[str, Any]) -> None:
     """Refuse a run whose directory holds a training with another configuration."""
-    file = sweep.run_dir(member.name) / CONFIG_FILE
+    file = sweep.run_dir(name) / CONFIG_FILE
     if not file.is_file():
         return
     recorded = _trained(file.read_text(encoding="utf-8"))
@@ -358,17 +262,17 @@ def _check_recorded(sweep: Sweep, member: Member, trained: dict[str, Any]) -> No
             was = "absent" if before is missing else before
             will_be = "absent" if now is missing else now
             raise UserError(
-                f"{member.name}: {key} was {was} in {sweep.run_dir(member.name)} and would be {will_be}. Restore it, "
-                "remove that directory, or choose another --dir."
+                f"{name}: {key} was {was} in {sweep.run_dir(name)} and would be {will_be}. Restore it, remove that "
+                "directory, or choose another --dir."
             )
 
 
 def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
     """Values on the axes that have no effect in a run, one line each."""
     found = []
-    for member in sweep.members:
-        own = [item for item in member.overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
-        found += [f"{member.name}: {idle.message}" for idle in given.without_effect(configs[member.name], own)]
+    for name, overrides in sweep.runs.items():
+        own = [item for item in overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
+        found += [f"{name}: {idle.message}" for idle in given.without_effect(configs[name], own)]
     return found
 
 
@@ -376,9 +280,9 @@ def few_seeds(sweep: Sweep) -> list[str]:
     """A line where the arms have too few seeds for a test to find a difference."""
     from gtpo_verl.evaluation.paired import least_sign_flip_p  # imports scipy
 
-    seeds = next((len(axis.values) for axis in sweep.axes if axis.key == "seed"), 1)
+    seeds = len(sweep.axes.get("seed", "1"))
     least = least_sign_flip_p(seeds)
-    if len(sweep.members) == seeds or least <= 0.05:  # one arm, or enough
+    if len(sweep.runs) == seeds or least <= 0.05:  # one arm, or enough
         return []
     arms = f"{seeds} seed{'s' * (seeds > 1)} for each arm"
     return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}; see docs/statistics.md."]

@@ -14,18 +14,15 @@ from typing import Any
 
 from gtpo_verl.config import option_keys
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import is_bookkeeping
 from gtpo_verl.runs.provenance import FILE_KEYS
-from gtpo_verl.runs.reader import Run, Sweep, Training
+from gtpo_verl.runs.reader import Run, Training, registry_rank
+from gtpo_verl.runs.sweep import Sweep
 
 ALGORITHM = "algorithm"  # the axis of runs outside of a sweep
 SEED = "seed"
 NOT_SET = "not set"
 
-# The one list of settings that say where a run is, what it is called and whom it talks to: they differ between any two
-# trainings, and change nothing in what is trained.
-_BOOKKEEPING = re.compile(
-    r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
-)
 _SEED_KEY = re.compile(r"(?i)seed$")
 _FOLLOWING = ("critic.loss_agg_mode",)  # verl interpolates the actor's, which is a method's
 _RECORDED = ("checksums", "code", "hardware", "versions")  # sections of the record; all else are settings
@@ -120,7 +117,7 @@ def setting_differences(trainings: Sequence[Training]) -> tuple[dict[str, list[s
     for key in sorted({key for config in configs for key in config}):
         values = [_shown(config, key) if config else "not known" for config in configs]
         if len({value for value, config in zip(values, configs, strict=True) if config}) > 1:
-            (bookkeeping if _BOOKKEEPING.search(key) else settings)[key] = values
+            (bookkeeping if is_bookkeeping(key) else settings)[key] = values
     return settings, bookkeeping
 
 
@@ -134,7 +131,7 @@ def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> list[ArmKe
         values = {key: value for key, value in training.axes.items() if key != SEED}
         if not training.axes:
             values[ALGORITHM] = training.method.name if training.method else training.name
-        tolerated = {key for key in training.config if _matches(key, allow) and not _BOOKKEEPING.search(key)}
+        tolerated = {key for key in training.config if _matches(key, allow) and not is_bookkeeping(key)}
         values |= {key: _shown(training.config, key) for key in tolerated if key not in values}
         own = training.method.keys if training.method and not training.axes else ()
         settings = {key: _shown(training.config, key) for key in training.config if _listed(key, own)}
@@ -178,7 +175,7 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
                     "which they differ makes two arms: --allow KEY."
                 )
         arms.append(Arm(name, keys[trainings[0]], by_seed))
-    return tuple(sorted(arms, key=lambda arm: _rank(arm.method)))
+    return tuple(sorted(arms, key=lambda arm: registry_rank(arm.method)))
 
 
 def _names(keys: Sequence[ArmKey], examples: Sequence[Training]) -> list[str]:
@@ -217,14 +214,6 @@ def _numeric(seed: str | None) -> tuple[int, int, str]:
     return (0, int(seed), "") if seed is not None and seed.isdecimal() else (1, 0, seed or "")
 
 
-def _rank(method: str | None) -> int:
-    """The place of a method in the registry: the baseline first, arms without one last."""
-    from gtpo_verl.algorithms.registry import algorithms
-
-    names = list(algorithms())
-    return names.index(method) if method in names else len(names)
-
-
 # ---------------------------------------------------------------- what differs
 
 
@@ -233,7 +222,7 @@ def _facts(training: Training) -> dict[str, str]:
     sums = {key: value for key, value in (training.record.get("checksums") or {}).items() if value}
     # the content decides, not the path; other settings name the same path, for example that of the tokenizer
     places = {_shown(training.config, key): f"as {key}" for key in sums}
-    shown = {key: _shown(training.config, key) for key in training.config if not _BOOKKEEPING.search(key)}
+    shown = {key: _shown(training.config, key) for key in training.config if not is_bookkeeping(key)}
     facts = {key: places.get(value, value) for key, value in shown.items() if key not in sums}
     facts |= {f"checksums.{key}": str(value) for key, value in sums.items()}
     if training.record:
@@ -256,7 +245,8 @@ def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[
     if any(not training.axes for training in trainings):
         return tuple(dict.fromkeys(explained))
     for sweep in sweeps:
-        for axis, options in sweep.axes.items():
+        for key, options in sweep.axes.items():
+            axis = key.lstrip("+")
             if axis == "algo":
                 explained += [key for option in options for key in option_keys(axis, option)]
             elif axis != SEED:

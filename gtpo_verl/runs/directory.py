@@ -3,6 +3,7 @@ early.
 """
 
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,6 +38,12 @@ MODEL_LINK = "model"
 DEEPEST = 100  # levels of a configuration; verl's has eight
 # Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
 HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
+
+# The one list of settings that say where a run is, what it is called and whom it talks to: they differ between any two
+# trainings, and change nothing in what is trained.
+_BOOKKEEPING = re.compile(
+    r"(^|\.)(experiment_name|project_name|group_name|resume_mode|resume_from_path|(\w+_)?(address|port|dir|DIR))$"
+)
 
 
 class MetricsRecorder:
@@ -190,6 +197,11 @@ def read_config(file: Path) -> Any:
         if depth > DEEPEST:
             raise ValueError(f"it is nested more than {DEEPEST} levels")
     return yaml.load(text, Loader=loader)
+
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether a dotted key says where a run is kept, not what is trained."""
+    return _BOOKKEEPING.search(key) is not None
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -36,6 +36,7 @@ from gtpo_verl.runs.directory import (
 from gtpo_verl.runs.lock import is_abandoned
 from gtpo_verl.runs.loggers import Logged, read_logger
 from gtpo_verl.runs.statistics import Floats, cluster_means
+from gtpo_verl.runs.sweep import Sweep, load
 
 if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
     from gtpo_verl.algorithms.registry import Algorithm
@@ -138,14 +139,6 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """What ``sweep.json`` says: the axes and their values, and the values of the baseline, empty for none."""
-
-    axes: Mapping[str, Sequence[str]]
-    baseline: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class Run:
     """One or several trainings of one command or one sweep. What ``run.json`` does not say is None or empty.
 
@@ -235,34 +228,32 @@ def _read_run_directory(path: Path) -> Run:
             f"no {METRICS_FILE} in {path} holds a readable line: has the training logged its first step yet?"
         )
     planned = [str(name) for name in record.get("arms", [])]
-    order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: _rank(trainings.get(name)))]))
+    methods = {name: training.method.name for name, training in trainings.items() if training.method}
+    order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: registry_rank(methods.get(name)))]))
     missing = [name for name in order if name not in trainings]
     return _run(path, [trainings[name] for name in order if name in trainings], record, missing)
 
 
 def _read_sweep(path: Path) -> Run:
     """Every run that ``sweep.json`` lists, those without a logged step as missing."""
-    file = path / SWEEP_FILE
-    facts = _read_object(file)
-    try:
-        axes = {str(key).lstrip("+"): [str(value) for value in values] for key, values in facts["axes"].items()}
-        overrides = {str(name): [str(one) for one in run["overrides"]] for name, run in facts["runs"].items()}
-        baseline = {str(key): str(value) for key, value in (facts.get("baseline") or {}).items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is no description of a sweep: it needs axes and runs with their overrides.") from error
+    sweep = load(path)
+    _check_types(path / SWEEP_FILE, sweep.about)
     trainings = []
     missing = []
-    for name, own in overrides.items():
+    for name, overrides in sweep.runs.items():
         metrics_file = path / name / METRICS_FILE
         training = _read_training(path / name, metrics_file, name) if metrics_file.is_file() else None
         if training is None:
             missing.append(name)
             continue
-        values = dict(override.lstrip("+~").split("=", 1) for override in own if "=" in override)
+        values = dict(override.lstrip("+~").split("=", 1) for override in overrides if "=" in override)
+        axes = [key.lstrip("+") for key in sweep.axes]
         trainings.append(replace(training, axes={axis: values[axis] for axis in axes if axis in values}))
     if not trainings:
-        raise UserError(f"no run of {file} has logged a step: start the sweep, or wait for its first step.")
-    return replace(_run(path, trainings, {"name": facts.get("name")}, missing), sweep=Sweep(axes, baseline))
+        raise UserError(f"no run of {path} has logged a step: start the sweep, or wait for its first step.")
+    complete = not missing and all(training.status == "complete" for training in trainings)
+    record = {**sweep.about, "name": sweep.name, "status": "complete" if complete else None}
+    return replace(_run(path, trainings, record, missing), sweep=sweep)
 
 
 def _logged_training(path: Path, logged: Logged) -> Training:
@@ -271,12 +262,12 @@ def _logged_training(path: Path, logged: Logged) -> Training:
     return Training(name, path, logged.metrics, {}, config, _method(config), logged.notes)
 
 
-def _rank(training: Training | None) -> int:
-    """The place of the training's method in the registry; those without one come last."""
+def registry_rank(method: str | None) -> int:
+    """The place of a method in the registry: the baseline first; those that are not in it, and None, come last."""
     from gtpo_verl.algorithms.registry import algorithms
 
     names = list(algorithms())
-    return names.index(training.method.name) if training and training.method else len(names)
+    return names.index(method) if method in names else len(names)
 
 
 def _run(path: Path, trainings: list[Training], record: Mapping[str, Any], missing: Sequence[str] = ()) -> Run:
@@ -300,6 +291,14 @@ def _run(path: Path, trainings: list[Training], record: Mapping[str, Any], missi
 def _read_record(path: Path) -> dict[str, Any]:
     file = path / RECORD_FILE
     record = _read_object(file) if file.is_file() else {}
+    _check_types(file, record)
+    if record.get("status") == "running" and is_abandoned(path):
+        return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
+    return record
+
+
+def _check_types(file: Path, record: Mapping[str, Any]) -> None:
+    """Check what a report reads of a record."""
     for name, kinds in _RECORDED.items():
         if not isinstance(record.get(name), kinds | None):
             raise UserError(
@@ -307,9 +306,6 @@ def _read_record(path: Path) -> dict[str, Any]:
             )
     if not all(isinstance(attempt, dict) for attempt in record.get("attempts") or ()):
         raise UserError(f"{file}: attempts holds something else than attempts: repair it, or remove the file")
-    if record.get("status") == "running" and is_abandoned(path):
-        return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
-    return record
 
 
 def _read_object(file: Path) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from gtpo_verl.runs.directory import (
     write_record,
 )
 from gtpo_verl.runs.lock import training_lock
-from gtpo_verl.runs.progress import progress_of
 from gtpo_verl.runs.provenance import checksums, code_state, hardware, run_versions
+from gtpo_verl.runs.state import state_of
 
 SIGNALS = {
     signal.SIGINT: "Ctrl-C",
@@ -66,7 +66,7 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         record = _Record(run_dir, yaml.safe_load(config), command, overrides)
         stopper = _Stopper(stop, record.stopping)
         try:
-            with stopper.listening():
+            with handling_signals(stopper):
                 yield
         except KeyboardInterrupt:
             record.close("interrupted", stopper.reason)
@@ -75,8 +75,8 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         except Exception as error:
             record.close("failed", first_line(error))
             raise
-        progress = progress_of(run_dir)
-        if stop.exists() and (progress.steps is None or progress.step < progress.steps):
+        state = state_of(run_dir)
+        if stop.exists() and (state.steps is None or state.step < state.steps):
             record.close("interrupted", stopper.reason)
             print(_stopped(run_dir, record.config, stopper.reason), flush=True)
         else:
@@ -142,14 +142,14 @@ def _code(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stopped(run_dir: Path, config: Mapping[str, Any], reason: str) -> str:
     """How far a training is that was stopped, and from where the same command goes on."""
-    progress = progress_of(run_dir)
+    state = state_of(run_dir)
     try:
         saved = tracked_step(Path(config.get("trainer.default_local_dir") or run_dir / "checkpoints"))
     except ValueError:  # a tracker that is not readable: the next start says what it takes
         saved = None
     goes_on = f"resumes from global_step_{saved}" if saved else "starts from the first step, for nothing was saved"
-    step = max(progress.step, saved or 0)
-    return f"{terminal.STOPPED} {step} of {progress.steps or '?'} ({reason}). The same command {goes_on}."
+    step = max(state.step, saved or 0)
+    return f"{terminal.STOPPED} {step} of {state.steps or '?'} ({reason}). The same command {goes_on}."
 
 
 def _now() -> str:
@@ -164,18 +164,6 @@ class _Stopper:
         self.reason = f"the file {STOP_FILE}"
         self._record = record
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle the signals in the block, but for a SIGHUP that is ignored, as under nohup."""
-        ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        wanted = [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
-        previous = {number: signal.signal(number, self) for number in wanted}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGINT and self.stop.exists():
             raise KeyboardInterrupt
@@ -189,3 +177,16 @@ class _Stopper:
             file=terminal.err(),
             flush=True,
         )
+
+
+@contextmanager
+def handling_signals(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle the signals that stop a command in the block, but for a SIGHUP that is ignored, as under nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    wanted = [number for number in SIGNALS if not (number == signal.SIGHUP and ignored)]
+    previous = {number: signal.signal(number, handler) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)

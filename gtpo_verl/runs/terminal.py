@@ -8,10 +8,10 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
 
@@ -119,17 +119,18 @@ def following(run_dir: Path, steps: int, *, verbose: bool) -> Iterator[None]:
 
     def show() -> None:
         nonlocal metrics
-        for line in log.lines():
-            warning = _WARNING.search(line)
-            if verbose:
+        lines = log.lines()
+        if verbose:
+            for line in lines:
                 say(line)
-            elif warning and warning["text"] not in shown:
-                shown.add(warning["text"])
-                say(f"warning: {warning['text']}")
-        if not verbose:
-            written, metrics = read_metrics_from(run_dir, metrics)
-            for step in written:
-                say(f"step {step['step']}/{steps}: {describe(step['step'], step['data'])}")
+            return
+        for text in warnings_in(lines):
+            if text not in shown:
+                shown.add(text)
+                say(f"warning: {text}")
+        written, metrics = read_metrics_from(run_dir, metrics)
+        for step in written:
+            say(f"step {step['step']}/{steps}: {describe(step['step'], step['data'])}")
 
     thread = threading.Thread(target=_repeat, args=(show, ended), name="terminal", daemon=True)
     thread.start()
@@ -139,6 +140,11 @@ def following(run_dir: Path, steps: int, *, verbose: bool) -> Iterator[None]:
         ended.set()
         thread.join()
         show()
+
+
+def warnings_in(lines: Iterable[str]) -> list[str]:
+    """The different warnings of this package in lines of a log, in their order."""
+    return list(dict.fromkeys(match["text"] for match in map(_WARNING.search, lines) if match))
 
 
 def _repeat(show: Callable[[], None], ended: threading.Event) -> None:
@@ -163,8 +169,8 @@ class _Tail:
         return text[:end].decode("utf-8", "replace").splitlines()
 
 
-def describe(step: int, data: dict[str, Any]) -> str:
-    """One line on a step."""
+def describe(step: int, data: Mapping[str, float]) -> str:
+    """One line on the metrics of a step."""
     parts = []
     validation = next(
         (value for name, value in data.items() if name.startswith("val-core/") and "/acc/mean@" in name), None

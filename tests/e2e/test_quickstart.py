@@ -18,7 +18,9 @@ import reference_loops as loops
 import torch
 from metrics_doc import undocumented
 
+from gtpo_verl.experiments.scheduler import unfinished
 from gtpo_verl.runs.provenance import FILE_KEYS
+from gtpo_verl.runs.sweep import load
 from gtpo_verl.tasks import Task
 
 pytestmark = pytest.mark.e2e
@@ -34,8 +36,8 @@ def credit(quickstart: Quickstart, step: int) -> dict[str, Any]:
 
 
 def test_it_trained_to_its_end(quickstart: Quickstart, metrics: Metrics) -> None:
-    record = json.loads((quickstart.directory / "run.json").read_text())
-    assert (record["status"], record["complete"]) == ("complete", ["gtpo"])
+    sweep = load(quickstart.directory)
+    assert (list(sweep.runs), unfinished(sweep)) == (["gtpo"], [])
     own = json.loads((quickstart.arm / "run.json").read_text())
     assert (own["status"], [attempt["status"] for attempt in own["attempts"]]) == ("complete", ["complete"])
     assert "algo=gtpo" in own["overrides"]
@@ -194,14 +196,13 @@ def test_the_report_and_the_model_are_there(quickstart: Quickstart) -> None:
 
 def test_a_second_call_has_nothing_left_to_train(quickstart: Quickstart) -> None:
     """A finished quickstart is not touched again: the next one is a new run, beside it."""
-    from gtpo_verl.commands.quickstart import _run_directory
+    from gtpo_verl.commands.quickstart import _sweep
 
-    directory = quickstart.directory
-    request = json.loads((directory / "run.json").read_text())["request"]
-    fresh, resumed = _run_directory(directory.parent, request, fresh=False)
+    finished = load(quickstart.directory)
+    fresh, resumed = _sweep(quickstart.directory.parent, ["gtpo"], finished.common, fresh=False)
     assert not resumed
-    assert fresh != directory
-    fresh.rmdir()
+    assert fresh.directory != quickstart.directory
+    fresh.directory.rmdir()
 
 
 def test_no_training_is_left_running(quickstart: Quickstart) -> None:

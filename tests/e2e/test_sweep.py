@@ -14,7 +14,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupted_sweep.py"
 
 @pytest.mark.e2e
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("parallel", ["1", "2"])  # with one the next run starts its processes while one trains
+@pytest.mark.parametrize("parallel", ["1", "2"])
 def test_a_sweep_that_is_killed_ends_with_every_run_finished_once(tmp_path: Path, parallel: str) -> None:
     arguments = ["algo=dapo,gtpo", "seed=1,2", "--local", "--parallel", parallel]
     command = [sys.executable, str(BENCHMARK), "--dir", str(tmp_path / "sweep"), "--kills", "1", "--within", "90"]

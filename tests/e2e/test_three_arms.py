@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from gtpo_verl.experiments.scheduler import unfinished
 from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.sweep import load
 from gtpo_verl.tasks import Task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
@@ -56,9 +58,8 @@ def three_arms(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def test_every_arm_trained_to_its_end(three_arms: tuple[Path, str], metrics: Metrics) -> None:
     directory, _ = three_arms
-    record = json.loads((directory / "run.json").read_text())
-    assert record["status"] == "complete"
-    assert record["complete"] == list(ARMS)
+    sweep = load(directory)
+    assert (list(sweep.runs), unfinished(sweep)) == (list(ARMS), [])
     for arm in ARMS:
         steps = metrics(directory / arm)
         assert sorted(steps) == [0, *range(1, STEPS + 1)]
@@ -132,16 +133,15 @@ def test_the_report_and_the_models_are_there(three_arms: tuple[Path, str]) -> No
         assert AutoModelForCausalLM.from_pretrained(directory / arm / "model").num_parameters() > 600_000
 
 
-def test_a_second_call_has_nothing_left_to_train(three_arms: tuple[Path, str], task: Task) -> None:
+def test_a_second_call_has_nothing_left_to_train(three_arms: tuple[Path, str]) -> None:
     """A finished quickstart is not touched again: the next one is a new run, beside it."""
-    from gtpo_verl.commands.quickstart import _run_directory
+    from gtpo_verl.commands.quickstart import _sweep
 
     directory, _ = three_arms
-    request = json.loads((directory / "run.json").read_text())["request"]
-    fresh, resumed = _run_directory(directory.parent, request, fresh=False)
+    fresh, resumed = _sweep(directory.parent, ARMS, load(directory).common, fresh=False)
     assert not resumed
-    assert fresh != directory
-    fresh.rmdir()
+    assert fresh.directory != directory
+    fresh.directory.rmdir()
 
 
 def test_no_training_is_left_running(three_arms: tuple[Path, str]) -> None:

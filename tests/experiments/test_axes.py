@@ -9,7 +9,7 @@ import pytest
 
 from gtpo_verl.config import choices, compose_config, prepare
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.axes import Axis, members, parse, split
+from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.experiments.cost import cost_of
 from gtpo_verl.experiments.scheduler import sweep_lock
 from gtpo_verl.experiments.sweep import (
@@ -19,17 +19,15 @@ from gtpo_verl.experiments.sweep import (
     embedded_task,
     few_seeds,
     idle_axes,
-    load,
-    read,
-    write,
 )
 from gtpo_verl.files import write_text
+from gtpo_verl.runs.sweep import load, write
 
 CPU = ("setting=quickstart", "hardware=cpu")
 
 
 def names(*overrides: str) -> list[str]:
-    return [member.name for member in members(split(parse(overrides))[0])]
+    return list(combinations(split(parse(overrides))[0]))
 
 
 def test_hydras_parser_reads_the_axes_and_the_seed_varies_slowest() -> None:
@@ -53,23 +51,23 @@ def test_names_are_short_safe_and_depend_on_the_axes_alone() -> None:
 
 def test_every_run_has_its_values_and_what_is_common() -> None:
     sweep = define(["algo=dapo,gtpo", "trainer.nnodes=2", "hardware=cpu"], Path("/runs/mine, all"))
-    assert (sweep.name, sweep.axes) == ("mine, all", (Axis("algo", ("dapo", "gtpo")),))
-    assert sweep.overrides(sweep.members[1]) == [
+    assert (sweep.name, sweep.axes) == ("mine, all", {"algo": ("dapo", "gtpo")})
+    assert sweep.overrides("algo=gtpo") == [
         *("trainer.nnodes=2", "hardware=cpu", "algo=gtpo"),
         'trainer.run_dir="/runs/mine, all/algo=gtpo"',
         'trainer.experiment_name="mine, all-algo=gtpo"',
     ]
     assert sweep.baseline == {"algo": "dapo"}
     own = define(["algo=dapo,gtpo", "trainer.experiment_name=mine"])
-    assert own.overrides(own.members[0])[-1].startswith("trainer.run_dir=")
+    assert own.overrides("algo=dapo")[-1].startswith("trainer.run_dir=")
     assert own.directory == Path("outputs/sweep-algo").resolve()
 
 
 def test_a_file_gives_axes_that_the_command_line_replaces() -> None:
     sweep = define(["sweep=alpha", "setting=small_gpu"])
-    assert (sweep.name, len(sweep.members), sweep.retries) == ("alpha-small_gpu", 30, 2)
+    assert (sweep.name, len(sweep.runs), sweep.retries) == ("alpha-small_gpu", 30, 2)
     sweep = define(["sweep=alpha", "algorithm.gtpo.alpha2=0.1,0.3", "seed=7", "sweep.retries=0"])
-    assert [axis.key for axis in sweep.axes] == ["algo", "algorithm.gtpo.alpha2"]
+    assert list(sweep.axes) == ["algo", "algorithm.gtpo.alpha2"]
     assert ("seed=7" in sweep.common, sweep.retries, sweep.baseline) == (True, 0, None)
 
 
@@ -134,11 +132,7 @@ def test_a_run_with_another_configuration_is_refused_by_name_and_more_seeds_are_
     compose_runs(more)
     write(more)
     write(sweep)
-    assert [list(read(tmp_path)["runs"]), read(tmp_path)["axes"]] == [
-        ["seed=1", "seed=2", "seed=3"],
-        {"seed": ["1", "2", "3"]},
-    ]
-    assert load(tmp_path).members == more.members
+    assert (load(tmp_path).runs, load(tmp_path).axes) == (more.runs, {"seed": ("1", "2", "3")})
     changed = define(["seed=2,3", *CPU, "data.train_batch_size=48"], tmp_path)
     with pytest.raises(UserError, match=r"^seed=2: data.train_batch_size was 24 in .* and would be 48\. Restore it"):
         compose_runs(changed)
@@ -209,7 +203,8 @@ SEVEN_B, THIRTY_TWO_B = (("setting=" + name, "hardware=gpu") for name in ("paper
 def test_the_first_and_the_last_run_of_a_shipped_sweep_compose(name: str, tmp_path: Path) -> None:
     sweep = define([f"sweep={name}", "seed=3", *SEVEN_B], tmp_path)
     assert sweep.baseline is not None
-    few = replace(sweep, members=(sweep.members[0], sweep.members[-1]))
+    names = list(sweep.runs)
+    few = replace(sweep, runs={name: sweep.runs[name] for name in (names[0], names[-1])})
     configs = compose_runs(few)
     assert idle_axes(few, configs) == []
     assert {config.seed for config in configs.values()} == {3}
@@ -222,5 +217,5 @@ def test_the_first_and_the_last_run_of_a_shipped_sweep_compose(name: str, tmp_pa
 def test_every_run_of_a_shipped_sweep_composes(name: str, setting: tuple[str, ...], tmp_path: Path) -> None:
     sweep = define([f"sweep={name}", "seed=3", *setting], tmp_path)
     configs = compose_runs(sweep)
-    assert len(configs) == len(sweep.members) > 1
+    assert len(configs) == len(sweep.runs) > 1
     assert idle_axes(sweep, configs) == []

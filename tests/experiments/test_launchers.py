@@ -1,13 +1,16 @@
-"""How many runs fit at once, which GPUs each of them gets, and the ids of Ray jobs."""
+"""How many runs fit at once, which GPUs each of them gets, runs as child processes, and the ids of Ray jobs."""
 
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import launchers
-from gtpo_verl.experiments.launchers import gpus_of, job_id, local_slots
+from gtpo_verl.experiments.launchers import LocalLauncher, gpus_of, job_id, local_slots
 from gtpo_verl.experiments.run import Where
 
 
@@ -34,6 +37,61 @@ def test_on_a_cpu_cores_and_memory_decide_and_one_run_always_fits(monkeypatch: p
     monkeypatch.setattr(launchers, "CPU_CORES", 10**6)
     assert local_slots([config("cpu", 1)], None) == [{}]
     assert local_slots([config("cpu", 1)], 3) == [{}, {}, {}]
+
+
+# A shell in the background has its children ignore Ctrl-C.
+SLEEPS = "import signal, time; signal.signal(signal.SIGINT, {}); print('up', flush=True); time.sleep(60)"
+
+
+def ended(launcher: LocalLauncher, run_dir: Path) -> None:
+    """Wait for the end of a run, which must come within a minute."""
+    deadline = time.monotonic() + 60
+    while launcher.is_running(run_dir, 1):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def sleeping(run_dir: Path, handler: str) -> LocalLauncher:
+    """The launcher of a process that sleeps, with its handler of SIGINT."""
+    launcher = LocalLauncher([{}], program=[sys.executable, "-c", SLEEPS.format(handler)])
+    launcher.start(run_dir, 1, [])
+    while "up" not in (run_dir / "train.log").read_text():
+        time.sleep(0.05)
+    return launcher
+
+
+@pytest.mark.slow
+def test_the_reason_of_a_failed_training_is_the_error_in_its_log(tmp_path: Path) -> None:
+    """With the real command, which fails on a wrong override long before it starts Ray."""
+    launcher = LocalLauncher([{}])
+    launcher.start(tmp_path, 1, ["algo=nonsense"])
+    ended(launcher, tmp_path)
+    assert launcher.reason(tmp_path, 1).startswith("algo=nonsense: no such algo")
+
+
+def test_a_training_is_asked_to_stop_and_killed_where_it_does_not(tmp_path: Path) -> None:
+    willing = sleeping(tmp_path / "willing", "signal.default_int_handler")
+    deaf = sleeping(tmp_path / "deaf", "signal.SIG_IGN")
+    process = psutil.Process(deaf._processes[tmp_path / "deaf"][0].pid)
+    for launcher, name in ((willing, "willing"), (deaf, "deaf")):
+        launcher.stop(tmp_path / name, 1, at_once=False)
+    ended(willing, tmp_path / "willing")
+    assert deaf.is_running(tmp_path / "deaf", 1)
+    deaf.close()
+    deaf.close()  # again does no harm
+    assert not deaf.is_running(tmp_path / "deaf", 1)
+    assert not process.is_running()
+
+
+def test_the_reason_is_the_last_error_or_the_last_line(tmp_path: Path) -> None:
+    log, launcher = tmp_path / "train.log", LocalLauncher([])
+    for text, reason in {
+        "": "it printed nothing.",
+        "error: first\nerror: the reason\nat exit\n": "the reason",
+        "Traceback\nKilled\n\n": "Killed",
+    }.items():
+        log.write_text(text)
+        assert launcher.reason(tmp_path, 1) == reason
 
 
 def test_the_id_of_a_job_is_its_run_directory_and_its_attempt() -> None:

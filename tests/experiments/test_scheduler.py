@@ -22,16 +22,16 @@ from rich.console import Console
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import run as command
 from gtpo_verl.experiments import scheduler as module
-from gtpo_verl.experiments.axes import Axis
 from gtpo_verl.experiments.launchers import LocalLauncher
-from gtpo_verl.experiments.scheduler import Scheduler, is_finished, read_attempts, sweep_lock
-from gtpo_verl.experiments.status import statuses, summary, table
-from gtpo_verl.experiments.sweep import write
+from gtpo_verl.experiments.scheduler import Attempts, Scheduler, read_attempts, sweep_lock, unfinished
+from gtpo_verl.experiments.status import RunStatus, progress_line, seconds_left, statuses, summary, table
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.directory import MetricsRecorder, write_record
+from gtpo_verl.runs.state import RunState, state_of
+from gtpo_verl.runs.sweep import write
 
 DRIVE = [sys.executable, str(Path(__file__).parents[1] / "support" / "drive_sweep.py")]
-ONE, TWO, THREE = ((Axis("seed", tuple("012"[:count])),) for count in (1, 2, 3))
+ONE = {"seed": ("0",)}
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +54,12 @@ def test_every_run_is_trained_once_and_a_second_sweep_trains_nothing(tmp_path: P
     assert drive(sweep, lines) == []
     assert {line.split(": ")[1] for line in lines} == {"started", "finished"}
     assert lines[0].startswith("algo=dapo,seed=0")
-    for member in sweep.members:
-        assert (steps_of(sweep.run_dir(member.name)), starts_of(sweep.run_dir(member.name))) == ([1, 2, 3], [0])
+    for name in sweep.runs:
+        assert (steps_of(sweep.run_dir(name)), starts_of(sweep.run_dir(name))) == ([1, 2, 3], [0])
     lines.clear()
     assert drive(sweep, lines) == lines == []
     assert summary(statuses(tmp_path)) == "4 runs: 4 finished"
-    assert {run.progress.accuracy["sums"] for run in statuses(tmp_path)} == {1.0}
+    assert {run.training.accuracy["sums"] for run in statuses(tmp_path)} == {1.0}
     assert table(statuses(tmp_path)).row_count == 4
 
 
@@ -85,7 +85,7 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
     seen = threading.Event()
 
     def interrupt() -> None:
-        running = [run for run in statuses(tmp_path) if run.progress.step]
+        running = [run for run in statuses(tmp_path) if run.training.step]
         if len(running) == 2 and not seen.is_set():
             seen.set()
             os.kill(os.getpid(), signal.SIGINT)
@@ -94,24 +94,51 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
     assert sum("Stopping: 2 runs" in line for line in lines) == 1
     stopped = [run for run in statuses(tmp_path) if run.state == "stopped"]
     assert len(stopped) == 2
-    assert all(0 < run.progress.step < 40 and run.attempts.failures == 0 for run in stopped)
+    assert all(0 < run.training.step < 40 and run.attempts.failures == 0 for run in stopped)
     shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01")
     assert drive(shorter, lines) == []
     for run in stopped:
-        assert starts_of(tmp_path / run.name) == [0, run.progress.step]
+        assert starts_of(tmp_path / run.name) == [0, run.training.step]
 
 
 @pytest.mark.slow
-def test_where_one_run_fits_the_next_starts_when_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.seconds=1", axes=TWO)
-    lines: list[str] = []
+def test_without_a_terminal_a_line_says_how_far_the_runs_are(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.seconds=1")
     console = Console(file=io.StringIO(), width=200)
-    monkeypatch.setattr(command, "LINE_EVERY", 0)
-    with command._shown(tmp_path, console) as show:
-        assert drive(sweep, lines, places=1, show=show) == []
-    names = [member.name for member in sweep.members]
-    assert lines == [f"{name}: {what}" for name in names for what in ("started", "finished")]
-    assert "2 runs: 1 running, 1 waiting; seed=0 at step 2/3, 1 s left\n" in console.file.getvalue()
+    with command._shown(tmp_path, 1, console, line_every=0) as show:
+        assert drive(sweep, [], places=1, show=show) == []
+    printed = console.file.getvalue()
+    assert "4 runs: 1 running, 3 waiting; algo=dapo,seed=0 2/3: 1.0 s; about " in printed
+    assert printed.endswith("4 runs: 4 finished\n")
+
+
+@pytest.mark.slow
+def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert drive(fake_sweep(tmp_path, axes=ONE), [], show=lambda: os.kill(os.getpid(), signal.SIGHUP)) == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def runs(*known: tuple[str, RunState]) -> list[RunStatus]:
+    return [RunStatus(str(number), state, Attempts(), training) for number, (state, training) in enumerate(known)]
+
+
+def test_runs_to_come_take_as_long_as_the_slowest_of_the_others() -> None:
+    new = RunState()
+    starting = RunState(status="running", steps=10, seconds=50)
+    running = RunState(status="running", step=5, steps=10, step_seconds=4, seconds=80)  # 20 s left
+    slow = RunState(status="running", step=2, steps=10, step_seconds=9, seconds=80)  # 72 s left
+    finished = RunState(status="complete", step=10, steps=10, step_seconds=4, seconds=90)
+    assert seconds_left(runs(("running", starting), ("waiting", new)), 1) is None
+    assert seconds_left(runs(("running", running)), 1) == 20
+    assert seconds_left(runs(("running", running), ("waiting", new), ("waiting", new)), 1) == 20 + 2 * 100
+    assert seconds_left(runs(("finished", finished), ("running", starting), ("failed", new)), 1) == 90
+    two = runs(("running", running), ("running", slow), *[("waiting", new)] * 3)
+    assert seconds_left(two, 2) == 72 + 2 * 152
+    assert progress_line(runs(("running", starting)), 1) == "1 runs: 1 running; 0 0/10: step 0"
+    assert "; about 2 min left" in progress_line(runs(("finished", finished), ("waiting", new)), 1)
 
 
 @pytest.mark.slow
@@ -138,7 +165,7 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
 
     class Filling(Scheduler):
         def _check_space(self) -> None:
-            self.least_space = 2**62 if any(run.progress.step for run in statuses(tmp_path)) else 0
+            self.least_space = 2**62 if any(run.training.step for run in statuses(tmp_path)) else 0
             super()._check_space()
 
     launcher = LocalLauncher([{}], program=FAKE)
@@ -147,7 +174,7 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
         Filling(sweep, launcher, announce=lambda line: None).run()
     [run] = [run for run in statuses(tmp_path) if run.attempts.number]
     assert not launcher.is_running(tmp_path / run.name, 1)
-    assert 0 < run.progress.step < 200
+    assert 0 < run.training.step < 200
     assert run.attempts.failures == 0
 
 
@@ -162,25 +189,26 @@ def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("places", ["1", "2"])
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )
-def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int) -> None:
+def test_no_step_is_trained_twice_whenever_the_sweep_is_killed(tmp_path: Path, seed: int, places: str) -> None:
     moments = random.Random(seed)
     overrides = ("+fake.steps=6", "+fake.seconds=0.2")
     sweep = fake_sweep(tmp_path, *overrides)
     for _ in range(3):
-        process = subprocess.Popen([*DRIVE, str(tmp_path), "2", *overrides])
+        process = subprocess.Popen([*DRIVE, str(tmp_path), places, *overrides])
         time.sleep(moments.uniform(0.5, 5))
         process.kill()
         process.wait()
-    subprocess.run([*DRIVE, str(tmp_path), "2", *overrides], check=True, timeout=120)
-    for member in sweep.members:
-        run_dir = sweep.run_dir(member.name)
-        assert is_finished(run_dir)
+    subprocess.run([*DRIVE, str(tmp_path), places, *overrides], check=True, timeout=120)
+    assert unfinished(sweep) == []
+    for name in sweep.runs:
+        run_dir = sweep.run_dir(name)
         assert steps_of(run_dir) == [1, 2, 3, 4, 5, 6]
         assert all(start < 6 for start in starts_of(run_dir))
-        assert read_attempts(tmp_path)[member.name].failures == 0
+        assert read_attempts(tmp_path)[name].failures == 0
 
 
 # -------------------------------------------------------------------- a cluster that outlives its scheduler
@@ -221,7 +249,7 @@ class Cluster:
         self.effect()
         if (run_dir, attempt) in self.jobs:
             return False
-        assert not is_finished(run_dir), "a finished run was started again"
+        assert not state_of(run_dir).is_complete, "a finished run was started again"
         assert not any(looks for (place, _), looks in self.jobs.items() if place == run_dir), "two jobs of one run"
         self.jobs[run_dir, attempt] = 1 + len(self.jobs) % 3
         self.most = max(self.most, sum(looks > 0 for looks in self.jobs.values()))
@@ -274,11 +302,11 @@ def test_no_run_is_started_twice_whatever_the_moment_of_the_kill(
             patch.setattr(module, "POLL", 0)
             patch.setattr(module, "write_json", cluster.write)
             try:
-                unfinished = scheduler.run()
+                left = scheduler.run()
             except KilledError:
                 continue
-        if not unfinished:
+        if not left:
             break
-    assert [member for member in sweep.members if not is_finished(sweep.run_dir(member.name))] == []
+    assert unfinished(sweep) == []
     assert cluster.most <= cluster.capacity
     assert not any(cluster.jobs.values())

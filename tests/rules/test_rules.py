@@ -260,11 +260,7 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
     [
         (
             "algo=gspo",
-<<<<<<< HEAD:tests/test_preflight.py
             "policy_loss.loss_mode=gspo, which has no rule for the guide's rows: choose one of vanilla, mixed, grpo_s",
-=======
-            "policy_loss.loss_mode=gspo, which has no rule for the guide's rows: choose vanilla, ",
->>>>>>> wt-d:tests/rules/test_rules.py
         ),
         ("algo=rl_zvp", "algorithm.adv_estimator=rl_zvp, which has no rule for the guide's rows"),
         ("algo=empg", "algorithm.adv_estimator=empg, which has no rule for the guide's rows"),

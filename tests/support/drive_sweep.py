@@ -1,28 +1,25 @@
 """A sweep of fake trainings in a process of its own, to be killed: `drive_sweep.py DIRECTORY PLACES [OVERRIDE ...]`."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
-from gtpo_verl.experiments.axes import Axis, members
+from gtpo_verl.experiments.axes import combinations
 from gtpo_verl.experiments.launchers import LocalLauncher
 from gtpo_verl.experiments.scheduler import Scheduler, sweep_lock
-from gtpo_verl.experiments.sweep import Sweep, write
+from gtpo_verl.runs.sweep import Sweep, write
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_training.py")))
 
 
-def fake_sweep(directory: Path, *common: str, retries: int = 1, axes: tuple[Axis, ...] | None = None) -> Sweep:
-    """Four runs of two arms and two seeds, or of the axes that are given."""
-    axes = axes or (Axis("algo", ("dapo", "gtpo")), Axis("seed", ("0", "1")))
-    return Sweep(
-        name="fake",
-        directory=directory,
-        axes=axes,
-        common=common,
-        members=tuple(members(axes)),
-        baseline=None,
-        retries=retries,
-    )
+ARMS_AND_SEEDS = {"algo": ("dapo", "gtpo"), "seed": ("0", "1")}
+
+
+def fake_sweep(
+    directory: Path, *common: str, retries: int = 1, axes: Mapping[str, tuple[str, ...]] = ARMS_AND_SEEDS
+) -> Sweep:
+    """A run for every combination of the axes: four, of two arms and two seeds."""
+    return Sweep("fake", directory, axes, common, combinations(axes), retries=retries)
 
 
 def drive(sweep: Sweep, lines: list[str], *, places: int = 2, **options: object) -> list[str]:

@@ -14,8 +14,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gtpo_verl.errors import UserError, main_guard
 from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder
-from gtpo_verl.runs.progress import last_step
 from gtpo_verl.runs.session import training_session
+from gtpo_verl.runs.state import state_of
 
 STARTS = "starts.jsonl"  # one line for every attempt that had the lock
 
@@ -27,9 +27,9 @@ def main() -> int:
     with training_session(run_dir, config=f"trainer: {{total_training_steps: {steps}}}\n", command="fake"):
         attempts = (run_dir / STARTS).read_text().count("\n") if (run_dir / STARTS).exists() else 0
         with (run_dir / STARTS).open("a") as starts:
-            starts.write(json.dumps({"from": last_step(run_dir)}) + "\n")
+            starts.write(json.dumps({"from": state_of(run_dir).step}) + "\n")
         recorder = MetricsRecorder(run_dir)
-        for step in range(last_step(run_dir) + 1, steps + 1):
+        for step in range(state_of(run_dir).step + 1, steps + 1):
             if step == values.get("fake.fail_at") and attempts < int(values.get("fake.failures", 99)):
                 raise UserError(f"step {step} went wrong.")
             time.sleep(seconds)

@@ -1,0 +1,161 @@
+"""Where a training is: one model of its state, read from the files of its run directory.
+
+`run.json` says how an attempt ended, `LOCK.json` which process is at work, `phase.json` what that does, `STOP` that it
+was asked to stop, `metrics.jsonl` how far it is, and `config.yaml` how many steps it has in all.
+"""
+
+import datetime as dt
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from gtpo_verl.files import read_json, reading
+from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, PHASE_FILE, RECORD_FILE, STOP_FILE, read_config
+from gtpo_verl.runs.lock import LOCK_FILE, live_owner
+from gtpo_verl.runs.reader import logged_accuracies, read_metrics
+
+RECENT = 10  # steps whose median time is that of a step to come
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a training.
+
+    status: ``running`` or ``stopping`` while a process works on it, else ``complete``, ``interrupted`` or ``failed``;
+    empty before its first attempt. reason: what a running one does, or why the last attempt ended. killed: whether that
+    ended without a word. seconds: how long the last attempt has run.
+    step: the last one logged; 0 is the validation before the first. steps: their number, None before the first attempt.
+    metrics: of the last step. accuracy: of the last validation, by data source. step_seconds: None before a step.
+    """
+
+    status: str = ""
+    reason: str = ""
+    killed: bool = False
+    seconds: float = 0.0
+    step: int = 0
+    steps: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    accuracy: Mapping[str, float] = field(default_factory=dict)
+    step_seconds: float | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.status in ("running", "stopping")
+
+    @property
+    def is_complete(self) -> bool:
+        return self.status == "complete"
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time of the steps to come; None before a step."""
+        if self.step_seconds is None or self.steps is None:
+            return None
+        return self.step_seconds * max(0, self.steps - self.step)
+
+
+def state_of(run_dir: Path) -> RunState:
+    """Read the state of the training in a run directory; files that have not changed are not read again.
+
+    Raises:
+        UserError: a file is damaged.
+    """
+    metrics = _read_metrics(*_version(run_dir / METRICS_FILE))
+    step = max(metrics, default=0)
+    times = [data["timing_s/step"] for _, data in sorted(metrics.items()) if "timing_s/step" in data]
+    return RunState(
+        **_attempt(run_dir),
+        step=step,
+        steps=_read_steps(*_version(run_dir / CONFIG_FILE)),
+        metrics=metrics.get(step, {}),
+        accuracy=_last_accuracy(metrics),
+        step_seconds=statistics.median(times[-RECENT:]) if times else None,
+    )
+
+
+def in_words(seconds: float) -> str:
+    """``40 s``, ``3 min``, ``2 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _attempt(run_dir: Path) -> dict[str, Any]:
+    """Of the last attempt: status, reason, whether it was killed, and how long it has run."""
+    record = _read_object(run_dir / RECORD_FILE)
+    with reading(run_dir / RECORD_FILE):
+        attempt = (record.get("attempts") or [{}])[-1]
+        seconds = _seconds(attempt.get("started"), attempt.get("ended"))
+    if live_owner(run_dir / LOCK_FILE) is not None:
+        status = "stopping" if (run_dir / STOP_FILE).exists() else "running"
+        return {"status": status, "reason": _phase(run_dir), "seconds": seconds}
+    status = str(record.get("status") or "")
+    if status == "running":
+        reason = f"its process was killed, or its machine is gone{_killed_in(run_dir)}"
+        return {"status": "interrupted", "reason": reason, "killed": True, "seconds": seconds}
+    return {"status": status, "reason": str(record.get("reason") or "no reason was recorded"), "seconds": seconds}
+
+
+def _phase(run_dir: Path) -> str:
+    phase = _read_object(run_dir / PHASE_FILE)
+    if not phase:
+        return "starting"
+    with reading(run_dir / PHASE_FILE):
+        step = f"step {phase['step']}: " if phase["step"] else ""
+        return f"{step}{phase['phase']} for {in_words(max(0.0, time.time() - phase['since']))}"
+
+
+def _killed_in(run_dir: Path) -> str:
+    phase = _read_object(run_dir / PHASE_FILE)
+    with reading(run_dir / PHASE_FILE):
+        return f" in step {phase['step']}, {phase['phase']}" if phase else " while it started"
+
+
+def _seconds(started: str | None, ended: str | None) -> float:
+    """Seconds between two times in ISO 8601, the second now where there is none."""
+    if started is None:
+        return 0.0
+    until = dt.datetime.fromisoformat(ended) if ended else dt.datetime.now().astimezone()
+    return (until - dt.datetime.fromisoformat(started)).total_seconds()
+
+
+def _last_accuracy(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    keys = {key for data in metrics.values() for key in data}
+    newest = sorted(metrics.items(), reverse=True)
+    return {
+        source: next(data[key] for _, data in newest if key in data) for source, key in logged_accuracies(keys).items()
+    }
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    with reading(file):
+        value = read_json(file)
+    return value if isinstance(value, dict) else {}
+
+
+def _version(file: Path) -> tuple[Path, int, int]:
+    """A file and what changes when it is written; zeros where there is none."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return file, 0, 0
+    return file, found.st_mtime_ns, found.st_size
+
+
+@lru_cache(maxsize=256)
+def _read_metrics(file: Path, changed: int, size: int) -> Mapping[int, Mapping[str, float]]:
+    return read_metrics(file)[0] if size else {}
+
+
+@lru_cache(maxsize=256)
+def _read_steps(file: Path, changed: int, size: int) -> int | None:
+    if not size:
+        return None
+    with reading(file):
+        steps = read_config(file).get("trainer", {}).get("total_training_steps")
+        return None if steps is None else int(steps)
