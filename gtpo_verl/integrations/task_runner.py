@@ -14,10 +14,10 @@ from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.admission import Placement, training_bundles
 from gtpo_verl.integrations.beside import Here
 from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.health import watched
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
-from gtpo_verl.integrations.watch import watched
 from gtpo_verl.seeds import seed_process
 
 
@@ -59,9 +59,13 @@ class TaskRunner:
                 started = Started(config)
                 from gtpo_verl.integrations.trainer import trainer_class  # seconds, in an actor, while the others start
 
-                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config, started=started)
+                started.wait_for_queue()
+                trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
                 # verl stops where it finds too little free; this job was admitted, and its wait is bounded
-                with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):
+                with (
+                    temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None),
+                    started.in_place(),
+                ):
                     trainer.init()
                 trainer.fit(started.agent_loops or self._agent_loops(config, trainer))
             succeeded = True

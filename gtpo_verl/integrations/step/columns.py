@@ -72,10 +72,11 @@ class Step:
                 self._columns[name] = self._aligned(name, data[name])
         return tuple(self._columns[name] for name in names)
 
-    def _aligned(self, name: str, column: torch.Tensor) -> torch.Tensor:
+    def _aligned(self, name: str, column: Any) -> torch.Tensor:
         if column.offsets().diff().tolist() != self.lengths:
             raise UserError(f"TransferQueue's column {name} has not a value for each token of each response.")
-        return column.values()
+        values: torch.Tensor = column.values()
+        return values
 
     def forget(self, *names: str) -> None:
         """Fetch these columns again when they are needed: verl has written them anew."""
@@ -96,17 +97,23 @@ class Step:
         return values.split(self.lengths)
 
     def padded(self, values: torch.Tensor) -> torch.Tensor:
-        """(B, T) in the order of the batch, right-padded with zeros, from (N,); verl's rows of padding are all zeros."""
-        padded = values.new_zeros(len(self.batch), max(self.lengths))
+        """(B, T) in the order of the batch, right-padded with zeros, from (N,); verl's rows of padding are zeros."""
+        padded = values.new_zeros(len(self.batch.keys), max(self.lengths))
         for place, row in zip(self._places, self.rows(values), strict=True):
             padded[place, : len(row)] = row
         return padded
 
     def of_batch(self, values: torch.Tensor) -> torch.Tensor:
         """(B,) in the order of the batch, zero for verl's rows of padding, from (R,)."""
-        whole = values.new_zeros(len(self.batch))
+        whole = values.new_zeros(len(self.batch.keys))
         whole[self._places] = values
         return whole
+
+    def last_row_of_batch(self) -> torch.Tensor:
+        """(B,) int64: for each row the row with the last output of its session; of verl's padding, the row itself."""
+        rows = torch.arange(len(self.batch.keys))
+        rows[self._places] = torch.tensor(self._places)[self.last_output]
+        return rows
 
     def of_tokens(self, values: torch.Tensor) -> torch.Tensor:
         """(N,), the value of its response for each token, from (R,)."""
