@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import Batch, length_penalty_for, response_lengths, soft_overlong_penalty
 from gtpo_verl.algorithms.config import ShapingConfig
@@ -28,8 +28,8 @@ class Overlong:
 
 def overlong(config: DictConfig) -> Overlong | None:
     """The run's soft overlong penalty, kept in one place, the reward manager's; None where it is switched off."""
-    settings = config.reward.reward_kwargs.overlong_buffer_cfg
-    if not settings.enable:
+    settings = OmegaConf.select(config, "reward.reward_kwargs.overlong_buffer_cfg")
+    if not settings or not settings.enable:
         return None
     return Overlong(config.reward.reward_kwargs.max_resp_len, settings.len, settings.penalty_factor)
 
@@ -46,6 +46,12 @@ class CreditContext:
         old_log_probs: (B, T) float, where the algorithm needs them.
         seed: of what an algorithm draws at random in this step.
         guide: (B,) bool, rows of a guiding policy; None in a run without one.
+        response_mask: (B, T) bool, before verl's rejection sampling (`rollout_rs`), which takes tokens and whole rows
+            out of the loss, and not out of the statistics of their group; None for the mask of the call.
+        lengths: (B,) tokens after the prompt, those of tools included, as verl's reward manager counts them; None for
+            those of the mask.
+        last_output: (B,) int64, for each row the row with the last output of its session; None where every session has
+            one output.
         metrics: filled by the estimator.
     """
 
@@ -56,6 +62,9 @@ class CreditContext:
     old_log_probs: torch.Tensor | None = None
     seed: int = 0
     guide: torch.Tensor | None = None
+    response_mask: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    last_output: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -88,16 +97,26 @@ def current_context(estimator: str) -> CreditContext:
     return context
 
 
-def length_penalty(settings: object, batch: Batch, overlong: Overlong | None) -> torch.Tensor | None:
+def length_penalty(
+    settings: object, batch: Batch, overlong: Overlong | None, lengths: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """(B,) the length penalty of a batch; None for none.
 
     GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
     does. The soft one is multiplied by the run's `penalty_factor`; the group-relative one has a size of its own.
+
+    Args:
+        settings: of the method.
+        batch: B responses.
+        overlong: of the run.
+        lengths: (B,) tokens; None for those of the mask.
     """
-    if isinstance(settings, ShapingConfig) and settings.length_penalty == "grop":
-        return length_penalty_for(settings, response_lengths(batch.response_mask), batch.correct, batch.group)
-    if overlong is None or (isinstance(settings, ShapingConfig) and settings.length_penalty == "none"):
+    if lengths is None:
+        lengths = response_lengths(batch.response_mask)
+    shaping = settings if isinstance(settings, ShapingConfig) else None
+    if shaping is not None and shaping.length_penalty == "grop":
+        return length_penalty_for(shaping, lengths, batch.correct, batch.group)
+    if overlong is None or (shaping is not None and shaping.length_penalty == "none"):
         return None
-    denominator = settings.length_denominator if isinstance(settings, ShapingConfig) else "cache"
-    lengths = response_lengths(batch.response_mask)
+    denominator = shaping.length_denominator if shaping is not None else "cache"
     return overlong.factor * soft_overlong_penalty(lengths, overlong.max_length, overlong.cache_length, denominator)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
@@ -46,12 +46,12 @@ SOURCES = {
 
 
 def entropy_source(config: DictConfig) -> EntropySource:
-    """The source of a composed run.
+    """The source of a run; the actor in a configuration that does not say.
 
     Raises:
         UserError: there is none of this name.
     """
-    name = str(config.algorithm.entropy.source)
+    name = str(OmegaConf.select(config, "algorithm.entropy.source", default="actor"))
     if name not in SOURCES:
         raise UserError(
             f"algorithm.entropy.source={name}: no such source{did_you_mean(name, SOURCES) or '.'} "

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from gtpo_verl.algorithms import Algorithm, Batch, algorithms
+from gtpo_verl.algorithms import AdvantageOutput, Algorithm, Batch, algorithms
 from gtpo_verl.algorithms.mixed_policy import guide_config, guided_advantages
 from gtpo_verl.integrations.context import current_context, length_penalty
 
@@ -38,26 +39,55 @@ def estimator(entry: Algorithm) -> Estimator:
         """
         context = current_context(entry.name)
         settings, _ = entry.configure(config.get(entry.name) or {})
+        mask = response_mask if context.response_mask is None else context.response_mask
         batch = Batch(
-            response_mask,
-            group_ids(index).to(response_mask.device),
+            mask,
+            group_ids(index).to(mask.device),
             context.correct,
             entropy=context.entropy,
             rewards=context.rewards,
             old_log_probs=context.old_log_probs,
             seed=context.seed,
+            guide=context.guide,
         )
-        batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong))
-        if context.guide is None:
-            out = entry.advantages(batch, settings)
-        else:
-            out = guided_advantages(entry, batch, context.guide, guide_config(config.guide), settings)
+        batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong, context.lengths))
+        last = context.last_output
+        out = _advantages(entry, settings, config, batch if last is None else _rows(batch, last.unique()))
         context.metrics.update(out.metrics)
-        advantages = out.advantages.to(token_level_rewards.dtype)
+        advantages = out.advantages if last is None else _of_sessions(out.advantages, mask, last)
+        advantages = torch.where(response_mask != 0, advantages.to(token_level_rewards.dtype), 0.0)
         return advantages, advantages
 
     estimate.__name__ = f"{entry.name}_advantages"
     return estimate
+
+
+def _advantages(entry: Algorithm, settings: Any, config: DictConfig, batch: Batch) -> AdvantageOutput:
+    if batch.guide is None:
+        return entry.advantages(batch, settings)
+    return guided_advantages(entry, replace(batch, guide=None), batch.guide, guide_config(config.guide), settings)
+
+
+def _rows(batch: Batch, rows: torch.Tensor) -> Batch:
+    """Some rows of a batch."""
+    kept: dict[str, Any] = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+    return replace(batch, **kept)
+
+
+def _of_sessions(advantages: torch.Tensor, mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """(B, T): the outputs of a session before its last get the mean advantage of the last, as verl's `grpo` gives them
+    its only one.
+
+    Args:
+        advantages: (S, T), of the last outputs of the S sessions in the order of their rows.
+        mask: (B, T), tokens of the policy.
+        last: (B,), the row of the last output of each row's session.
+    """
+    rows, session = last.unique(return_inverse=True)
+    means = advantages.sum(1) / (mask[rows] != 0).sum(1).clamp(min=1)
+    whole = means[session][:, None] * (mask != 0)
+    whole[rows] = advantages
+    return whole
 
 
 def register() -> None:

@@ -27,6 +27,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
 from gtpo_verl.integrations.admission import Placement, serving_bundles
 from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager
+from gtpo_verl.integrations.health import watched
 from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_to_cluster
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
@@ -34,7 +35,6 @@ from gtpo_verl.integrations.streams import SeedingClient, assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
-from gtpo_verl.integrations.watch import watched
 
 POLL = 0.2  # seconds between two polls for finished prompts
 PARTITION = "val"

@@ -14,7 +14,7 @@ from transfer_queue import interface
 from transfer_queue.storage.clients import ray_storage_client
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.liveness import ended_actors
+from gtpo_verl.integrations.health import ended_actors
 
 START_TIMEOUT = 300.0  # seconds in which controller and storage units must have started
 

@@ -9,10 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.integrations import plugin
 from gtpo_verl.integrations.admission import Placement, training_bundles
 from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.health import watched
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
-from gtpo_verl.integrations.watch import watched
 from gtpo_verl.seeds import seed_process
 
 

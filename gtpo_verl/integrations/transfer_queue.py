@@ -1,4 +1,4 @@
-"""TransferQueue as verl's V1 trainers use it: keys and tags of rows, columns as padded tensors.
+"""TransferQueue as verl's V1 trainers use it: keys and tags of rows, columns of them, ragged.
 
 A response is a row under the key ``uid_session_output``: the group (one prompt), the rollout in it, and the number of
 the output where an agent loop writes several. A prompt is a row under its uid alone, without columns. verl fills a
@@ -14,9 +14,6 @@ import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
-
-from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.names import ENTROPIES
 
 
 class RowKey(NamedTuple):
@@ -71,28 +68,6 @@ def lone_responses(batch: KVBatchMeta) -> list[str]:
 # -------------------------------------------------------------------- columns
 
 
-def fetch(batch: KVBatchMeta, *columns: str) -> tuple[torch.Tensor, ...]:
-    """Columns of a batch and, last, the response mask.
-
-    Args:
-        batch: B rows.
-        columns: aligned with the responses.
-
-    Returns:
-        (B, T) tensors, right-padded with zeros, in the order of the batch; the mask is bool.
-
-    Raises:
-        UserError: a column is missing.
-    """
-    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*columns, "response_mask"])
-    for column in columns:
-        if column not in data:
-            raise UserError(_MISSING.get(column, f"TransferQueue has no column {column} for this batch."))
-    mask = data["response_mask"].to_padded_tensor(0).bool()
-    # A padding row keeps the response of the row it copies, under a mask of one zero.
-    return *(data[column].to_padded_tensor(0)[:, : mask.shape[1]] for column in columns), mask
-
-
 def fetch_rows(batch: KVBatchMeta, column: str, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
     """{key: (T_i,) tensor} of one column, ragged as TransferQueue keeps it, for these keys or the whole batch."""
     keys = batch.keys if keys is None else list(keys)
@@ -135,15 +110,3 @@ def reward_info(extra: Any) -> dict[str, Any]:
     """What the reward function returned, from a row's ``extra_fields``: a dict, or TensorDict's wrapper of one."""
     info: dict[str, Any] = getattr(extra, "data", extra).get("reward_extra_info", {})
     return info
-
-
-_MISSING = {
-    "entropy": (
-        "the actor's entropies are missing: verl's bypass mode skips the pass that computes them. "
-        "Set algorithm.entropy.source=rollout, or algorithm.rollout_correction.bypass_mode=false."
-    ),
-    ENTROPIES: (
-        "the rollout returned no entropies: its server or agent loop is not gtpo_verl's. "
-        "`gtpo-verl doctor` says what is missing; algorithm.entropy.source=actor needs none."
-    ),
-}

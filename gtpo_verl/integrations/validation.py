@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.evaluation.records import Problem, Response, to_sample
@@ -112,6 +113,37 @@ def recorded(buffer: ReplayBuffer, agents: Any, config: DictConfig) -> Iterator[
         temporarily(agents, "generate_sequences", record_and_generate),
     ):
         yield validated
+
+
+class ValidatingTrainer(PPOTrainer):
+    """Adds to verl's validations their metrics by problem, and the columns that its dump lacks."""
+
+    _validated: Validated
+
+    def _validate(self) -> dict[str, float]:
+        with recorded(self.replay_buffer, self.agent_loop_manager, self.config) as self._validated:
+            return super()._validate()
+
+    def _val_metrics_update(
+        self,
+        data_sources: Any,
+        sample_uids: Any,
+        reward_extra_infos_dict: Any,
+        sample_turns: Any,
+        expected_acc_counts: dict[tuple[str, str], int] | None = None,
+    ) -> dict[str, float]:
+        metrics = super()._val_metrics_update(
+            data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts
+        )
+        return metrics | validation_metrics(self._validated, expected_acc_counts or {}, **limits(self.config))
+
+    def _dump_generations(
+        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
+    ) -> None:
+        columns = reward_extra_infos_dict
+        if dump_path == self.config.trainer.validation_data_dir:  # training rollouts have a directory of their own
+            columns = columns | dump_columns(self._validated, columns["uid"])
+        super()._dump_generations(inputs, outputs, gts, scores, columns, dump_path)
 
 
 def submitted_problems(prompts: TensorDict) -> dict[str, Problem]:

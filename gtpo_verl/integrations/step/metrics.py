@@ -1,4 +1,4 @@
-"""Metrics of a batch that the trainer logs beside those of the algorithms. Needs torch, not verl."""
+"""Metrics of a step beside those of the algorithms: the rollout's entropies, the verifier. Needs torch, not verl."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,9 @@ def agreement(
     moved, not an error.
 
     Args:
-        rollout, actor: (B, T) float, nats.
-        mask: (B, T) bool, tokens of the policy.
-        current: (B, T) bool, tokens sampled by the actor's current weights.
+        rollout, actor: (N,) float, nats.
+        mask: (N,) bool, tokens of the policy.
+        current: (N,) bool, tokens sampled by the actor's current weights.
 
     Returns:
         ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their
@@ -35,18 +35,25 @@ def agreement(
         raise ValueError(
             f"entropies of the rollout {tuple(rollout.shape)} and the actor {tuple(actor.shape)} are not aligned"
         )
-    fresh, stale = mask & current, mask & ~current
-    found = {"stale_share": (stale.sum() / mask.sum()).item()}
-    if fresh.any():
-        ours, theirs = rollout[fresh].double(), actor[fresh].double()
-        difference = (ours - theirs).abs()
-        found["abs_diff_mean"] = difference.mean().item()
+    fresh = mask & current
+    tokens, fresh_tokens = int(mask.sum()), int(fresh.sum())
+    found = {"stale_share": 1 - fresh_tokens / tokens}
+    if fresh_tokens:
+        ours, theirs = _where(fresh, rollout), _where(fresh, actor)
+        difference = (ours - theirs).abs_()
+        found["abs_diff_mean"] = difference.mean(dtype=torch.float64).item()
         found["abs_diff_max"] = difference.max().item()
         if ours.min() < ours.max() and theirs.min() < theirs.max():
-            found["correlation"] = torch.corrcoef(torch.stack([ours, theirs]))[0, 1].item()
-    if stale.any():
-        found["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
+            found["correlation"] = torch.corrcoef(torch.stack([ours, theirs]).double())[0, 1].item()
+    if fresh_tokens < tokens:
+        stale = mask & ~current
+        found["stale_abs_diff_mean"] = (rollout[stale] - actor[stale]).abs().mean(dtype=torch.float64).item()
     return {f"rollout_entropy/{name}": value for name, value in found.items()}
+
+
+def _where(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The chosen values; no copy of them where all are."""
+    return values if bool(chosen.all()) else values[chosen]
 
 
 class ActorPass:

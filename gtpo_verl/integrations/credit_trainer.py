@@ -1,0 +1,76 @@
+"""verl's V1 trainers with credit assignment by entropy, and nothing else.
+
+verl's old-log-prob pass writes the policy's entropies to TransferQueue, and the rollout's arrive beside the tokens; the
+advantage step fetches neither. The mixin fetches both, with the verifier's verdicts, and passes them to the estimator.
+It reads ``config.algorithm`` and the settings of the rollout, all of which verl's own configuration has or may lack.
+"""
+
+from collections import Counter
+
+from omegaconf import DictConfig
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+from gtpo_verl.integrations.context import credit_context
+from gtpo_verl.integrations.step.columns import Step
+from gtpo_verl.integrations.step.credit import Credit
+from gtpo_verl.integrations.step.guide import GuideRows
+from gtpo_verl.integrations.step.old_log_probs import OldLogProbs
+
+# Metrics that add up over the updates of a step (`parameter_sync_step`), of which verl would log the mean.
+SUMMED = (
+    "credit/groups",
+    "credit/responses",
+    "credit/tail_alive_correct",
+    "credit/tail_alive_wrong",
+    "guide/rescued_groups",
+    "rollout_entropy/check_s",
+    "rollout_entropy/time_saved_s",
+    "training/lone_responses",
+)
+
+
+class CreditTrainer(PPOTrainer):
+    """Goes before one of verl's trainers in the bases of a class.
+
+    Attributes:
+        update: the responses of the current update.
+    """
+
+    update: Step
+
+    def __init__(self, config: DictConfig) -> None:
+        self.credit = Credit(config)
+        self.old_log_probs = OldLogProbs(config)
+        self.guide = GuideRows(config)
+        self._sums: Counter[str] = Counter()  # of the current step
+        super().__init__(config)
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        self._sums.clear()
+        batch = super().step(metrics, timing_raw)
+        metrics.update(self._sums)
+        return batch
+
+    def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        batch = super()._step_once(metrics, timing_raw, sample_batch_size)
+        self._sums.update({name: metrics[name] for name in SUMMED if name in metrics})
+        return batch
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        verls = super()._compute_old_log_prob
+        self.update = Step(batch, self.credit.threshold)
+        return self.old_log_probs.compute(lambda: verls(batch, metrics), self.update, self.global_steps, metrics)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        context = self.credit.context(self.update, self.global_steps, guide=self.guide.on)
+        with credit_context(context):
+            batch = super()._compute_advantage(batch, metrics)
+        self.credit.written(self.update)
+        if self.guide.on:
+            self.guide.use_own_statistics(self.update)
+        metrics["training/lone_responses"] = self.credit.zero_lone_responses(self.update)
+        metrics.update(self.credit.metrics(self.update, context))
+        if self.guide.on:
+            metrics.update(self.guide.metrics(self.update))
+        return batch

@@ -1,0 +1,123 @@
+"""Credit assignment in a step of verl's trainer: what the estimator is given, and the metrics of what it returns.
+
+Reads ``config.algorithm`` and the settings of the rollout and its reward manager, and nothing else of a run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl.algorithms import algorithm_of, credit_metrics
+from gtpo_verl.integrations.context import CreditContext, overlong
+from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.step.columns import Step
+from gtpo_verl.integrations.step.metrics import legal_share, verifier_failures
+from gtpo_verl.integrations.transfer_queue import lone_responses, replaced_rows
+
+SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
+# verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
+GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized")
+
+
+class Credit:
+    """The settings of credit assignment in a run, and what they make of a step.
+
+    Attributes:
+        threshold: ``acc`` from which a response is correct.
+        entropies: TransferQueue's column that the advantages are computed from.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self.threshold = float(OmegaConf.select(config, "algorithm.correct_threshold", default=1.0))
+        self.entropies = entropy_source(config).column
+
+    def context(self, step: Step, number: int, *, guide: bool) -> CreditContext:
+        """What the estimator needs and verl does not pass it.
+
+        Args:
+            step: the responses of an update.
+            number: of the training step, from 1.
+            guide: whether the run has a guiding policy.
+        """
+        method = algorithm_of(self._config)
+        reads_log_probs = method is not None and "old_log_probs" in method.needs
+        (entropies,) = step.fetch(self.entropies)
+        several_outputs = len(step.last_output.unique()) < len(step.keys)
+        return CreditContext(
+            step.of_batch(step.correct),
+            step.padded(torch.where(step.mask, entropies, 0.0)),
+            overlong(self._config),
+            None if step.scores is None else step.of_batch(step.scores),
+            old_log_probs=step.padded(step.fetch("old_log_probs")[0]) if reads_log_probs else None,
+            seed=SEED_STRIDE * (self._config.get("seed") or 0) + number,
+            guide=step.of_batch(step.of_guide) if guide else None,
+            response_mask=step.padded(step.mask),
+            lengths=step.of_batch(torch.tensor(step.lengths)),
+            last_output=step.last_row_of_batch() if several_outputs else None,
+        )
+
+    def written(self, step: Step) -> None:
+        """Take note that verl has written advantages, and with rejection sampling (`rollout_rs`) the mask."""
+        step.forget("advantages", "returns")
+        if OmegaConf.select(self._config, "algorithm.rollout_correction.rollout_rs") is not None:
+            step.forget("response_mask")
+
+    def zero_lone_responses(self, step: Step) -> int:
+        """Set the advantage of the only response of a group to 0, as GTPO and GRPO-S do; returns how many there are.
+
+        Failed rollouts leave such groups. verl's estimators compare a lone response with 0 instead of a mean, so its
+        advantage would be its whole reward.
+        """
+        lone = set(lone_responses(step.batch))
+        if lone and self._config.algorithm.adv_estimator in GROUP_MEAN_ESTIMATORS:
+            zeros = {
+                number: torch.zeros(length)
+                for number, (key, length) in enumerate(zip(step.keys, step.lengths, strict=True))
+                if key in lone
+            }
+            for column in ("advantages", "returns"):
+                step.put(column, zeros)
+        return len(lone)
+
+    @contextmanager
+    def without_truncated(self, step: Step, metrics: dict[str, Any]) -> Iterator[None]:
+        """Empty the masks of truncated responses inside the block, under ``algorithm.overlong_filtering``.
+
+        Metrics of the step are of all responses.
+        """
+        if not OmegaConf.select(self._config, "algorithm.overlong_filtering", default=False):
+            yield
+            return
+        limit = self._config.data.max_response_length
+        masks = {
+            key: mask
+            for key, mask in zip(step.keys, step.rows(step.fetch("response_mask")[0]), strict=True)
+            if len(mask) >= limit
+        }
+        metrics["training/overlong_filtered_share"] = len(masks) / len(step.keys)
+        empty = {key: torch.zeros_like(mask) for key, mask in masks.items()}
+        with replaced_rows(step.batch.partition_id, "response_mask", masks, inside=empty):
+            yield
+
+    def metrics(self, step: Step, context: CreditContext) -> dict[str, float]:
+        """``credit/*``, and what the verifier says of the responses; of a session with several outputs, the last."""
+        last = step.last_output.unique()
+        (advantages,) = step.fetch("advantages")
+        of_last = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
+        mask = step.mask & step.of_tokens(of_last)
+        group = step.of_batch(step.group)
+        found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
+        found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
+        found["entropy_all"] = step.fetch(self.entropies)[0][step.mask].mean().item()
+        infos = [step.infos[number] for number in last.tolist()]
+        accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
+        return (
+            {f"credit/{name}": value for name, value in found.items()}
+            | verifier_failures(infos)
+            | legal_share(infos)
+            | accuracy
+        )

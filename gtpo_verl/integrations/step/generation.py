@@ -1,0 +1,174 @@
+"""What a step of dynamic sampling has generated, and how many prompts more it needs. No verl, no TransferQueue."""
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+Outcome = Literal["mixed", "all_correct", "all_wrong", "failed"]
+
+
+class GroupVerdict(NamedTuple):
+    """What became of a group; ``value`` is what its responses share, where they have one and no contrast."""
+
+    outcome: Outcome
+    value: float | None = None
+
+    @classmethod
+    def of(cls, values: list[float], *, failed: bool) -> "GroupVerdict":
+        """Of the values of a group's responses; ``failed`` when one of its rollouts did."""
+        if len(set(values)) > 1:
+            return cls("mixed")
+        if failed or not values:
+            return cls("failed")
+        return cls("all_correct" if values[0] > 0 else "all_wrong", values[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingLimits:
+    """The limits of dynamic sampling, from ``algorithm.filter_groups`` and the sizes of a batch.
+
+    Attributes:
+        max_num_gen_batches: prompts a step may generate, in units of ``train_batch_size``; 0 is no limit.
+        on_budget: ``train_smaller`` trains on the mixed groups there are, ``stop`` ends the run. With no mixed group at
+            all there is nothing to train on, and both end the run.
+        carry_over_max_age: steps that a group with contrast may wait for its turn; 0 discards what a step leaves over.
+        correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this
+            verdict in which the responses of a group must differ, not the number.
+        mini_batch_size: prompts of one update; a batch that the budget leaves short is cut to whole updates.
+        max_failed_share: of the groups of a step; when the rollouts of more have failed, the run ends.
+    """
+
+    max_num_gen_batches: int
+    on_budget: str
+    carry_over_max_age: int
+    correct_threshold: float
+    mini_batch_size: int
+    max_failed_share: float = 1.0
+
+
+@dataclass
+class Generation:
+    """The groups that one step generates; a group is the responses to one prompt.
+
+    Attributes:
+        number: the training step.
+        partition_id: TransferQueue's.
+        carried_in: groups that waited when it began.
+        missing: groups with contrast to be found beside them.
+        last_step: groups with contrast, and groups generated, in the last step that generated any.
+        window: prompts in flight at most.
+        budget: prompts in all at most; None for no limit.
+        prompts: those submitted in this step, in the order of the data.
+        verdicts: of those that have ended.
+        unfiltered_until, ended_at: when the last prompt ended that a step without a filter would have generated, and
+            the last of all (seconds).
+    """
+
+    number: int
+    partition_id: str
+    carried_in: int
+    missing: int
+    last_step: tuple[int, int]
+    window: int
+    budget: int | None
+    prompts: list[str] = field(default_factory=list)
+    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)
+    unfiltered_until: float | None = None
+    ended_at: float = 0.0
+
+    @property
+    def inflight(self) -> int:
+        """Prompts that have not ended."""
+        return len(self.prompts) - len(self.verdicts)
+
+    def note_time(self) -> None:
+        """Note which prompts have ended by now."""
+        self.ended_at = time.time()
+        if self.unfiltered_until is None and self.verdicts.keys() >= set(self.prompts[: self.missing]):
+            self.unfiltered_until = self.ended_at
+
+    def count(self, outcome: Outcome) -> int:
+        """Groups that have ended like this."""
+        return sum(verdict.outcome == outcome for verdict in self.verdicts.values())
+
+    def target(self) -> int:
+        """Prompts that the step submits in all, as far as is known by now.
+
+        After each prompt, in the order of the data, as many more are called for as are expected to fill the batch at
+        the yield up to there; the step submits the most that is called for after any of them. Groups that have not
+        ended are taken to have contrast, so verdicts can only raise the number, and where it ends does not depend on
+        the order in which they come.
+        """
+        with_contrast, target = 0, self._called_for(self.missing, 0, 0)
+        for count, uid in enumerate(self.prompts, start=1):
+            with_contrast += uid not in self.verdicts or self.verdicts[uid].outcome == "mixed"
+            target = max(target, count + self._called_for(self.missing - with_contrast, with_contrast, count))
+        return target if self.budget is None else min(target, self.budget)
+
+    def _called_for(self, missing: int, with_contrast: int, generated: int) -> int:
+        """Prompts to fill the batch, at the yield of this step so far and of the last one: a few are not enough."""
+        if missing <= 0:
+            return 0
+        last_with_contrast, last_generated = self.last_step
+        expected_yield = (with_contrast + last_with_contrast) / (generated + last_generated)
+        return min(groups_to_generate(missing, expected_yield), self.window)
+
+    def describe(self) -> str:
+        """In words."""
+        carried = f", and {self.carried_in} carried over" if self.carried_in else ""
+        return (
+            f"{len(self.prompts)} groups generated: {self.count('mixed')} mixed, {self.count('all_correct')} all "
+            f"correct, {self.count('all_wrong')} all wrong, {self.count('failed')} failed{carried}"
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Of the groups generated, and of the seconds that the filter added."""
+        generated = len(self.prompts)
+        found: dict[str, Any] = {"generated_groups": generated, "failed_groups": self.count("failed")}
+        if generated:  # a step that lives on carried groups alone has no yield
+            found["yield"] = self.count("mixed") / generated
+            found["solve_all_share"] = self.count("all_correct") / generated
+            found["solve_none_share"] = self.count("all_wrong") / generated
+        assert self.unfiltered_until is not None
+        found["extra_generation_s"] = self.ended_at - self.unfiltered_until
+        return found
+
+    def shared_values(self) -> dict[float, int]:
+        """{value: groups} of the groups without contrast, all of whose responses have this value."""
+        return dict(Counter(verdict.value for verdict in self.verdicts.values() if verdict.value is not None))
+
+
+def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:
+    """How many of the groups with contrast a step trains on.
+
+    verl fills a batch up to whole mini-batches with padding rows. A mini-batch of one group and padding would be an
+    optimizer step like any other, and under a token mean each of its tokens would weigh many times as much. So a short
+    batch is cut to whole mini-batches; only where there is not even one of them, all groups make one update.
+
+    Args:
+        kept: groups with contrast.
+        batch_size: groups of a full batch.
+        mini_batch_size: groups of one update.
+    """
+    if kept >= batch_size:
+        return batch_size
+    if kept < mini_batch_size:
+        return kept
+    return kept - kept % mini_batch_size
+
+
+def groups_to_generate(missing: int, expected_yield: float) -> int:
+    """How many groups to generate so that, more than four times in five, ``missing`` of them have contrast.
+
+    The number with contrast among n has mean n·y and standard deviation √(n·y·(1-y)); n is the least for which the mean
+    is one standard deviation above ``missing``. A second round of generation costs a step the time of its longest
+    response, a few groups too many cost little.
+
+    Args:
+        missing: groups with contrast still to be found, 1 or more.
+        expected_yield: their share y among all, in (0, 1].
+    """
+    root = (math.sqrt(1 - expected_yield) + math.sqrt(1 - expected_yield + 4 * missing)) / 2
+    return math.ceil(root**2 / expected_yield - 1e-9)
