@@ -70,8 +70,10 @@ def _advantages(entry: Algorithm, settings: Any, config: DictConfig, batch: Batc
 
 def _rows(batch: Batch, rows: torch.Tensor) -> Batch:
     """Some rows of a batch."""
-    kept: dict[str, Any] = {name: value[rows] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-    return replace(batch, **kept)
+    of_rows: dict[str, Any] = {
+        name: value[rows] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
+    }
+    return replace(batch, **of_rows)
 
 
 def _of_sessions(advantages: torch.Tensor, mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:

@@ -1,197 +1,143 @@
-"""The trainer's own steps on a real TransferQueue; verl's methods around them stand in, the end-to-end tests run the
-real ones.
-"""
+"""The trainer of a run on a real TransferQueue, through verl's own steps; only workers and engines stand in."""
 
 import json
+import math
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 import torch
 import transfer_queue as tq
 from checkpoint_writer import write_fsdp
-from omegaconf import OmegaConf
+from step_trainer import Row, clear, put, read, run_trainer, to_advantages
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations import liveness
-from gtpo_verl.integrations import trainer as ours
+from gtpo_verl.files import read_json
+from gtpo_verl.integrations import health
 from gtpo_verl.integrations.carry_over import restore_groups
-from gtpo_verl.integrations.entropy_source import SOURCES
-from gtpo_verl.integrations.guide import GuideRows
-from gtpo_verl.integrations.not_finite import NotFinite, NotFiniteError
-from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
-from gtpo_verl.integrations.transfer_queue import fetch, lone_responses, put_rows, reward_infos
-from gtpo_verl.integrations.waiting import PhaseLimit
+from gtpo_verl.integrations.context import CreditContext
+from gtpo_verl.integrations.health import PhaseLimit
+from gtpo_verl.integrations.sampling import BudgetSpentError
+from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
+from gtpo_verl.integrations.transfer_queue import lone_responses
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.lock import POLL, training_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
-
-LIMIT = 4
-
-
-class Trainer(ours.CreditAssignmentMixin):
-    def __init__(self, run_dir: Path, **algorithm: Any) -> None:
-        defaults = {"adv_estimator": "grpo", "correct_threshold": 1.0, "overlong_filtering": False}
-        self.entropy_source = SOURCES["actor"]
-        self.run_dir = run_dir
-        self.trainer_mode = "sync"
-        self.global_steps = 1
-        self._checkpointed = None
-        self._not_logged = None
-        self._skips_update = False
-        self.not_finite = NotFinite(run_dir, "stop", 1)
-        self.phase_limit = PhaseLimit(None)
-        self.config = OmegaConf.create(
-            {
-                "algorithm": defaults | algorithm,
-                "actor_rollout_ref": {
-                    "actor": {"policy_loss": {"loss_mode": "vanilla"}, "loss_agg_mode": "token-mean"},
-                    "rollout": {"calculate_log_probs": False},
-                },
-                "data": {"max_response_length": LIMIT},
-                "reward": {"reward_kwargs": {"max_resp_len": LIMIT, "overlong_buffer_cfg": {"enable": False}}},
-                "trainer": {"credit_dump_freq": 0, "test_freq": -1, "default_local_dir": str(run_dir)},
-            }
-        )
-        self.guide = GuideRows(self.config)
-
-    def on_sample_end(self) -> None:
-        pass
-
-
-def put(lengths: dict[str, int], correct: set[str]) -> KVBatchMeta:
-    """Write responses of these lengths, with verdicts, rewards and entropies, as a batch."""
-    rows = [
-        {
-            "response_mask": torch.ones(length, dtype=torch.int64),
-            "entropy": torch.full((length,), 0.5),
-            "old_log_probs": torch.full((length,), -1.0),
-            "responses": torch.ones(length, dtype=torch.int64),
-            "rm_scores": torch.tensor([0.0] * (length - 1) + [1.0 if key in correct else -1.0]),
-            "extra_fields": {"reward_extra_info": {"acc": float(key in correct)}},
-        }
-        for key, length in lengths.items()
-    ]
-    tags = [{"global_steps": 1, "is_padding": key.startswith("pad")} for key in lengths]
-    tq.kv_batch_put(keys=list(lengths), partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
-    return KVBatchMeta(partition_id="train", keys=list(lengths), tags=tags)
 
 
 @pytest.fixture(autouse=True)
 def empty_queue() -> Iterator[None]:
     yield
-    left = tq.kv_list("train").get("train", {})
-    if left:
-        tq.kv_clear(keys=list(left), partition_id="train")
+    clear()
 
 
 # -------------------------------------------------------------------- advantages
 
 
-@pytest.fixture
-def verls_grpo(monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl's advantage step, with its real GRPO estimator."""
-
-    def compute(self: Any, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        rewards, mask = fetch(batch, "rm_scores")
-        uids = np.array([key.rsplit("_", 2)[0] for key in batch.keys], dtype=object)
-        advantages, _ = core_algos.compute_grpo_outcome_advantage(rewards, mask.long(), uids)
-        rows = [{"advantages": row[on], "returns": row[on]} for row, on in zip(advantages, mask, strict=True)]
-        tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
-        return batch
-
-    monkeypatch.setattr(PPOTrainer, "_compute_advantage", compute)
+ROWS = {"a_0_0": Row(2, True), "a_1_0": Row(3), "lone_2_0": Row(3, True), "wrong_0_0": Row(1), "pad_0_0": Row(1)}
 
 
-LENGTHS = {"a_0_0": 2, "a_1_0": 3, "lone_2_0": 3, "wrong_0_0": 1, "pad_0_0": 1}
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_training_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """Until that has ended; asked to stop itself, it does not train."""
+    monkeypatch.setattr(PPOTrainer, "fit", lambda self, agent_loops: fitted.set())
+    fitted, other = threading.Event(), tmp_path / "other"
+    trainer = run_trainer(tmp_path / "run", f"trainer.after_run_dir={other}")
+    with training_lock(other):
+        thread = threading.Thread(target=trainer.fit, args=(None,))
+        thread.start()
+        assert not fitted.wait(2 * POLL)
+        assert read_json(tmp_path / "run" / "phase.json")["phase"] == f"waiting for {other}"
+        if stopped:
+            (tmp_path / "run" / "STOP").touch()
+            thread.join(10 * POLL)
+            assert not thread.is_alive()
+    thread.join(10 * POLL)
+    assert fitted.is_set() is not stopped
+    trainer.fit(None)
+    assert fitted.is_set() is not stopped
 
 
 def test_log_probs_are_fetched_for_the_methods_that_read_them_and_seeds_differ(tmp_path: Path) -> None:
-    batch = put(LENGTHS, {"a_0_0"})
-    rows = [{"old_log_probs": torch.full((length,), -0.25)} for length in LENGTHS.values()]
-    tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
-    infos = reward_infos("train", batch.keys)
-    without = Trainer(tmp_path)._credit_context(batch, infos)
+    def context(*overrides: str, number: int = 1) -> CreditContext:
+        trainer = run_trainer(tmp_path, *overrides)
+        for row in ROWS.values():
+            row.log_probs = torch.full((row.length,), -0.25)
+        trainer._compute_old_log_prob(put(trainer, ROWS), {})
+        found: CreditContext = trainer.credit.context(trainer.update, number, guide=False)
+        return found
+
+    without, found = context("algo=dapo"), context("algo=ar")
     assert without.old_log_probs is None
-    trainer = Trainer(tmp_path, adv_estimator="ar")
-    found = trainer._credit_context(batch, infos)
     assert found.old_log_probs is not None
-    assert found.old_log_probs.tolist() == [[-0.25] * length + [0.0] * (3 - length) for length in LENGTHS.values()]
-    trainer.global_steps += 1
-    next_step = trainer._credit_context(batch, infos).seed
-    trainer.config.seed = 7
-    assert len({without.seed, next_step, trainer._credit_context(batch, infos).seed}) == 3
+    assert found.old_log_probs.tolist() == [[-0.25] * length + [0.0] * (3 - length) for length in (2, 3, 3, 1, 0)], (
+        "verl's padding has no part"
+    )
+    next_step, other_run = context("algo=ar", number=2), context("algo=ar", "seed=7", number=2)
+    assert len({found.seed, next_step.seed, other_run.seed}) == 3
     assert found.seed == without.seed
 
 
-@pytest.mark.usefixtures("verls_grpo")
 def test_a_lone_response_has_no_advantage(tmp_path: Path) -> None:
     """verl's GRPO gives it its reward, +1 or -1; GTPO and GRPO-S give it 0, and so do we."""
-    batch = put(LENGTHS, {"a_0_0", "lone_2_0"})
-    metrics: dict[str, float] = {}
-    Trainer(tmp_path)._compute_advantage(batch, metrics)
-    advantages, returns, mask = fetch(batch, "advantages", "returns")
+    trainer = run_trainer(tmp_path, "algo=dapo")
+    batch, metrics = to_advantages(trainer, put(trainer, ROWS))
+    advantages, returns, mask = read(batch, "advantages", "returns")
     first = advantages[:, 0].tolist()
     assert first[0] == pytest.approx(-first[1])
     assert first[0] > 0.7
     assert first[2:4] == [0.0, 0.0]
     assert torch.equal(advantages, returns)
-    assert mask.sum(-1).tolist() == [2, 3, 3, 1, 1]
+    assert mask.sum(-1).tolist() == [2, 3, 3, 1, 0]
+    assert metrics["training/lone_responses"] == 2
+    assert metrics["training/accuracy"] == 0.5
+
+
+def test_estimators_without_a_group_mean_keep_lone_responses(tmp_path: Path) -> None:
+    trainer = run_trainer(tmp_path, "algo=dapo", "algorithm.adv_estimator=reinforce_plus_plus")
+    batch, metrics = to_advantages(trainer, put(trainer, ROWS))
+    assert read(batch, "advantages")[0][2, 0] != 0
     assert metrics["training/lone_responses"] == 2
 
 
-@pytest.mark.usefixtures("verls_grpo")
-def test_estimators_without_a_group_mean_keep_lone_responses(tmp_path: Path) -> None:
-    batch = put(LENGTHS, {"a_0_0", "lone_2_0"})
-    Trainer(tmp_path, adv_estimator="reinforce_plus_plus")._compute_advantage(batch, {})
-    advantages, _ = fetch(batch, "advantages")
-    assert advantages[2, 0] == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.usefixtures("verls_grpo")
 def test_steps_that_validate_keep_two_responses_with_their_advantages(tmp_path: Path) -> None:
-    batch = put({"a_0_0": 2, "b_0_0": 3, "b_1_0": 1}, {"a_0_0", "b_1_0"})
-    ids = [
-        {"prompts": torch.tensor([number]), "responses": torch.full((length,), 10 + number)}
-        for number, length in enumerate((2, 3, 1))
-    ]
-    tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(ids))
-    trainer: Any = Trainer(tmp_path)
-    trainer.config.trainer.test_freq = 4
+    trainer = run_trainer(tmp_path, "algo=dapo", "trainer.test_freq=4")
     trainer.total_training_steps = 6
-    trainer.tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+    rows = {"a_0_0": Row(2, True), "b_0_0": Row(3), "b_1_0": Row(1, True)}
     for trainer.global_steps in range(1, 7):
-        trainer._compute_advantage(batch, {})
+        batch = put(trainer, rows)
+        ids = [
+            {"prompts": torch.tensor([number, number]), "responses": torch.full((row.length,), 10 + number)}
+            for number, row in enumerate(rows.values())
+        ]
+        tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(ids))
+        to_advantages(trainer, batch)
     lines = [json.loads(line) for line in (tmp_path / "credit_samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 6]
     right, wrong = lines[0]["samples"]
-    assert (right["prompt"], right["tokens"], right["correct"]) == ("2", ["12"], True)
-    assert (wrong["prompt"], wrong["tokens"], wrong["correct"]) == ("1", ["11"] * 3, False)
+    assert (right["prompt"], right["tokens"], right["correct"]) == ("2 2", ["12"], True)
+    assert (wrong["prompt"], wrong["tokens"], wrong["correct"]) == ("1 1", ["11"] * 3, False)
     assert right["advantages"][0] == pytest.approx(-wrong["advantages"][0])
     assert wrong["entropies"] == [0.5] * 3
 
 
-def test_several_outputs_of_one_rollout_are_one_response() -> None:
-    keys = {"a_0_0": 2, "a_0_1": 2, "b_0_0": 2, "b_1_0": 2, "pad_0_0": 1}
-    assert lone_responses(put(keys, set())) == ["a_0_0", "a_0_1"]
-
-
-def test_a_missing_column_is_named() -> None:
-    batch = put({"a_0_0": 2}, set())
-    with pytest.raises(UserError, match=r"the rollout returned no entropies.*entropy\.source=actor"):
-        fetch(batch, "rollout_entropies")
-    assert reward_infos("train", batch.keys) == [{"acc": 0.0}]
+def test_several_outputs_of_one_rollout_are_one_response(tmp_path: Path) -> None:
+    keys = ("a_0_0", "a_0_1", "b_0_0", "b_1_0", "pad_0_0")
+    batch = put(run_trainer(tmp_path), {key: Row(2) for key in keys})
+    assert lone_responses(batch) == ["a_0_0", "a_0_1"]
 
 
 # -------------------------------------------------------------------- values that are not finite
@@ -200,57 +146,90 @@ def test_a_missing_column_is_named() -> None:
 COLUMNS = {"rm_scores": "the reward function returned it", "old_log_probs": "logits", "entropy": "logits"}
 
 
+def spoiled(column: str, value: float) -> dict[str, Row]:
+    """The rows, one of them with a value that is not finite."""
+    field = {"rm_scores": "reward", "old_log_probs": "log_probs", "entropy": "entropy"}[column]
+    bad: Any = value if column == "rm_scores" else torch.tensor([0.5, value, 0.5])
+    return ROWS | {"a_1_0": replace(ROWS["a_1_0"], **{field: bad})}
+
+
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.usefixtures("verls_grpo")
 def test_a_batch_that_is_not_finite_ends_the_run_and_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
-    batch = put(LENGTHS, {"a_0_0"})
-    put_rows("train", column, {"a_1_0": torch.tensor([0.5, float("nan"), 0.5])})
+    trainer = run_trainer(tmp_path, "algo=dapo")
     saved: list[int] = []
-    monkeypatch.setattr(Trainer, "_save_before_the_end", lambda self: saved.append(self.global_steps))
+    monkeypatch.setattr(type(trainer), "_save_step_before", lambda self: saved.append(self.global_steps))
+    batch = put(trainer, spoiled(column, math.nan))
     with pytest.raises(
-        NotFiniteError, match=rf"step 1: {column} of 1 of 5 .*\(a_1_0\); likely cause: .*{COLUMNS[column]}"
+        NotFiniteError, match=rf"step 1: {column} of 1 of 4 .*\(a_1_0\); likely cause: .*{COLUMNS[column]}"
     ):
-        Trainer(tmp_path)._compute_advantage(batch, {})
+        to_advantages(trainer, batch)
     kept = torch.load(tmp_path / "not_finite" / "1.pt")
     assert kept["keys"] == batch.keys
-    assert kept[column][1].isnan().tolist() == [False, True, False]
+    assert kept[column].isnan().sum(1).tolist() == [0, 1, 0, 0, 0]
     assert set(kept) >= {"rm_scores", "old_log_probs", "entropy", "responses", "response_mask"}
     assert saved == [1], "what was trained before is saved"
 
 
-@pytest.mark.usefixtures("verls_grpo")
+def test_values_outside_the_mask_may_be_anything(tmp_path: Path) -> None:
+    trainer = run_trainer(tmp_path, "algo=dapo")
+    rows = {"a_0_0": Row(3, True, mask=[1, 0, 1], entropy=torch.tensor([0.5, math.nan, 0.5])), "a_1_0": Row(2)}
+    to_advantages(trainer, put(trainer, rows))
+    assert not trainer._skips_update
+
+
 def test_a_batch_that_is_not_finite_may_be_skipped_so_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    updates: list[int] = []
-    monkeypatch.setattr(PPOTrainer, "_update_actor", lambda self, batch, metrics: updates.append(1) or batch)
-    monkeypatch.setattr(Trainer, "_save_before_the_end", lambda self: None)
-    trainer = Trainer(tmp_path)
-    trainer.not_finite = NotFinite(tmp_path, "skip", 1)
-    batch = put(LENGTHS, {"a_0_0"})
-    put_rows("train", "entropy", {"a_1_0": torch.full((3,), float("inf"))})
-    metrics: dict[str, float] = {}
-    trainer._update_actor(trainer._compute_advantage(batch, metrics), metrics)
-    assert (updates, metrics["training/skipped_updates"]) == ([], 1)
-    assert not fetch(batch, "advantages")[0].any(), "verl logs them"
+    """Neither actor nor critic is updated: the critic would learn returns of 0."""
+    updates: list[str] = []
+    for role in ("actor", "critic"):
+        monkeypatch.setattr(
+            PPOTrainer, f"_update_{role}", lambda self, batch, metrics, role=role: updates.append(role) or batch
+        )
+    trainer = run_trainer(tmp_path, "algo=dapo", "guards.not_finite=skip", "guards.max_skipped_steps=1")
+    monkeypatch.setattr(type(trainer), "_save_step_before", lambda self: None)
+
+    def update(rows: dict[str, Row]) -> KVBatchMeta:
+        batch, metrics = to_advantages(trainer, put(trainer, rows))
+        trainer._update_critic(batch, metrics)
+        return trainer._update_actor(batch, metrics)
+
+    batch = update(spoiled("entropy", math.inf))
+    assert (updates, trainer.not_finite.skipped) == ([], 1)
+    assert not read(batch, "advantages")[0].any(), "verl logs them"
     with pytest.raises(NotFiniteError, match=r"guards\.max_skipped_steps=1"):
-        trainer._compute_advantage(batch, {})
-    put_rows("train", "entropy", {"a_1_0": torch.full((3,), 0.5)})
-    trainer._update_actor(trainer._compute_advantage(batch, {}), {})
-    assert updates == [1]
+        update(spoiled("entropy", math.inf))
+    update(ROWS)
+    assert updates == ["critic", "actor"]
 
 
-@pytest.mark.usefixtures("verls_grpo")
-def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "action", "ends"),
+    [
+        ("fsdp2", "stop", "FSDP did not apply it"),
+        ("fsdp2", "skip", None),
+        ("megatron", "skip", "Megatron has applied it to the weights"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, action: str, ends: str | None
+) -> None:
+    """FSDP's engine leaves such an update out, which may be all that is wanted; Megatron's has damaged the weights."""
+
     def update(self: Any, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        metrics["actor/grad_norm"] = float("nan")
+        metrics["actor/grad_norm"] = math.nan
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    trainer = Trainer(tmp_path)
-    batch = trainer._compute_advantage(put(LENGTHS, {"a_0_0"}), {})
-    with pytest.raises(NotFiniteError, match=r"actor/grad_norm of the update is NaN or infinite"):
-        trainer._update_actor(batch, {})
+    trainer = run_trainer(tmp_path, "algo=dapo", f"guards.not_finite={action}")
+    trainer.not_finite = NotFinite(tmp_path, action, 1, applied=strategy == "megatron")
+    batch, metrics = to_advantages(trainer, put(trainer, ROWS))
+    if ends is None:
+        trainer._update_actor(batch, metrics)
+        assert trainer.not_finite.skipped == 1
+        return
+    with pytest.raises(NotFiniteError, match=rf"actor/grad_norm of the update is NaN or infinite.*{ends}"):
+        trainer._update_actor(batch, metrics)
     assert set(torch.load(tmp_path / "not_finite" / "1.pt")) >= {"advantages", "old_log_probs", "keys"}
 
 
@@ -261,26 +240,59 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path: Path, monkeypatch:
 def test_truncated_responses_are_masked_for_the_update_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    batch = put({"a_0_0": 2, "a_1_0": LIMIT, "a_2_0": LIMIT, "pad_0_0": 1}, set())
     seen = []
 
     def update(self: Any, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        seen.append(fetch(batch)[0].sum(-1).tolist())
+        seen.append(read(batch)[0].sum(-1).tolist())
         if fails:
             raise RuntimeError("out of memory")
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    metrics: dict[str, float] = {}
-    trainer = Trainer(tmp_path, overlong_filtering=True)
+    limit = 4
+    trainer = run_trainer(
+        tmp_path, "algo=dapo", "algorithm.overlong_filtering=true", f"data.max_response_length={limit}"
+    )
+    rows = {"a_0_0": Row(2, True), "a_1_0": Row(limit), "a_2_0": Row(limit), "pad_0_0": Row(1)}
+    batch, metrics = to_advantages(trainer, put(trainer, rows))
     if fails:
         with pytest.raises(RuntimeError, match="out of memory"):
             trainer._update_actor(batch, metrics)
     else:
         trainer._update_actor(batch, metrics)
-    assert seen == [[2, 0, 0, 1]]
-    assert fetch(batch)[0].sum(-1).tolist() == [2, LIMIT, LIMIT, 1]
+    assert seen == [[2, 0, 0, 0]]
+    assert read(batch)[0].sum(-1).tolist() == [2, limit, limit, 0]
     assert metrics["training/overlong_filtered_share"] == pytest.approx(2 / 3)
+
+
+# -------------------------------------------------------------------- several updates of a step
+
+
+def test_counts_of_several_updates_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl averages what the updates of a step report (`separate_async.parameter_sync_step`)."""
+    trainer = run_trainer(tmp_path, "algo=dapo", "data.train_batch_size=6")
+    trainer.parameter_sync_step = 3
+
+    def once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
+        number = self.local_trigger_step
+        rows = {f"u{number}_{session}_0": Row(2, session == 0) for session in range(2)} | {f"lone{number}_0_0": Row(2)}
+        batch, found = to_advantages(self, put(self, rows))
+        metrics.update(found | {"rollout_entropy/check_s": 10.0})
+        return batch
+
+    monkeypatch.setattr(PPOTrainer, "_step_once", once)
+    monkeypatch.setattr(PPOTrainer, "prepare_step", lambda self: {})
+    monkeypatch.setattr(type(trainer), "_sampling", lambda self: None)
+    for _ in range(2):  # the second step starts at 0 again
+        metrics: dict[str, float] = {}
+        trainer.step(metrics, {})
+        clear()
+    assert metrics["training/lone_responses"] == 3
+    assert metrics["credit/groups"] == 6
+    assert metrics["credit/responses"] == 9
+    assert metrics["rollout_entropy/check_s"] == 30.0
+    assert metrics["training/accuracy"] == pytest.approx(1 / 3)
+    assert metrics["training/skipped_updates"] == 0
 
 
 # -------------------------------------------------------------------- a spent budget
@@ -297,26 +309,11 @@ class Position:
 
 
 @pytest.fixture
-def spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A trainer whose step 6 ends with a spent budget and one group found."""
-    trainer = Trainer(tmp_path)
+    trainer = run_trainer(tmp_path, "algo=dapo", f"trainer.default_local_dir={tmp_path}")
     trainer.global_steps = 6
     trainer.train_dataloader = Position(prompts=700)
-    trainer.replay_buffer = BudgetedReplayBuffer(
-        trainer_mode="sync",
-        trainer_config=OmegaConf.create({}),
-        max_off_policy_threshold=None,
-        max_off_policy_strategy="drop",
-        sampler_kwargs=OmegaConf.create({}),
-        refill_fn=lambda count: count,
-        filter_groups_metric="acc",
-        train_batch_size=4,
-        max_num_gen_batches=2,
-        on_budget="stop",
-        carry_over_max_age=0,
-        correct_threshold=1.0,
-        mini_batch_size=4,
-    )
 
     def save(self: Any) -> None:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
@@ -324,7 +321,7 @@ def spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         torch.save(self.train_dataloader.state_dict(), folder / "data.pt")
 
     def step(self: Any, metrics: dict, timing_raw: dict) -> Any:
-        put({"found_0_0": 2, "found_1_0": 2}, {"found_0_0"})
+        put(self, {"found_0_0": Row(2, True), "found_1_0": Row(2)})
         tq.kv_batch_put(
             keys=["found"],
             partition_id="train",
@@ -334,12 +331,11 @@ def spent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
 
     monkeypatch.setattr(PPOTrainer, "_save_checkpoint", save)
     monkeypatch.setattr(PPOTrainer, "step", step)
-    trainer._pass_seconds = SimpleNamespace(clear=lambda: None)  # type: ignore[assignment]
     return trainer
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["right_after_a_checkpoint", "later"])
-def test_a_spent_budget_keeps_the_groups_that_were_found(spent: Trainer, tmp_path: Path, saved: bool) -> None:
+def test_a_spent_budget_keeps_the_groups_that_were_found(spent: Any, tmp_path: Path, saved: bool) -> None:
     if saved:
         spent.global_steps, spent.train_dataloader.prompts = 5, 640
         spent._save_checkpoint()
@@ -348,35 +344,33 @@ def test_a_spent_budget_keeps_the_groups_that_were_found(spent: Trainer, tmp_pat
         spent.step({}, {})
     folder = tmp_path / "global_step_5"
     tq.kv_clear(keys=["found", "found_0_0", "found_1_0"], partition_id="train")
-    assert restore_groups(folder, "train", with_entropies=False)[0] == 1
+    assert restore_groups(folder, "train", with_entropies=True)[0] == 1
     assert set(tq.kv_list("train")["train"]) == {"found", "found_0_0", "found_1_0"}
     position = torch.load(folder / "data.pt")
     assert position == {"prompts": 700}, "the prompts of the groups found would be generated again"
 
 
-def test_a_folder_of_another_run_is_no_checkpoint(spent: Trainer, tmp_path: Path) -> None:
+def test_a_folder_of_another_run_is_no_checkpoint(spent: Any, tmp_path: Path) -> None:
     (tmp_path / "global_step_5").mkdir()
     with pytest.raises(BudgetSpentError):
         spent.step({}, {})
     assert (tmp_path / "global_step_5" / "actor").is_dir()
 
 
-def test_without_a_trained_step_nothing_is_saved(spent: Trainer, tmp_path: Path) -> None:
+def test_without_a_trained_step_nothing_is_saved(spent: Any, tmp_path: Path) -> None:
     spent.global_steps = 1
     with pytest.raises(BudgetSpentError):
         spent.step({}, {})
-    assert list(tmp_path.iterdir()) == []
+    assert not list(tmp_path.glob("global_step_*"))
 
 
 # -------------------------------------------------------------------- checkpoints
 
 
 @pytest.fixture
-def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A trainer whose verl part saves a complete checkpoint, or is killed before the tracker."""
-    trainer = Trainer(tmp_path)
-    trainer.config.trainer.merge_with({"max_actor_ckpt_to_keep": 1, "default_local_dir": str(tmp_path / "checkpoints")})
-    trainer.replay_buffer = None
+    trainer = run_trainer(tmp_path, "trainer.max_actor_ckpt_to_keep=1", "algorithm.filter_groups.enable=false")
 
     def save(self: Any) -> None:
         assert self.config.trainer.max_actor_ckpt_to_keep is None, "verl would remove the old one too early"
@@ -388,7 +382,7 @@ def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     return trainer
 
 
-def test_the_old_checkpoint_goes_when_the_new_one_is_the_last(saving: Trainer, tmp_path: Path) -> None:
+def test_the_old_checkpoint_goes_when_the_new_one_is_the_last(saving: Any, tmp_path: Path) -> None:
     """Also those of earlier attempts, which verl does not know."""
     for saving.global_steps in (1, 2):
         saving._save_checkpoint()
@@ -398,24 +392,23 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_the_last(saving: Trainer, t
     with pytest.raises(KeyboardInterrupt):
         saving._save_checkpoint()
     assert find_start(tmp_path / "checkpoints", Layout("fsdp", 1)).folder == tmp_path / "checkpoints" / "global_step_2"
-    resumed = Trainer(tmp_path)
-    resumed.config, resumed.global_steps, resumed.replay_buffer = saving.config, 4, None
+    resumed = run_trainer(tmp_path, "trainer.max_actor_ckpt_to_keep=1", "algorithm.filter_groups.enable=false")
+    resumed.global_steps = 4
     resumed._save_checkpoint()
     assert list(checkpoints(tmp_path / "checkpoints")) == [4]
 
 
 def test_a_step_that_was_saved_and_not_logged_is_logged_when_it_resumes(
-    saving: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(self: Any) -> None:
         self.global_steps = 2
 
     monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
-    saving.config.trainer.merge_with({"resume_mode": "auto", "del_local_ckpt_after_load": False})
-    saving.recorder = MetricsRecorder(tmp_path)
-    saving.recorder.write(1, {"actor/grad_norm": 0.1})
+    MetricsRecorder(tmp_path).write(1, {"actor/grad_norm": 0.1})
     saving.global_steps = 2
-    saving._not_logged = {"actor/grad_norm": 0.5, "table": {1: 2}}, {"b": 2}
+    batch = put(saving, {"b_0_0": Row(2), "pad_0_0": Row(1)})
+    saving.records.trained({"actor/grad_norm": 0.5, "table": {1: 2}}, batch)
     saving._save_checkpoint()
     for _ in range(2):  # nothing is doubled
         saving._load_checkpoint()
@@ -428,16 +421,16 @@ def test_a_step_that_was_saved_and_not_logged_is_logged_when_it_resumes(
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_stop_is_saved_once_and_before_the_engines_wake(
-    saving: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+    saving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(PPOTrainer, "on_step_end", lambda self: done.append("weights sent"))
-    monkeypatch.setattr(Trainer, "_save_checkpoint", lambda self: done.append("saved"))
+    monkeypatch.setattr(PPOTrainerSync, "on_step_end", lambda self: done.append("weights sent"))
+    saving._save_checkpoint = lambda: done.append("saved")
     saving.global_steps, saving.total_training_steps = 2, 9
     saving.on_step_end()
     assert (done, saving.total_training_steps) == (["weights sent"], 9)
     (tmp_path / "STOP").touch()
-    saving._checkpointed = 2 if saved else 1
+    saving.checkpoints._saved = 2 if saved else 1
     saving.on_step_end()
     assert done[1:] == (["weights sent"] if saved else ["saved", "weights sent"])
     assert saving.total_training_steps == 2
@@ -457,13 +450,13 @@ def test_a_worker_that_was_killed_is_named_and_a_busy_one_is_not(
     idle, busy, dead = (ray.remote(num_cpus=0)(Worker).remote() for _ in range(3))
     ray.get([actor.__ray_ready__.remote() for actor in (idle, busy, dead)])
     busy.work.remote()
-    monkeypatch.setattr(liveness, "ANSWER_TIMEOUT", 2.0)
-    monkeypatch.setattr(Trainer, "_rollout_server_managers", lambda self: [])
-    trainer = Trainer(tmp_path)
+    monkeypatch.setattr(health, "ANSWER_TIMEOUT", 2.0)
+    trainer = run_trainer(tmp_path)
+    trainer._rollout_server_managers = list
     trainer.actor_rollout_wg = SimpleNamespace(_workers=[busy])
     trainer.check_processes()
-    trainer.phase_limit = PhaseLimit(1e-6)
-    trainer._enter("updating the actor")
+    trainer.health.limit = PhaseLimit(1e-6)
+    trainer.health.begin(1, "updating the actor")
     with pytest.raises(UserError, match=r"^step 1: updating the actor for .* the limit of guards\.phase_timeout"):
         trainer.check_processes()
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=[idle, dead])
