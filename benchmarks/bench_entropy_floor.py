@@ -9,7 +9,7 @@ bfloat16 as a model emits them; 4 groups of 16 responses of 64 tokens, half of t
 each against float64 on the same logits:
 
     float32    verl's formula with chunking, as training computes entropies here
-    bfloat16   verl's formula without chunking, on bfloat16 logits
+    bfloat16   verl's formula without chunking, on bfloat16 logits: under autocast on a CPU; on CUDA it is float32
     engines    another engine: the same model with independent rounding of every logit to bfloat16
 
 Noise is the root mean square change of the advantages of wrong tokens, in units of their spread inside responses (1:

@@ -83,6 +83,8 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
     source: Path = args.file.expanduser().resolve()
     if not source.is_file():
         raise UserError(f"{args.file}: no such file; FILE is the parquet file whose prompts the guide answers.")
+    if source.suffix != ".parquet":
+        raise UserError(f"{args.file} is not a parquet file: `gtpo-verl prepare-data parquet {args.file}` makes one.")
     output: Path = (args.output or source.with_name(f"{source.stem}.traces.parquet")).resolve()
     check_path_in_job("--output", output)
     if output == source:

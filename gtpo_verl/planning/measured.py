@@ -93,21 +93,17 @@ class MeasuredRun:
         if not by_step:
             raise UserError(f"--measured {run_dir}: it has no finished training step.")
         steps = [MeasuredStep(by_step[number]) for number in sorted(by_step)]
-        return cls(
-            name=run_dir.name,
-            config=config,
-            shape=load_shape(model),
-            parallel=parallelism(config),
-            steps=steps[1:] or steps,
-        )
+        return cls(run_dir.name, config, load_shape(model), parallelism(config), steps[1:] or steps)
 
     def median(self, value: Callable[[MeasuredStep], float]) -> float:
         """Median of a value over the steps."""
         return statistics.median(value(step) for step in self.steps)
 
-    def forward_flops(self, step: MeasuredStep) -> float:
-        """Floating-point operations of one forward pass over the batch of a step."""
-        return forward_flops(self.shape, step.responses, step.prompt + step.response)
+    def rate(self, phase: str) -> float:
+        """Floating-point operations of one forward pass over the batch of a step, by the seconds of a phase."""
+        return self.median(
+            lambda step: forward_flops(self.shape, step.responses, step.prompt + step.response) / step.seconds(phase)
+        )
 
 
 def measured_assumptions(assumptions: Assumptions, run_dir: Path) -> Assumptions:
@@ -120,43 +116,25 @@ def measured_assumptions(assumptions: Assumptions, run_dir: Path) -> Assumptions
         UserError: it is not a run directory, or no training step is finished.
     """
     run = MeasuredRun.read(run_dir)
-    peak = assumptions["gpu_tflops"].value * 1e12 * run.parallel.gpus
+    gpus, passes = run.parallel.gpus, passes_of_update(run.config, run.parallel)
+    peak = assumptions["gpu_tflops"].value * 1e12 * gpus
     measured = {
         "prompt_length": (run.median(lambda step: step.prompt), "tokens, mean"),
         "response_length": (run.median(lambda step: step.response), "tokens, mean"),
-        "sampling_yield": (_sampling_yield(run), "of generated groups"),
-        "update_efficiency": (_update_efficiency(run, peak), "of peak FLOP/s"),
-        "log_prob_efficiency": (_log_prob_efficiency(run, peak), "of peak FLOP/s"),
-        "advantage_ns": (_advantage_ns(run), "ns per token"),
-        "generated_tokens_per_gpu": (_generated_tokens_per_gpu(run), "tokens/s per GPU"),
+        "update_efficiency": (passes * run.rate("update_actor") / peak, "of peak FLOP/s"),
+        "advantage_ns": (run.median(lambda step: step.seconds("adv") / step.response_tokens) * 1e9, "ns per token"),
+        "generated_tokens_per_gpu": (
+            run.median(lambda step: step.generated_tokens / step.seconds("gen")) / gpus,
+            "tokens/s per GPU",
+        ),
         "other_share": (run.median(lambda step: step.other_share), "of the step"),
     }
-    origin = f"measured: {run.name}, {len(run.steps)} steps on {run.parallel.gpus} GPUs"
-    found = {name: Assumption(value, unit, origin) for name, (value, unit) in measured.items() if value is not None}
-    return assumptions | found
-
-
-def _sampling_yield(run: MeasuredRun) -> float | None:
-    """Of the steps that generated groups: a step trained entirely on groups carried over logs no yield."""
+    # a step trained entirely on groups carried over logs no yield
     yields = [step.logged[f"{FILTER}yield"] for step in run.steps if f"{FILTER}yield" in step.logged]
-    return statistics.median(yields) if yields else None
-
-
-def _update_efficiency(run: MeasuredRun, peak: float) -> float:
-    passes = passes_of_update(run.config, run.parallel)
-    return run.median(lambda step: passes * run.forward_flops(step) / step.seconds("update_actor")) / peak
-
-
-def _log_prob_efficiency(run: MeasuredRun, peak: float) -> float | None:
-    """None where the run skips the old-log-prob pass: its timer then covers something else."""
-    if skips_old_log_prob(run.config) or "timing_s/old_log_prob" not in run.steps[0].logged:
-        return None
-    return run.median(lambda step: run.forward_flops(step) / step.seconds("old_log_prob")) / peak
-
-
-def _advantage_ns(run: MeasuredRun) -> float:
-    return run.median(lambda step: step.seconds("adv") / step.response_tokens) * 1e9
-
-
-def _generated_tokens_per_gpu(run: MeasuredRun) -> float:
-    return run.median(lambda step: step.generated_tokens / step.seconds("gen")) / run.parallel.gpus
+    if yields:
+        measured["sampling_yield"] = (statistics.median(yields), "of generated groups")
+    # where the run skips the old-log-prob pass, its timer covers something else
+    if not skips_old_log_prob(run.config) and "timing_s/old_log_prob" in run.steps[0].logged:
+        measured["log_prob_efficiency"] = (run.rate("old_log_prob") / peak, "of peak FLOP/s")
+    origin = f"measured: {run.name}, {len(run.steps)} steps on {gpus} GPUs"
+    return assumptions | {name: Assumption(value, unit, origin) for name, (value, unit) in measured.items()}

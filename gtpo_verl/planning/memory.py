@@ -96,24 +96,26 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     engine_config = actor.megatron if parallel.megatron else actor.fsdp_config
     held = _megatron(config, shape, parallel) if parallel.megatron else _fsdp(config, shape, parallel)
-    away = _Away.read(engine_config)
+    always = bool(engine_config.get("offload_policy", False))  # offloaded to host memory while the engine generates
+    parameters_away, optimizer_away = engine_config.param_offload or always, engine_config.optimizer_offload or always
+    # Megatron's gradient buffers stay unless parameters are offloaded; FSDP's gradients are gone after the update
+    buffers = held.gradients if parallel.megatron and not parameters_away else 0.0
     engine = engine_of(config, shape, parallel, capacity)
     asleep = float(ASLEEP) if rollout.free_cache_engine else engine.budget
 
     generate = {
         "context": float(CONTEXT),
-        "parameters": 0.0 if away.parameters else held.parameters,
-        # Megatron's gradient buffers stay unless parameters are offloaded; FSDP's gradients are gone after the update
-        "gradients": held.gradients if parallel.megatron and not away.parameters else 0.0,
-        "optimizer": 0.0 if away.optimizer else held.optimizer,
+        "parameters": 0.0 if parameters_away else held.parameters,
+        "gradients": buffers,
+        "optimizer": 0.0 if optimizer_away else held.optimizer,
         "rollout engine": engine.budget,
     }
     tokens = micro_batch_tokens(config, parallel, update=False)
     score = {
         "context": float(CONTEXT),
         "parameters": held.parameters,
-        "gradients": held.gradients if parallel.megatron and not away.parameters else 0.0,
-        "optimizer": 0.0 if away.optimizer else held.optimizer,
+        "gradients": buffers,
+        "optimizer": 0.0 if optimizer_away else held.optimizer,
         "gathered layers": held.gathered,
         "activations": _transient(shape, tokens) / parallel.tensor,
         "logits": _logits(shape, tokens, parallel, backward=False),
@@ -138,25 +140,10 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     return Memory(capacity, phases, engine)
 
 
-@dataclass(frozen=True)
-class _Away:
-    """What is offloaded to host memory while the rollout engine generates."""
-
-    parameters: bool
-    optimizer: bool
-
-    @classmethod
-    def read(cls, engine_config: DictConfig) -> "_Away":
-        always = bool(engine_config.get("offload_policy", False))
-        return cls(engine_config.param_offload or always, engine_config.optimizer_offload or always)
-
-
 def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     each = DTYPE_BYTES[fsdp.model_dtype]
-    share = (
-        0.0 if fsdp.offload_policy else shape.parameters / parallel.shard
-    )  # FSDP2's policy keeps the shard in host memory
+    share = 0.0 if fsdp.offload_policy else shape.parameters / parallel.shard  # FSDP2's policy keeps it in host memory
     # sharded: the current layer, the prefetched one, embedding and head; on one GPU: the bfloat16 copy of a layer
     layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
     gathered = float(BF16 * layers)
@@ -170,9 +157,8 @@ def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _
     else:
         ends = max(shape.embedding, shape.head or shape.embedding)  # a tied head is copied to the last stage
     share = (layers * shape.block + ends) / parallel.tensor
-    spread = (
-        parallel.data * parallel.context if config.actor_rollout_ref.actor.megatron.use_distributed_optimizer else 1
-    )
+    distributed = config.actor_rollout_ref.actor.megatron.use_distributed_optimizer
+    spread = parallel.data * parallel.context if distributed else 1
     return _Held(BF16 * share, FP32 * share, 3 * FP32 * share / spread, 0.0)
 
 
@@ -242,14 +228,14 @@ def _logits(shape: ModelShape, tokens: int, parallel: Parallelism, *, backward: 
 def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
     """Scratch memory of the entropies of one micro-batch: softmax, product and log-sum-exp over the vocabulary.
 
-    With chunking these, and the chunk itself, are float32 for 2048 tokens at a time; otherwise each is as large as the
-    logits.
+    All are float32, in which autocast computes them on CUDA; Megatron's are of the type of the logits. With chunking
+    there is a copy of the chunk, of 2048 tokens, as well.
     """
     actor = config.actor_rollout_ref.actor
     width = shape.vocabulary / parallel.tensor
     if actor.entropy_from_logits_with_chunking:
         return min(tokens, actor.entropy_from_logits_chunk_size) * width * 4 * FP32
-    return tokens * width * 3 * BF16
+    return tokens * width * 3 * (BF16 if parallel.megatron else FP32)
 
 
 def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Engine:
@@ -258,9 +244,7 @@ def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     each = DTYPE_BYTES[rollout.dtype]
     budget = rollout.gpu_memory_utilization * capacity
     weights = each * shape.parameters / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
-    sampler = (
-        FP32 * 2 * rollout.max_num_seqs * shape.vocabulary
-    )  # float32 logits of a full batch, and their log-softmax
+    sampler = FP32 * 2 * rollout.max_num_seqs * shape.vocabulary  # logits of a full batch, and their log-softmax
     workspace = ENGINE_WORKSPACE + sampler
     per_token = shape.key_value_bytes(rollout.tensor_model_parallel_size, each)
     cache = max(budget - weights - workspace, 0.0)

@@ -43,38 +43,32 @@ def parallelism(config: DictConfig) -> Parallelism:
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
     megatron = actor.strategy == "megatron"
+    tensor = pipeline = context = sequence = shard = 1
     if megatron:
         sizes = actor.megatron
         tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
-        context, sequence, shard = sizes.context_parallel_size, 1, 1
-        if gpus % (tensor * pipeline * context):
-            raise UserError(
-                f"{gpus} GPUs is not a multiple of {tensor} × {pipeline} × {context}, the tensor, pipeline and context "
-                "parallel sizes: change actor_rollout_ref.actor.megatron.*, or "
-                "trainer.nnodes and trainer.n_gpus_per_node."
-            )
+        context = sizes.context_parallel_size
     else:
-        tensor = pipeline = context = 1
-        sequence = sequence_parallel(config)
-        wanted = actor.fsdp_config.fsdp_size
+        sequence, wanted = sequence_parallel(config), actor.fsdp_config.fsdp_size
         shard = gpus if wanted < 0 or wanted >= gpus else wanted
-        if gpus % sequence:
-            raise UserError(
-                f"{gpus} GPUs is not a multiple of "
-                f"actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size={sequence}: change one of them."
-            )
-        if gpus % shard:
-            raise UserError(
-                f"{gpus} GPUs is not a multiple of actor_rollout_ref.actor.fsdp_config.fsdp_size={shard}: change one "
-                "of them."
-            )
     rollout = engine.tensor_model_parallel_size * engine.data_parallel_size * engine.pipeline_model_parallel_size
-    if gpus % rollout:
-        raise UserError(
-            f"one rollout engine takes {rollout} GPUs, of which {gpus} is not a multiple: change "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and "
-            "trainer.n_gpus_per_node."
-        )
+    multiple, actor_key = f"{gpus} GPUs is not a multiple of", "actor_rollout_ref.actor"
+    _check(
+        gpus % (tensor * pipeline * context),
+        f"{multiple} {tensor} × {pipeline} × {context}, the tensor, pipeline and context parallel sizes: change "
+        f"{actor_key}.megatron.*, or trainer.nnodes and trainer.n_gpus_per_node.",
+    )
+    _check(
+        gpus % sequence,
+        f"{multiple} {actor_key}.fsdp_config.ulysses_sequence_parallel_size={sequence}: change one of them.",
+    )
+    _check(shard < 1 or gpus % shard, f"{multiple} {actor_key}.fsdp_config.fsdp_size={shard}: change one of them.")
+    _check(
+        gpus % rollout,
+        f"one rollout engine takes {rollout} GPUs, of which {gpus} is not a multiple: change "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and "
+        "trainer.n_gpus_per_node.",
+    )
     return Parallelism(
         gpus=gpus,
         megatron=megatron,
@@ -88,6 +82,11 @@ def parallelism(config: DictConfig) -> Parallelism:
         rollout_tensor=engine.tensor_model_parallel_size,
         replicas=gpus // rollout,
     )
+
+
+def _check(rest: int, problem: str) -> None:
+    if rest:
+        raise UserError(problem)
 
 
 def sequence_parallel(config: DictConfig) -> int:

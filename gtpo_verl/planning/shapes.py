@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.integrations.weights import model_directory
 
 MODELS = Path(__file__).parent / "models"
 INSTRUCT = "-Instruct"
@@ -76,18 +77,16 @@ def load_shape(path: str | None) -> ModelShape:
 
 
 def _find_config(path: str) -> tuple[dict[str, Any], str]:
-    local = Path(path).expanduser() / "config.json"
-    if local.is_file():
-        return _parsed(local), str(local)
-    name = path.rsplit("/", 1)[-1]
-    if name.removesuffix(INSTRUCT) in known_models():
+    directory, name = model_directory(path), path.rsplit("/", 1)[-1]
+    shipped = name.removesuffix(INSTRUCT) in known_models()
+    own = Path(path).expanduser().is_dir()  # its config.json counts more than the one of its name
+    if directory is not None and (own or not shipped) and (directory / "config.json").is_file():
+        return _parsed(directory / "config.json"), str(directory / "config.json")
+    if shipped:
         config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
         if name.endswith(INSTRUCT) and "Math" not in name:
             config["max_position_embeddings"] = INSTRUCT_POSITIONS
         return config, "shipped with gtpo_verl"
-    cached = _cached_config(path)
-    if cached is not None:
-        return _parsed(Path(cached)), cached
     raise UserError(
         f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
         f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
@@ -102,15 +101,6 @@ def _parsed(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{file} holds no JSON object: copy the model again.")
     return config
-
-
-def _cached_config(name: str) -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        return None
-    found = try_to_load_from_cache(name, "config.json")
-    return found if isinstance(found, str) else None
 
 
 @cache

@@ -82,35 +82,28 @@ def default_assumptions(config: DictConfig, gpu: str) -> Assumptions:
     """The assumptions before anything is measured or given."""
     from gtpo_verl.algorithms.registry import Algorithm, algorithm_of  # it imports torch, which --help does without
 
-    data, groups = config.data, config.algorithm.filter_groups
-    sheet = GPUS[gpu]
-    found = {name: Assumption(value, unit, origin) for name, (value, unit, origin) in DEFAULTS.items()}
-    found["prompt_length"] = Assumption(
-        min(256, data.max_prompt_length), "tokens, mean", "default: a mathematical problem"
-    )
-    found["response_length"] = Assumption(data.max_response_length / 2, "tokens, mean", "default: half the limit")
-    found["sampling_yield"] = (
-        Assumption(0.5, "of generated groups", "default: dynamic sampling keeps half of the groups")
-        if groups.enable
-        else Assumption(1.0, "of generated groups", "dynamic sampling is off")
-    )
-    method = algorithm_of(config)
-    guide = guide_of(config)
-    if guide.served:
-        found["guided_share"] = (
-            Assumption(1.0, "of generated groups", "algorithm.guide.mode: rows of the guide in every group")
-            if guide.mixed
-            else Assumption(0.5, "of generated groups", "default: all first responses are wrong in half of them")
-        )
-    found["advantage_ns"] = Assumption(
-        method.advantage_ns if method else Algorithm.advantage_ns, "ns per token", f"default: {ADVANTAGE_BENCHMARK}"
-    )
-    found["gpu_tflops"] = Assumption(sheet.tflops, "TFLOP/s, dense bfloat16", f"data sheet: {gpu}")
-    found["gpu_bandwidth"] = Assumption(sheet.bandwidth, "GB/s", f"data sheet: {gpu}")
-    found["gpu_memory"] = Assumption(sheet.memory, "GiB", f"data sheet: {gpu}")
-    found["gpu_link"] = Assumption(sheet.link, "GB/s, one direction", f"data sheet: {gpu}")
-    found["host_link"] = Assumption(sheet.host, "GB/s, one direction", f"data sheet: {gpu}")
-    return found
+    data, sheet, origin = config.data, GPUS[gpu], f"data sheet: {gpu}"
+    groups, tokens, generated = config.algorithm.filter_groups, "tokens, mean", "of generated groups"
+    method, guide = algorithm_of(config) or Algorithm, guide_of(config)
+    found = {
+        **DEFAULTS,
+        "prompt_length": (min(256, data.max_prompt_length), tokens, "default: a mathematical problem"),
+        "response_length": (data.max_response_length / 2, tokens, "default: half the limit"),
+        "sampling_yield": (1.0, generated, "dynamic sampling is off"),
+        "advantage_ns": (method.advantage_ns, "ns per token", f"default: {ADVANTAGE_BENCHMARK}"),
+        "gpu_tflops": (sheet.tflops, "TFLOP/s, dense bfloat16", origin),
+        "gpu_bandwidth": (sheet.bandwidth, "GB/s", origin),
+        "gpu_memory": (sheet.memory, "GiB", origin),
+        "gpu_link": (sheet.link, "GB/s, one direction", origin),
+        "host_link": (sheet.host, "GB/s, one direction", origin),
+    }
+    if groups.enable:
+        found["sampling_yield"] = (0.5, generated, "default: dynamic sampling keeps half of the groups")
+    if guide.served and guide.mixed:
+        found["guided_share"] = (1.0, generated, "algorithm.guide.mode: rows of the guide in every group")
+    elif guide.served:
+        found["guided_share"] = (0.5, generated, "default: all first responses are wrong in half of them")
+    return {name: Assumption(*item) for name, item in found.items()}
 
 
 def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
@@ -121,11 +114,8 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
     """
     for name, item in assumptions.items():
         share = item.unit.startswith("of ")
-        if (
-            not (0 <= item.value < math.inf)
-            or (share and item.value > 1)
-            or (item.value == 0 and name != "other_share")
-        ):
+        zero = item.value == 0 and name != "other_share"
+        if zero or not 0 <= item.value < math.inf or (share and item.value > 1):
             raise UserError(f"--assume {name}={item.value:g}: it must be above 0{' and at most 1' if share else ''}.")
     if assumptions["other_share"].value == 1:
         raise UserError("--assume other_share=1: the phases of the step would take no time.")

@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json
 from gtpo_verl.integrations import health
 from gtpo_verl.integrations.carry_over import restore_groups
 from gtpo_verl.integrations.context import CreditContext
@@ -33,7 +31,6 @@ from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.transfer_queue import lone_responses
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import MetricsRecorder
-from gtpo_verl.runs.lock import POLL, training_lock
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -48,27 +45,6 @@ def empty_queue() -> Iterator[None]:
 
 
 ROWS = {"a_0_0": Row(2, True), "a_1_0": Row(3), "lone_2_0": Row(3, True), "wrong_0_0": Row(1), "pad_0_0": Row(1)}
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_training_waits_for_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
-    """Until that has ended; asked to stop itself, it does not train."""
-    monkeypatch.setattr(PPOTrainer, "fit", lambda self, agent_loops: fitted.set())
-    fitted, other = threading.Event(), tmp_path / "other"
-    trainer = run_trainer(tmp_path / "run", f"trainer.after_run_dir={other}")
-    with training_lock(other):
-        thread = threading.Thread(target=trainer.fit, args=(None,))
-        thread.start()
-        assert not fitted.wait(2 * POLL)
-        assert read_json(tmp_path / "run" / "phase.json")["phase"] == f"waiting for {other}"
-        if stopped:
-            (tmp_path / "run" / "STOP").touch()
-            thread.join(10 * POLL)
-            assert not thread.is_alive()
-    thread.join(10 * POLL)
-    assert fitted.is_set() is not stopped
-    trainer.fit(None)
-    assert fitted.is_set() is not stopped
 
 
 def test_log_probs_are_fetched_for_the_methods_that_read_them_and_seeds_differ(tmp_path: Path) -> None:

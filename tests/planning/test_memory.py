@@ -118,6 +118,12 @@ def test_entropy_in_chunks_does_not_grow_with_the_micro_batch(run: Run) -> None:
     assert chunked[1]["logits"] == 2 * chunked[0]["logits"] == 24576 * 152064 * BF16
 
 
+def test_entropies_of_a_whole_micro_batch_are_float32_as_autocast_on_cuda_has_them(run: Run) -> None:
+    whole = run("setting=paper_gtpo_7b", {"actor_rollout_ref.actor.entropy_from_logits_with_chunking": False})
+    limit = whole.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+    assert parts(whole, "old log-probs")["entropy"] == limit * 152064 * 3 * FP32
+
+
 def test_the_kv_cache_is_what_the_engine_has_left(run: Run) -> None:
     config = run("setting=paper_gtpo_7b", {"actor_rollout_ref.rollout.tensor_model_parallel_size": 2})
     engine = memory(config).engine
