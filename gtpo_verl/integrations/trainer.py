@@ -179,6 +179,10 @@ class CreditAssignmentMixin(PPOTrainer):
         self._enter("generating")
         super().on_sample_begin()
 
+    def on_sample_end(self) -> None:
+        self.check_servers()  # verl would train on what the other engines have left of the step
+        super().on_sample_end()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self._in_training = True
@@ -583,6 +587,7 @@ class CreditAssignmentMixin(PPOTrainer):
         self._enter("validating")
         with recorded(self.replay_buffer, self.agent_loop_manager, self.config) as self._validated:
             metrics = super()._validate()
+        self.check_servers()  # verl would take the responses of the other engines for all
         if not self._in_training:  # metrics of later validations are recorded with their step
             self.recorder.write(self.global_steps, metrics)
         return metrics
