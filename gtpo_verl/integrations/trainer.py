@@ -124,6 +124,10 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
             return super().get_teacher_client()
         return {CLIENT: self.guide_servers.get_client(client_cls=SeedingClient)}  # verl hands it to the agent loops
 
+    def on_sample_end(self) -> None:
+        self.health.check_servers()  # verl would train on what the other engines have left of the step
+        super().on_sample_end()
+
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self._in_training = True
@@ -273,6 +277,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _validate(self) -> dict[str, float]:
         self.health.begin(self.global_steps, "validating")
         metrics = super()._validate()
+        self.health.check_servers()  # verl would take the responses of the other engines for all
         if not self._in_training:
             self.records.log_validation(self.global_steps, metrics)
         return metrics

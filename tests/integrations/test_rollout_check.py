@@ -160,6 +160,25 @@ def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch,
     trainer.check_servers()
 
 
+@pytest.mark.parametrize("moment", ["on_sample_end", "_validate"])
+def test_what_other_engines_left_is_not_trained_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, moment: str) -> None:
+    """With several engines verl goes on with fewer responses when one has died."""
+    trainer = StandIn("actor", step=5, check_every=20)
+    trainer.run_dir, trainer._in_training = tmp_path, True
+    trainer.config.seed = 0
+    trainer.replay_buffer = SimpleNamespace(sample=None)
+    trainer.agent_loop_manager = SimpleNamespace(generate_sequences=None)
+    trainer.llm_server_manager = SimpleNamespace(server_handles=["a", "b"])
+    dead: list[str] = []
+    monkeypatch.setattr(ours, "dead_servers", lambda servers: dead if servers else [])
+    monkeypatch.setattr(PPOTrainer, moment, lambda self: {"val": 1.0})
+    end = getattr(ours.CreditAssignmentMixin, moment)
+    end(trainer)
+    dead.append("server 1: gone")
+    with pytest.raises(UserError, match=r"^vLLM died \(server 1: gone\)"):
+        end(trainer)
+
+
 def test_a_dead_server_of_the_guide_is_told_from_the_policys(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     trainer = StandIn("actor", step=5, check_every=20)
     trainer.run_dir = tmp_path

@@ -189,15 +189,17 @@ def through_transfer_queue(agents: Any, validate: bool) -> list[dict[str, Any]]:
 
 
 def kill_worker(manager: Any) -> dict[str, Any]:
-    """Kill vLLM's worker process in the middle of a response; what the caller hears."""
+    """Kill vLLM's worker process in the middle of a response; what the caller hears, and the check of the servers."""
     import psutil
 
     from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
+    from gtpo_verl.integrations.vllm.health import dead_servers
 
     server = manager.get_replicas()[0].server_handle
     (pid,) = of_workers(server, process_of)
     worker = psutil.Process(pid)
     client = manager.get_client(client_cls=EntropyFullyAsyncClient)
+    alive = dead_servers(manager.server_handles)
 
     async def generate() -> dict[str, Any]:
         params = {"temperature": 1.0, "logprobs": True, "max_tokens": 480}
@@ -211,7 +213,7 @@ def kill_worker(manager: Any) -> dict[str, Any]:
             return {"error": str(error), "seconds": time.monotonic() - killed}
         return {"error": None}
 
-    return asyncio.run(generate())
+    return asyncio.run(generate()) | {"alive": alive, "dead": dead_servers(manager.server_handles)}
 
 
 def stock(config: DictConfig) -> dict[str, Any]:

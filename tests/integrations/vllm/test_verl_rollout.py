@@ -126,6 +126,8 @@ def test_a_server_of_verls_own_beside_ours_is_left_alone(answer):
 def test_a_killed_worker_is_an_error_and_not_a_hang(answer, record_property):
     record_property("seconds", answer["killed"].get("seconds"))  # at most 60, see drive_verl.py
     assert "EngineDeadError" in answer["killed"]["error"]
+    assert answer["killed"]["alive"] == []
+    assert answer["killed"]["dead"] == ["server 0: its engine's process has ended"], "of verl's own actor"
 
 
 def test_an_unpatched_worker_is_found_when_its_server_starts(answer):
