@@ -1,7 +1,7 @@
 """What a sweep trains, from the command line and a file of the config group `sweep`, and the checks of its runs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from gtpo_verl import preflight
-from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.config import choices, chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
+from gtpo_verl.errors import UserError, did_you_mean, first_line
 from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.planning.findings import idle_findings
 from gtpo_verl.runs.directory import CONFIG_FILE, flatten, is_bookkeeping
@@ -91,49 +91,31 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
 def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile:
     """Compose the file that is chosen, with what the command line changes of it."""
     named = any(item.key_or_group == GROUP for item in own)
+    line = next((line_of(item) for item in own), GROUP)
+    known = [item.name for item in fields(SweepFile)]
     store = ConfigStore.instance()
-    store.store(name="sweep_settings", node={GROUP: OmegaConf.structured(SweepFile)})
+    store.store(name="sweep_settings", node={GROUP: asdict(SweepFile())})
     store.store(name="sweep_of_file", node={"defaults": ["sweep_settings", {GROUP: "???"}]})
-    with hydra_app():
-        try:
-            config = compose(
-                "sweep_of_file" if named else "sweep_settings",
-                overrides=[*search_path, *(_with_plus(item) for item in own)],
-            )
-        except (HydraException, OmegaConfBaseException) as error:
-            raise _explain(error, next((line_of(item) for item in own), GROUP)) from error
-    values = OmegaConf.to_container(config[GROUP])  # interpolations are the runs'
-    assert isinstance(values, dict)
-    settings = SweepFile(**{str(key): value for key, value in values.items()})
+    # ++: axes and baseline have any keys, and those of a sweep are checked below, wherever they are from
+    changes = [line_of(item) if item.key_or_group == GROUP else f"++{line_of(item)}" for item in own]
+    try:
+        with hydra_app():
+            found = compose("sweep_of_file" if named else "sweep_settings", overrides=[*search_path, *changes])[GROUP]
+        for key in found:
+            if key not in known:
+                hint = did_you_mean(str(key), known) or "."
+                raise UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
+        values: Any = OmegaConf.to_container(OmegaConf.merge(SweepFile, found))  # interpolations are the runs'
+    except MissingConfigException as error:
+        options = sorted(error.options or choices(GROUP))
+        hint = did_you_mean(str(error.missing_cfg_file).partition("/")[2], options) or "."
+        raise UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{line}: {first_line(error)}") from error
+    settings = SweepFile(**values)
     if settings.retries < 0:
         raise UserError(f"sweep.retries={settings.retries}: it must be 0 or more.")
     return settings
-
-
-def _with_plus(item: Override) -> str:
-    """The override as Hydra takes it: axes and baseline have any keys."""
-    return f"++{line_of(item)}" if item.key_or_group in (f"{GROUP}.axes", f"{GROUP}.baseline") else line_of(item)
-
-
-def _explain(error: BaseException, line: str) -> UserError:
-    known = [item.name for item in fields(SweepFile)]
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        wrong, options = str(error.missing_cfg_file).partition("/")[2], sorted(error.options)
-        hint = did_you_mean(wrong, options) or "."
-        return UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.")
-    for cause in _chain(error):
-        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-            key = str(cause.key)
-            hint = did_you_mean(key, known) or "."
-            return UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
-    cause = next((cause for cause in _chain(error) if isinstance(cause, OmegaConfBaseException)), error)
-    return UserError(f"{line}: {str(cause).splitlines()[0]}")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _check_baseline(baseline: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> None:

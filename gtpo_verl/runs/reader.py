@@ -140,24 +140,26 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One or several trainings of one command or one sweep. What ``run.json`` does not say is None or empty.
+    """One or several trainings of one command or one sweep.
 
+    ``record``: the ``run.json`` of the whole, empty where there is none; of a sweep what ``sweep.json`` says about it.
     ``missing``: the names of trainings that were planned and logged no step.
     """
 
     name: str
     path: Path
     trainings: tuple[Training, ...]
-    status: str | None
-    created: str | None
-    command: str | None
-    versions: Mapping[str, str]
-    hardware: str | None
-    seed: int | None
-    settings: Mapping[str, Any]
-    notes: tuple[str, ...]
-    missing: tuple[str, ...]
+    record: Mapping[str, Any]
+    missing: tuple[str, ...] = ()
     sweep: Sweep | None = None
+
+    @property
+    def status(self) -> str | None:
+        return self.record.get("status")
+
+    @property
+    def command(self) -> str | None:
+        return self.record.get("command")
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -201,7 +203,7 @@ def read_run(path: Path) -> Run:
 def _read_single_training(path: Path) -> Run:
     """A training's directory, or a file of verl's ``file`` logger."""
     directory, metrics_file = (path.parent, path) if path.is_file() else (path, path / METRICS_FILE)
-    name = path.stem if path.is_file() else path.resolve().name
+    name = _name_of(path)
     training = _read_training(directory, metrics_file, name)
     if training is None:
         raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
@@ -253,13 +255,12 @@ def _read_sweep(path: Path) -> Run:
         raise UserError(f"no run of {path} has logged a step: start the sweep, or wait for its first step.")
     complete = not missing and all(training.status == "complete" for training in trainings)
     record = {**sweep.about, "name": sweep.name, "status": "complete" if complete else None}
-    return replace(_run(path, trainings, record, missing), sweep=sweep)
+    return _run(path, trainings, record, missing, sweep)
 
 
 def _logged_training(path: Path, logged: Logged) -> Training:
     config = dict(flatten(logged.config))
-    name = path.stem if path.is_file() else path.resolve().name
-    return Training(name, path, logged.metrics, {}, config, _method(config), logged.notes)
+    return Training(_name_of(path), path, logged.metrics, {}, config, _method(config), logged.notes)
 
 
 def registry_rank(method: str | None) -> int:
@@ -270,22 +271,19 @@ def registry_rank(method: str | None) -> int:
     return names.index(method) if method in names else len(names)
 
 
-def _run(path: Path, trainings: list[Training], record: Mapping[str, Any], missing: Sequence[str] = ()) -> Run:
-    directory_name = path.stem if path.is_file() else path.resolve().name
-    return Run(
-        name=str(record.get("name") or directory_name),
-        path=path,
-        trainings=tuple(trainings),
-        status=record.get("status"),
-        created=record.get("created"),
-        command=record.get("command"),
-        versions=record.get("versions") or {},
-        hardware=record.get("hardware"),
-        seed=record.get("seed"),
-        settings=record.get("settings") or {},
-        notes=tuple(record.get("notes") or ()),
-        missing=tuple(missing),
-    )
+def _run(
+    path: Path,
+    trainings: Sequence[Training],
+    record: Mapping[str, Any],
+    missing: Sequence[str] = (),
+    sweep: Sweep | None = None,
+) -> Run:
+    name = str(record.get("name") or _name_of(path))
+    return Run(name, path, tuple(trainings), record, tuple(missing), sweep)
+
+
+def _name_of(path: Path) -> str:
+    return path.stem if path.is_file() else path.resolve().name
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -71,8 +71,8 @@ def test_series_skips_steps_without_the_key(tmp_path: Path):
 def test_run_directory_with_its_record(runs):
     run = read_run(runs.run())
     assert [arm.name for arm in run.trainings] == ["dapo", "gtpo", "grpo_s"]
-    assert (run.name, run.status, run.seed) == ("quickstart", "complete", 7)
-    assert run.versions["verl"] == "0.9.1"
+    assert (run.name, run.status, run.record["seed"]) == ("quickstart", "complete", 7)
+    assert run.record["versions"]["verl"] == "0.9.1"
     arm = run.trainings[1]
     assert arm.last_step == 60
     validations = arm.validations["arithmetic"]
@@ -94,7 +94,7 @@ def test_without_a_record_trainings_come_in_the_order_of_the_registry(runs):
     runs.arm(runs.root / "dapo", config=False, bare=True, prompts=4)  # a name is not a configuration
     run = read_run(runs.root)
     assert [training.name for training in run.trainings] == ["c", "b", "a", "dapo"]
-    assert (run.name, run.status, run.command, run.seed) == ("outputs", None, None, None)
+    assert (run.name, run.record) == ("outputs", {})
 
 
 def test_an_arm_that_did_not_log_a_step_is_missing_not_broken(runs):
