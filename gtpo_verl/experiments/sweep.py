@@ -60,9 +60,9 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         UserError: an override, an axis or the file is wrong.
     """
     parsed = parse(overrides)
-    own = [item for item in parsed if item.key_or_group.split(".")[0] == GROUP]
-    given = [item for item in parsed if item not in own]
-    file = _read_file(own, [line_of(item) for item in given if item.is_hydra_override()])
+    settings = [item for item in parsed if item.key_or_group.split(".")[0] == GROUP]
+    given = [item for item in parsed if item not in settings]
+    file = _read_file(settings, [line_of(item) for item in given if item.is_hydra_override()])
     keys = {item.get_key_element() for item in given}
     from_file = parse([*(f"{key}={values}" for key, values in file.axes.items()), *file.overrides])
     _check_baseline(file.baseline, split(from_file)[0])
@@ -76,7 +76,7 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --dir names.")
     if local:
         common, _ = with_hardware(common)
-    name = _name(chosen([line_of(item) for item in own], GROUP), axes, chosen(common, "setting"))
+    name = _name(chosen([line_of(item) for item in settings], GROUP), axes, chosen(common, "setting"))
     return Sweep(
         name=directory.resolve().name if directory else name,
         directory=(directory or Path("outputs") / name).resolve(),
@@ -88,16 +88,16 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
     )
 
 
-def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile:
+def _read_file(settings: Sequence[Override], search_path: Sequence[str]) -> SweepFile:
     """Compose the file that is chosen, with what the command line changes of it."""
-    named = any(item.key_or_group == GROUP for item in own)
-    line = next((line_of(item) for item in own), GROUP)
+    named = any(item.key_or_group == GROUP for item in settings)
+    line = next((line_of(item) for item in settings), GROUP)
     known = [item.name for item in fields(SweepFile)]
     store = ConfigStore.instance()
     store.store(name="sweep_settings", node={GROUP: asdict(SweepFile())})
     store.store(name="sweep_of_file", node={"defaults": ["sweep_settings", {GROUP: "???"}]})
     # ++: axes and baseline have any keys, and those of a sweep are checked below, wherever they are from
-    changes = [line_of(item) if item.key_or_group == GROUP else f"++{line_of(item)}" for item in own]
+    changes = [line_of(item) if item.key_or_group == GROUP else f"++{line_of(item)}" for item in settings]
     try:
         with hydra_app():
             found = compose("sweep_of_file" if named else "sweep_settings", overrides=[*search_path, *changes])[GROUP]
@@ -112,10 +112,10 @@ def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile
         raise UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{line}: {first_line(error)}") from error
-    settings = SweepFile(**values)
-    if settings.retries < 0:
-        raise UserError(f"sweep.retries={settings.retries}: it must be 0 or more.")
-    return settings
+    file = SweepFile(**values)
+    if file.retries < 0:
+        raise UserError(f"sweep.retries={file.retries}: it must be 0 or more.")
+    return file
 
 
 def _check_baseline(baseline: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> None:
@@ -145,8 +145,7 @@ def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     given = (config.actor_rollout_ref.model.path, config.data.train_files, config.data.val_files)
     if task is None or any(item is not None for item in given):
         return sweep, None
-    own = task_overrides(task_directory(sweep, task))
-    return replace(sweep, common=(*sweep.common, *own)), task
+    return replace(sweep, common=(*sweep.common, *task_overrides(task_directory(sweep, task)))), task
 
 
 def task_overrides(directory: Path) -> list[str]:
@@ -244,8 +243,8 @@ def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
     """Values on the axes that have no effect in a run, one line each."""
     found = []
     for name, overrides in sweep.runs.items():
-        own = [item for item in overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
-        found += [f"{name}: {finding.message}" for finding in idle_findings(configs[name], own)]
+        alone = [item for item in overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
+        found += [f"{name}: {finding.message}" for finding in idle_findings(configs[name], alone)]
     return found
 
 

@@ -106,18 +106,6 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
     return report
 
 
-def write_headline_figure(report: Report, path: Path, theme: plots.Theme = plots.LIGHT) -> None:
-    """Write the report's first figure, accuracy over steps, as a PNG.
-
-    Raises:
-        UserError: the runs have no validation accuracy.
-    """
-    figure = figures.draw_headline(report.arms, theme)
-    if figure is None:
-        raise UserError("these runs have no validation accuracy to draw: set trainer.test_freq and train again")
-    write_bytes(path, plots.png(figure))
-
-
 def print_table(report: Report, console: Console | None = None) -> None:
     """Print the accuracies of each data source, a warning about what is not complete, and the report's path."""
     console = console or Console()

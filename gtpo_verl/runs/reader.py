@@ -507,11 +507,11 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
 def _by_source(samples: Sequence[_Sample], step: int, threshold: float) -> Iterator[Validation]:
     """A validation for each data source; every sample must have one."""
     for source in sorted({sample.source for sample in samples if sample.source is not None}):
-        own = [sample for sample in samples if sample.source == source]
-        prompts = [sample.prompt for sample in own]
-        names, accuracy, counts = cluster_means(prompts, [is_correct(sample.acc, threshold) for sample in own])
-        _, mean_acc, _ = cluster_means(prompts, [sample.acc or 0 for sample in own])
-        clusters = {sample.prompt: sample.cluster for sample in own}
+        of_source = [sample for sample in samples if sample.source == source]
+        prompts = [sample.prompt for sample in of_source]
+        names, accuracy, counts = cluster_means(prompts, [is_correct(sample.acc, threshold) for sample in of_source])
+        _, mean_acc, _ = cluster_means(prompts, [sample.acc or 0 for sample in of_source])
+        clusters = {sample.prompt: sample.cluster for sample in of_source}
         of_prompts = tuple(clusters[name] for name in names)
         yield Validation(step, source, names, of_prompts, accuracy, counts, float(mean_acc.mean()))
 
