@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json_lines
+from gtpo_verl.files import read_json_lines, reading
 from gtpo_verl.runs.correctness import is_correct
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
@@ -32,6 +31,7 @@ from gtpo_verl.runs.directory import (
     SWEEP_FILE,
     flatten,
     read_config,
+    read_record,
 )
 from gtpo_verl.runs.lock import is_abandoned
 from gtpo_verl.runs.loggers import Logged, read_logger
@@ -287,9 +287,8 @@ def _name_of(path: Path) -> str:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    file = path / RECORD_FILE
-    record = _read_object(file) if file.is_file() else {}
-    _check_types(file, record)
+    record = read_record(path) or {}
+    _check_types(path / RECORD_FILE, record)
     if record.get("status") == "running" and is_abandoned(path):
         return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     return record
@@ -304,16 +303,6 @@ def _check_types(file: Path, record: Mapping[str, Any]) -> None:
             )
     if not all(isinstance(attempt, dict) for attempt in record.get("attempts") or ()):
         raise UserError(f"{file}: attempts holds something else than attempts: repair it, or remove the file")
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error}): repair it, or remove it to report without it") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: repair it, or remove it to report without it")
-    return value
 
 
 def _read_training(directory: Path, metrics_file: Path, name: str) -> Training | None:
@@ -525,12 +514,10 @@ def _prompt_key(sample: Mapping[str, Any]) -> str:
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
+    with reading(file):
         config = read_config(file)
         json.dumps(config, default=str)  # a ValueError where a list holds itself
         return dict(flatten(config)) if isinstance(config, dict) else {}
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise UserError(f"{file} is not valid YAML: repair it, or remove it to report without it") from error
 
 
 def _listed(steps: Sequence[str]) -> str:

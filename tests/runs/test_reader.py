@@ -284,8 +284,8 @@ def test_errors_say_what_to_do(tmp_path: Path):
         "empty": "no metrics.jsonl in .*empty or in a directory of it: has the training logged its first step yet",
         "started": "holds no readable line: has the training logged its first step yet",
         "notes.txt": "is not a run: give a run's directory, or a .jsonl file",
-        "broken": "run.json is not valid JSON .*: repair it, or remove it",
-        "config": "config.yaml is not valid YAML: repair it, or remove it",
+        "broken": "run.json is damaged .*: repair it, or remove it",
+        "config": "config.yaml is damaged .*: repair it, or remove it",
     }
     for name, message in expected.items():
         with pytest.raises(UserError, match=message) as caught:
@@ -334,12 +334,12 @@ BIG = "1" + "0" * 400
     [
         ("metrics.jsonl", f'{{"step": {BIG}, "data": {{}}}}\n'.encode(), "line 1: expected"),
         ("metrics.jsonl", b'{"step": -1, "data": {}}\n', "line 1: expected"),
-        ("config.yaml", b"\x00\xff\xfe", "config.yaml is not valid YAML"),
-        ("config.yaml", b"&a\nx: *a\n", "config.yaml is not valid YAML"),
-        ("config.yaml", b"x: &a\n  y: *a\n", "config.yaml is not valid YAML"),
-        ("config.yaml", b"x: " + b"[" * 100_000, "config.yaml is not valid YAML"),
-        ("config.yaml", b"x: &a [*a]\n", "config.yaml is not valid YAML"),
-        ("run.json", b"[" * 100_000, "run.json is not valid JSON"),
+        ("config.yaml", b"\x00\xff\xfe", "config.yaml is damaged"),
+        ("config.yaml", b"&a\nx: *a\n", "config.yaml is damaged"),
+        ("config.yaml", b"x: &a\n  y: *a\n", "config.yaml is damaged"),
+        ("config.yaml", b"x: " + b"[" * 100_000, "config.yaml is damaged"),
+        ("config.yaml", b"x: &a [*a]\n", "config.yaml is damaged"),
+        ("run.json", b"[" * 100_000, "run.json is damaged"),
         ("run.json", b'{"versions": [1]}', r"run.json: versions is \[1\]"),
         ("run.json", b'{"notes": 5}', "run.json: notes is 5"),
         ("run.json", b'{"attempts": [1]}', "run.json: attempts holds something else"),
