@@ -141,12 +141,12 @@ def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list
     return values
 
 
-def read_json_lines_from(file: Path, offset: int) -> tuple[list[Any], int]:
+def read_lines_from(file: Path, offset: int) -> tuple[list[str], int]:
     """Read the complete lines behind ``offset`` (bytes) of a file that is still being written.
 
     Returns:
-        The values of these lines, without those that are not JSON, and the offset to go on from. Nothing, and the same
-        offset, where there is no such file yet. A file that has become shorter is read from its end on.
+        These lines, and the offset to go on from. Nothing, and the same offset, where there is no such file yet. A file
+        that has become shorter is read from its end on.
     """
     if not file.is_file():
         return [], offset
@@ -155,8 +155,14 @@ def read_json_lines_from(file: Path, offset: int) -> tuple[list[Any], int]:
         content.seek(offset)
         text = content.read()
     end = text.rfind(b"\n") + 1
-    values = [_parsed(line.decode("utf-8", "replace")) for line in text[:end].split(b"\n") if line.strip()]
-    return [value for value in values if value is not None], offset + end
+    return text[:end].decode("utf-8", "replace").split("\n")[:-1], offset + end
+
+
+def read_json_lines_from(file: Path, offset: int) -> tuple[list[Any], int]:
+    """The values of `read_lines_from`, without those of lines that are not JSON; and the offset to go on from."""
+    lines, offset = read_lines_from(file, offset)
+    values = [_parsed(line) for line in lines if line.strip()]
+    return [value for value in values if value is not None], offset
 
 
 def _parsed(line: str) -> Any:

@@ -197,6 +197,22 @@ FAULTS = (
         'if key.startswith("code") and len(by_group) > 9:',
         ("tests/runs/test_design.py",),
     ),
+    Fault(
+        "killed",
+        "a training whose process is dead is what its record says: running",
+        "runs/state.py",
+        'if status == "running":',
+        'if status == "killed":',
+        ("tests/runs/test_state.py",),
+    ),
+    Fault(
+        "sweep",
+        "a sweep that is started again with other seeds forgets the runs that it has",
+        "runs/sweep.py",
+        "runs = {**found.runs, **runs}",
+        "runs = {**runs}",
+        ("tests/runs/test_sweep.py",),
+    ),
 )
 
 

@@ -56,10 +56,6 @@ class JobInfo:
     message: str = ""
 
     @property
-    def has_ended(self) -> bool:
-        return self.status in ENDED
-
-    @property
     def reason(self) -> str:
         """Why it failed, in one line."""
         return reason_in(self.message.splitlines()) or "Ray gives no reason."

@@ -174,8 +174,8 @@ def gpus_of(config: DictConfig) -> int:
     from gtpo_verl.integrations.standalone import guide_of  # imports torch
 
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
-    own = rollout.nnodes * rollout.n_gpus_per_node if trainer.v1.trainer_mode == "separate_async" else 0
-    return int(trainer.nnodes * trainer.n_gpus_per_node + own + guide_of(config).devices)
+    servers = rollout.nnodes * rollout.n_gpus_per_node if trainer.v1.trainer_mode == "separate_async" else 0
+    return int(trainer.nnodes * trainer.n_gpus_per_node + servers + guide_of(config).devices)
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:

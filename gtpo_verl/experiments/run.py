@@ -121,9 +121,9 @@ def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu:
     found = Table(box=None, pad_edge=False)
     for column in ("run", "overrides", "cost", ""):
         found.add_column(column, overflow="fold")
-    for name, own in sweep.runs.items():
+    for name, values in sweep.runs.items():
         state = "finished" if state_of(sweep.run_dir(name)).is_complete else ""
-        found.add_row(name, " ".join(own), str(costs[name]), state)
+        found.add_row(name, " ".join(values), str(costs[name]), state)
     console.print(found)
     _warn(sweep, configs, console)
     console.print(total(list(costs.values())))

@@ -1,7 +1,7 @@
 """What a sweep trains, from the command line and a file of the config group `sweep`, and the checks of its runs."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from gtpo_verl.config import chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.config import choices, chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
+from gtpo_verl.errors import UserError, did_you_mean, first_line
 from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.problems import Problem, errors_of, refuse
 from gtpo_verl.rules import overrides as given
@@ -61,9 +61,9 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         UserError: an override, an axis or the file is wrong.
     """
     parsed = parse(overrides)
-    own = [item for item in parsed if item.key_or_group.split(".")[0] == GROUP]
-    given = [item for item in parsed if item not in own]
-    file = _read_file(own, [line_of(item) for item in given if item.is_hydra_override()])
+    settings = [item for item in parsed if item.key_or_group.split(".")[0] == GROUP]
+    given = [item for item in parsed if item not in settings]
+    file = _read_file(settings, [line_of(item) for item in given if item.is_hydra_override()])
     keys = {item.get_key_element() for item in given}
     from_file = parse([*(f"{key}={values}" for key, values in file.axes.items()), *file.overrides])
     _check_baseline(file.baseline, split(from_file)[0])
@@ -77,7 +77,7 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --dir names.")
     if local:
         common, _ = with_hardware(common)
-    name = _name(chosen([line_of(item) for item in own], GROUP), axes, chosen(common, "setting"))
+    name = _name(chosen([line_of(item) for item in settings], GROUP), axes, chosen(common, "setting"))
     return Sweep(
         name=directory.resolve().name if directory else name,
         directory=(directory or Path("outputs") / name).resolve(),
@@ -89,52 +89,34 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
     )
 
 
-def _read_file(own: Sequence[Override], search_path: Sequence[str]) -> SweepFile:
+def _read_file(settings: Sequence[Override], search_path: Sequence[str]) -> SweepFile:
     """Compose the file that is chosen, with what the command line changes of it."""
-    named = any(item.key_or_group == GROUP for item in own)
-    store = ConfigStore.instance()
-    store.store(name="sweep_settings", node={GROUP: OmegaConf.structured(SweepFile)})
-    store.store(name="sweep_of_file", node={"defaults": ["sweep_settings", {GROUP: "???"}]})
-    with hydra_app():
-        try:
-            config = compose(
-                "sweep_of_file" if named else "sweep_settings",
-                overrides=[*search_path, *(_with_plus(item) for item in own)],
-            )
-        except (HydraException, OmegaConfBaseException) as error:
-            raise _explain(error, next((line_of(item) for item in own), GROUP)) from error
-    values = OmegaConf.to_container(config[GROUP])  # interpolations are the runs'
-    assert isinstance(values, dict)
-    settings = SweepFile(**{str(key): value for key, value in values.items()})
-    if settings.retries < 0:
-        raise UserError(f"sweep.retries={settings.retries}: it must be 0 or more.")
-    return settings
-
-
-def _with_plus(item: Override) -> str:
-    """The override as Hydra takes it: axes and baseline have any keys."""
-    return f"++{line_of(item)}" if item.key_or_group in (f"{GROUP}.axes", f"{GROUP}.baseline") else line_of(item)
-
-
-def _explain(error: BaseException, line: str) -> UserError:
+    named = any(item.key_or_group == GROUP for item in settings)
+    line = next((line_of(item) for item in settings), GROUP)
     known = [item.name for item in fields(SweepFile)]
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        wrong, options = str(error.missing_cfg_file).partition("/")[2], sorted(error.options)
-        hint = did_you_mean(wrong, options) or "."
-        return UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.")
-    for cause in _chain(error):
-        if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-            key = str(cause.key)
-            hint = did_you_mean(key, known) or "."
-            return UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
-    cause = next((cause for cause in _chain(error) if isinstance(cause, OmegaConfBaseException)), error)
-    return UserError(f"{line}: {str(cause).splitlines()[0]}")
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    store = ConfigStore.instance()
+    store.store(name="sweep_settings", node={GROUP: asdict(SweepFile())})
+    store.store(name="sweep_of_file", node={"defaults": ["sweep_settings", {GROUP: "???"}]})
+    # ++: axes and baseline have any keys, and those of a sweep are checked below, wherever they are from
+    changes = [line_of(item) if item.key_or_group == GROUP else f"++{line_of(item)}" for item in settings]
+    try:
+        with hydra_app():
+            found = compose("sweep_of_file" if named else "sweep_settings", overrides=[*search_path, *changes])[GROUP]
+        for key in found:
+            if key not in known:
+                hint = did_you_mean(str(key), known) or "."
+                raise UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
+        values: Any = OmegaConf.to_container(OmegaConf.merge(SweepFile, found))  # interpolations are the runs'
+    except MissingConfigException as error:
+        options = sorted(error.options or choices(GROUP))
+        hint = did_you_mean(str(error.missing_cfg_file).partition("/")[2], options) or "."
+        raise UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{line}: {first_line(error)}") from error
+    file = SweepFile(**values)
+    if file.retries < 0:
+        raise UserError(f"sweep.retries={file.retries}: it must be 0 or more.")
+    return file
 
 
 def _check_baseline(baseline: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> None:
@@ -164,8 +146,7 @@ def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     given = (config.actor_rollout_ref.model.path, config.data.train_files, config.data.val_files)
     if task is None or any(item is not None for item in given):
         return sweep, None
-    own = task_overrides(task_directory(sweep, task))
-    return replace(sweep, common=(*sweep.common, *own)), task
+    return replace(sweep, common=(*sweep.common, *task_overrides(task_directory(sweep, task)))), task
 
 
 def task_overrides(directory: Path) -> list[str]:
@@ -271,8 +252,8 @@ def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
     """Values on the axes that have no effect in a run, one line each."""
     found = []
     for name, overrides in sweep.runs.items():
-        own = [item for item in overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
-        found += [f"{name}: {idle.message}" for idle in given.without_effect(configs[name], own)]
+        alone = [item for item in overrides if f"${{{item.partition('=')[0]}}}" not in " ".join(sweep.common)]
+        found += [f"{name}: {idle.message}" for idle in given.without_effect(configs[name], alone)]
     return found
 
 

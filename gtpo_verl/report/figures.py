@@ -118,17 +118,8 @@ METRIC_FIGURES = {
 
 # every figure that a report may hold, in order
 FIGURES = (
-    *(
-        "accuracy",
-        "cost",
-        "entropy",
-        "response_length",
-        "agreement",
-        "pass_at_k",
-        "sign_flips",
-        "step_time",
-        "training",
-    ),
+    *("accuracy", "cost", "entropy", "response_length", "agreement"),
+    *("pass_at_k", "sign_flips", "step_time", "training"),
 )
 
 
@@ -149,18 +140,6 @@ def draw_figures(arms: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], t
         else:
             missing.append(figure)
     return tuple(drawn), tuple(missing)
-
-
-def draw_headline(arms: Sequence[ArmResult], theme: plots.Theme) -> Figure | None:
-    """Accuracy over steps, one panel per data source where there are several; None where no arm was validated."""
-    sources = data_sources(arms)
-    if not sources:
-        return None
-    if len(sources) > 1:
-        return plots.panels_figure(_accuracy_panels(arms), theme)
-    return plots.accuracy_figure(
-        _accuracy_lines(arms, sources[0]), theme, "Validation accuracy", _basis(arms, sources[0])
-    )
 
 
 def styles(arms: Sequence[ArmResult]) -> dict[str, Style]:
@@ -302,6 +281,13 @@ def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
     panels = _accuracy_panels(arms)
     if not panels:
         return "Accuracy: no validation samples, and no val-core/…/acc/mean@… was logged."
+
+    def draw(theme: plots.Theme) -> Figure:
+        if len(panels) > 1:
+            return plots.panels_figure(panels, theme)
+        [panel] = panels
+        return plots.accuracy_figure(panel.lines, theme, "Validation accuracy", _basis(arms, panel.title))
+
     caption = "Share of validation responses that are correct."
     if len(panels) > 1:
         caption += " One panel per data source."
@@ -318,13 +304,8 @@ def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
             for panel in panels
             for line in panel.lines
         ),
-        png=_both_themes(lambda theme: _drawn(draw_headline(arms, theme))),
+        png=_both_themes(draw),
     )
-
-
-def _drawn(figure: Figure | None) -> Figure:
-    assert figure is not None
-    return figure
 
 
 def _metrics(name: str, arms: Sequence[ArmResult]) -> ReportFigure | str:

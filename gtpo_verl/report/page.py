@@ -106,18 +106,6 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
     return report
 
 
-def write_headline_figure(report: Report, path: Path, theme: plots.Theme = plots.LIGHT) -> None:
-    """Write the report's first figure, accuracy over steps, as a PNG.
-
-    Raises:
-        UserError: the runs have no validation accuracy.
-    """
-    figure = figures.draw_headline(report.arms, theme)
-    if figure is None:
-        raise UserError("these runs have no validation accuracy to draw: set trainer.test_freq and train again")
-    write_bytes(path, plots.png(figure))
-
-
 def print_table(report: Report, console: Console | None = None) -> None:
     """Print the accuracies of each data source, a warning about what is not complete, and the report's path."""
     console = console or Console()
@@ -126,10 +114,10 @@ def print_table(report: Report, console: Console | None = None) -> None:
         title = report.title if len(sources) < 2 else f"{report.title}, {shown[0]}"
         if report.finals:
             finals = [final for final in report.finals if final.source in shown]
-            console.print(_console_table(title, "arm", _FINAL_CELLS, tables.final_rows(finals, shown)))
+            console.print(_console_table(title, tables.final_table(finals, shown), _FINAL_COLUMNS, _FINAL_NAMES))
         else:
-            rows = tables.change_rows(results.trainings_of(report.arms), shown)
-            console.print(_console_table(title, "arm", _CHANGE_CELLS, rows))
+            changes = tables.change_table(results.trainings_of(report.arms), shown)
+            console.print(_console_table(title, changes, _CHANGE_COLUMNS, _CHANGE_NAMES))
     for comparison in report.over_seeds:
         where = f"{comparison.source}: " if len(sources) > 1 else ""
         console.print(f"{where}{words.seed_verdict(comparison)}", highlight=False, markup=False)
@@ -140,18 +128,21 @@ def print_table(report: Report, console: Console | None = None) -> None:
     console.print(f"report: {report.html}", highlight=False, markup=False, soft_wrap=True)
 
 
-# columns that fit a terminal of 80; the tables have more
-_CHANGE_CELLS = {"before": 1, "after": 2, "change": 3, "95 % interval": 4, "samples": 5, "prompts": 6, "steps": 7}
-_FINAL_CELLS = {"seeds": 1, "mean": 2, "95 % over seeds": 3, "s.d.": 5, "lowest": 6, "highest": 7}
+# the columns that fit a terminal of 80, and their names there where those are others
+_CHANGE_COLUMNS = ("Arm", "Before", "After", "Difference", "95 % interval", "Samples", "Prompts", "Last step")
+_FINAL_COLUMNS = ("Arm", "Seeds", "Mean", "95 % interval", "S.d.", "Lowest", "Highest")
+_CHANGE_NAMES = {"Difference": "change", "Last step": "steps"}
+_FINAL_NAMES = {"95 % interval": "95 % over seeds"}
 
 
-def _console_table(title: str, first: str, columns: Mapping[str, int], rows: Sequence[Sequence[str]]) -> Table:
+def _console_table(title: str, found: tables.Table, columns: Sequence[str], names: Mapping[str, str]) -> Table:
     table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None)
+    first, *others = (names.get(column, column.lower()) for column in columns)
     table.add_column(first, overflow="fold")
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(row[index]) for index in (0, *columns.values())))
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    for cells in found.cells(columns):
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -207,11 +198,11 @@ def _page(report: Report) -> str:
         counts=words.counts_text(report.runs, report.arms),
         cards=[_card(report, arm) for arm in report.arms],
         no_accuracy=words.NO_ACCURACY,
-        final_table=(tables.final_header(sources), tables.final_rows(report.finals, sources)),
-        seed_table=(tables.seed_header(sources), tables.seed_rows(report.over_seeds, sources)),
-        change_table=(tables.change_header(sources), tables.change_rows(trainings, sources)),
-        comparison_table=(tables.comparison_header(sources), tables.comparison_rows(report.comparisons, sources)),
-        entropy_table=(["Arm", "Responses", *tables.ENTROPY_COLUMNS], tables.entropy_rows(report.arms)),
+        final_table=tables.final_table(report.finals, sources),
+        seed_table=tables.seed_table(report.over_seeds, sources),
+        change_table=tables.change_table(trainings, sources),
+        comparison_table=tables.comparison_table(report.comparisons, sources),
+        entropy_table=tables.entropy_table(report.arms),
         rows=[
             list(group)
             for _, group in itertools.groupby(
@@ -340,13 +331,11 @@ def _run_summary(run: Run) -> dict[str, Any]:
     return {
         "name": run.name,
         "path": str(run.path),
-        "status": run.status,
-        "created": run.created,
-        "command": run.command,
-        "versions": dict(run.versions),
-        "hardware": run.hardware,
-        "seed": run.seed,
-        "settings": dict(run.settings),
+        **{key: run.record.get(key) for key in ("status", "created", "command")},
+        "versions": run.record.get("versions") or {},
+        "hardware": run.record.get("hardware"),
+        "seed": run.record.get("seed"),
+        "settings": run.record.get("settings") or {},
         "missing": list(run.missing),
     }
 

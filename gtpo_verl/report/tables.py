@@ -1,6 +1,7 @@
 """The tables of a report, as text, for the page and the console."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,58 +13,61 @@ from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.report.words import interval_text, number_range, p_text, percent, points, share_interval
 
-SOURCE = "Data source"  # a column only where there are several
-CHANGE_COLUMNS = ("Before", "After", "Difference", "95 % interval", "Samples", "Prompts", "Last step")
-COMPARISON_COLUMNS = ("Step", "After", "95 % interval", "Gain", "95 % interval", "Prompts")
-FINAL_COLUMNS = ("Seeds", "Mean", "95 % interval", "Interquartile mean", "S.d.", "Lowest", "Highest")
-SEED_COLUMNS = ("Seeds", "Difference", "95 % interval", "p, t test", "p, sign flips", "Better on", "Interquartile mean")
-ENTROPY_COLUMNS = ("First", "Lowest", "at step", "Last", "Rebound")
 ENTROPY_KEYS = {"correct": "credit/entropy_correct", "wrong": "credit/entropy_wrong"}
 
 
-def change_header(sources: Sequence[str]) -> list[str]:
-    return ["Arm", *_source_cell(sources, SOURCE), *CHANGE_COLUMNS]
+@dataclass(frozen=True)
+class Table:
+    """The names of columns, and rows of as many cells."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def cells(self, columns: Iterable[str]) -> list[list[str]]:
+        """Every row's cells in some columns."""
+        places = [self.columns.index(column) for column in columns]
+        return [[row[place] for place in places] for row in self.rows]
 
 
-def change_rows(results: Sequence[TrainingResult], sources: Sequence[str]) -> list[list[str]]:
+def _by_source(
+    first: str, columns: Sequence[str], rows: Iterable[tuple[str, str, Sequence[str]]], sources: Sequence[str]
+) -> Table:
+    """A table of rows (name, data source, cells), with a column for the data source where there are several."""
+    several = len(sources) > 1
+    return Table(
+        (first, *(["Data source"] if several else []), *columns),
+        tuple((name, *([source] if several else []), *cells) for name, source, cells in rows),
+    )
+
+
+def change_table(results: Sequence[TrainingResult], sources: Sequence[str]) -> Table:
     """One row per training and data source; one per training without any."""
-    rows = []
-    for result in results:
-        last_step = str(result.training.last_step)
-        for source in sources:
-            cells = _change_cells(result.accuracies.get(source))
-            rows.append([result.name, *_source_cell(sources, source), *cells, last_step])
-        if not sources:
-            rows.append([result.name, *_change_cells(None), last_step])
-    return rows
+    rows = [
+        (result.name, source, [*_change_cells(result.accuracies.get(source)), str(result.training.last_step)])
+        for result in results
+        for source in sources or [""]
+    ]
+    columns = ("Before", "After", "Difference", "95 % interval", "Samples", "Prompts", "Last step")
+    return _by_source("Arm", columns, rows, sources)
 
 
-def comparison_header(sources: Sequence[str]) -> list[str]:
-    return ["Arms", *_source_cell(sources, SOURCE), *COMPARISON_COLUMNS]
-
-
-def comparison_rows(comparisons: Sequence[Comparison], sources: Sequence[str]) -> list[list[str]]:
+def comparison_table(comparisons: Sequence[Comparison], sources: Sequence[str]) -> Table:
     """One row per pair of trainings and data source."""
     rows = []
     for comparison in comparisons:
         found = comparison.difference
         cells = [cell for e in (found.after, found.gain) for cell in (points(e.value), interval_text(e.interval))]
         names = f"{comparison.arm.name} − {comparison.baseline.name}"
-        source = _source_cell(sources, comparison.source)
-        rows.append([names, *source, str(found.step), *cells, f"{found.prompts:,}"])
-    return rows
+        rows.append((names, comparison.source, [str(found.step), *cells, f"{found.prompts:,}"]))
+    columns = ("Step", "After", "95 % interval", "Gain", "95 % interval", "Prompts")
+    return _by_source("Arms", columns, rows, sources)
 
 
-def final_header(sources: Sequence[str]) -> list[str]:
-    return ["Arm", *_source_cell(sources, SOURCE), *FINAL_COLUMNS]
-
-
-def final_rows(finals: Sequence[Final], sources: Sequence[str]) -> list[list[str]]:
+def final_table(finals: Sequence[Final], sources: Sequence[str]) -> Table:
     """One row per arm and data source: the accuracy over seeds."""
-    return [
-        [
-            final.arm.name,
-            *_source_cell(sources, final.source),
+    rows = []
+    for final in finals:
+        cells = [
             str(len(final.values)),
             percent(final.mean),
             share_interval(final.interval),
@@ -72,43 +76,39 @@ def final_rows(finals: Sequence[Final], sources: Sequence[str]) -> list[list[str
             percent(min(final.values.values())),
             percent(max(final.values.values())),
         ]
-        for final in finals
-    ]
+        rows.append((final.arm.name, final.source, cells))
+    columns = ("Seeds", "Mean", "95 % interval", "Interquartile mean", "S.d.", "Lowest", "Highest")
+    return _by_source("Arm", columns, rows, sources)
 
 
-def seed_header(sources: Sequence[str]) -> list[str]:
-    return ["Arms", *_source_cell(sources, SOURCE), *SEED_COLUMNS]
-
-
-def seed_rows(comparisons: Sequence[SeedComparison], sources: Sequence[str]) -> list[list[str]]:
+def seed_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) -> Table:
     """One row per arm with a baseline and data source: the differences over seeds."""
     rows = []
     for comparison in comparisons:
         found = comparison.paired
-        rows.append(
-            [
-                f"{comparison.arm.name} − {comparison.baseline.name}",
-                *_source_cell(sources, comparison.source),
-                str(found.seeds),
-                points(found.mean),
-                interval_text(found.interval),
-                p_text(found.t_holm),
-                p_text(found.sign_flip_holm),
-                f"{found.better * found.seeds:g} of {found.seeds}",
-                points(found.interquartile_mean),
-            ]
-        )
-    return rows
+        cells = [
+            str(found.seeds),
+            points(found.mean),
+            interval_text(found.interval),
+            p_text(found.t_holm),
+            p_text(found.sign_flip_holm),
+            f"{found.better * found.seeds:g} of {found.seeds}",
+            points(found.interquartile_mean),
+        ]
+        rows.append((f"{comparison.arm.name} − {comparison.baseline.name}", comparison.source, cells))
+    columns = ("Seeds", "Difference", "95 % interval", "p, t test", "p, sign flips", "Better on", "Interquartile mean")
+    return _by_source("Arms", columns, rows, sources)
 
 
-def entropy_rows(arms: Sequence[ArmResult]) -> list[list[str]]:
+def entropy_table(arms: Sequence[ArmResult]) -> Table:
     """Per arm and verdict of the responses: how far their entropy fell, and how far it has come up again."""
-    return [
-        [arm.name, verdict, *cells]
+    rows = tuple(
+        (arm.name, verdict, *cells)
         for arm in arms
         for verdict, key in ENTROPY_KEYS.items()
         if (cells := _rebound_cells(arm, key))
-    ]
+    )
+    return Table(("Arm", "Responses", "First", "Lowest", "at step", "Last", "Rebound"), rows)
 
 
 def _rebound_cells(arm: ArmResult, key: str) -> list[str]:
@@ -125,10 +125,6 @@ def _rebound_cells(arm: ArmResult, key: str) -> list[str]:
         f"{values[-1]:.3f}",
         f"+{rebound:.3f}",
     ]
-
-
-def _source_cell(sources: Sequence[str], text: str) -> list[str]:
-    return [text] if len(sources) > 1 else []
 
 
 def _change_cells(accuracy: Accuracy | None) -> list[str]:

@@ -168,7 +168,7 @@ def notes(
         sentences += [f"{result.name}: {note}." for note in (*_validation_notes(result), *result.training.notes)]
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        sentences += [prefix + note for note in run.notes]
+        sentences += [prefix + note for note in run.record.get("notes") or ()]
         if run.sweep is None:
             sentences += [f"{prefix}arm {name} logged no step, so it is not shown." for name in run.missing]
     return sentences

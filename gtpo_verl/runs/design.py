@@ -133,8 +133,8 @@ def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> list[ArmKe
             values[ALGORITHM] = training.method.name if training.method else training.name
         tolerated = {key for key in training.config if _matches(key, allow) and not is_bookkeeping(key)}
         values |= {key: _shown(training.config, key) for key in tolerated if key not in values}
-        own = training.method.keys if training.method and not training.axes else ()
-        settings = {key: _shown(training.config, key) for key in training.config if _listed(key, own)}
+        method_keys = training.method.keys if training.method and not training.axes else ()
+        settings = {key: _shown(training.config, key) for key in training.config if _listed(key, method_keys)}
         keys.append(ArmKey(values, settings))
     shared = _varying([key.values for key in keys])
     trimmed = []
@@ -163,7 +163,8 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
     for training, key in keys.items():
         grouped.setdefault(key.identity(), []).append(training)
     arms = []
-    names = _names([keys[trainings[0]] for trainings in grouped.values()], [own[0] for own in grouped.values()])
+    first = [trainings[0] for trainings in grouped.values()]
+    names = _names([keys[training] for training in first], first)
     for name, trainings in zip(names, grouped.values(), strict=True):
         by_seed: dict[str | None, Training] = {}
         for training in sorted(trainings, key=lambda training: _numeric(training.seed)):
@@ -280,9 +281,9 @@ def _refuse_differences(
         if any(len(different) > 1 for different in by_group.values()):
             found[key] = values
     for training in facts:
-        own = training.config.get(SEED)
-        if own is not None and training.seed != str(own):
-            found[SEED] = {training: f"{own} in {training.path.name}, which is seed {training.seed} of the sweep"}
+        seed = training.config.get(SEED)
+        if seed is not None and training.seed != str(seed):
+            found[SEED] = {training: f"{seed} in {training.path.name}, which is seed {training.seed} of the sweep"}
     if not found:
         return
     shown = [f"{key} ({_who(values)})" for key, values in list(found.items())[:_MOST_NAMED]]

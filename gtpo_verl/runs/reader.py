@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json_lines
+from gtpo_verl.files import read_json_lines, reading
 from gtpo_verl.runs.correctness import is_correct
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
@@ -32,6 +31,7 @@ from gtpo_verl.runs.directory import (
     SWEEP_FILE,
     flatten,
     read_config,
+    read_record,
 )
 from gtpo_verl.runs.lock import is_abandoned
 from gtpo_verl.runs.loggers import Logged, read_logger
@@ -140,24 +140,26 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One or several trainings of one command or one sweep. What ``run.json`` does not say is None or empty.
+    """One or several trainings of one command or one sweep.
 
+    ``record``: the ``run.json`` of the whole, empty where there is none; of a sweep what ``sweep.json`` says about it.
     ``missing``: the names of trainings that were planned and logged no step.
     """
 
     name: str
     path: Path
     trainings: tuple[Training, ...]
-    status: str | None
-    created: str | None
-    command: str | None
-    versions: Mapping[str, str]
-    hardware: str | None
-    seed: int | None
-    settings: Mapping[str, Any]
-    notes: tuple[str, ...]
-    missing: tuple[str, ...]
+    record: Mapping[str, Any]
+    missing: tuple[str, ...] = ()
     sweep: Sweep | None = None
+
+    @property
+    def status(self) -> str | None:
+        return self.record.get("status")
+
+    @property
+    def command(self) -> str | None:
+        return self.record.get("command")
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -201,7 +203,7 @@ def read_run(path: Path) -> Run:
 def _read_single_training(path: Path) -> Run:
     """A training's directory, or a file of verl's ``file`` logger."""
     directory, metrics_file = (path.parent, path) if path.is_file() else (path, path / METRICS_FILE)
-    name = path.stem if path.is_file() else path.resolve().name
+    name = _name_of(path)
     training = _read_training(directory, metrics_file, name)
     if training is None:
         raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
@@ -253,13 +255,12 @@ def _read_sweep(path: Path) -> Run:
         raise UserError(f"no run of {path} has logged a step: start the sweep, or wait for its first step.")
     complete = not missing and all(training.status == "complete" for training in trainings)
     record = {**sweep.about, "name": sweep.name, "status": "complete" if complete else None}
-    return replace(_run(path, trainings, record, missing), sweep=sweep)
+    return _run(path, trainings, record, missing, sweep)
 
 
 def _logged_training(path: Path, logged: Logged) -> Training:
     config = dict(flatten(logged.config))
-    name = path.stem if path.is_file() else path.resolve().name
-    return Training(name, path, logged.metrics, {}, config, _method(config), logged.notes)
+    return Training(_name_of(path), path, logged.metrics, {}, config, _method(config), logged.notes)
 
 
 def registry_rank(method: str | None) -> int:
@@ -270,28 +271,24 @@ def registry_rank(method: str | None) -> int:
     return names.index(method) if method in names else len(names)
 
 
-def _run(path: Path, trainings: list[Training], record: Mapping[str, Any], missing: Sequence[str] = ()) -> Run:
-    directory_name = path.stem if path.is_file() else path.resolve().name
-    return Run(
-        name=str(record.get("name") or directory_name),
-        path=path,
-        trainings=tuple(trainings),
-        status=record.get("status"),
-        created=record.get("created"),
-        command=record.get("command"),
-        versions=record.get("versions") or {},
-        hardware=record.get("hardware"),
-        seed=record.get("seed"),
-        settings=record.get("settings") or {},
-        notes=tuple(record.get("notes") or ()),
-        missing=tuple(missing),
-    )
+def _run(
+    path: Path,
+    trainings: Sequence[Training],
+    record: Mapping[str, Any],
+    missing: Sequence[str] = (),
+    sweep: Sweep | None = None,
+) -> Run:
+    name = str(record.get("name") or _name_of(path))
+    return Run(name, path, tuple(trainings), record, tuple(missing), sweep)
+
+
+def _name_of(path: Path) -> str:
+    return path.stem if path.is_file() else path.resolve().name
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    file = path / RECORD_FILE
-    record = _read_object(file) if file.is_file() else {}
-    _check_types(file, record)
+    record = read_record(path) or {}
+    _check_types(path / RECORD_FILE, record)
     if record.get("status") == "running" and is_abandoned(path):
         return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     return record
@@ -306,16 +303,6 @@ def _check_types(file: Path, record: Mapping[str, Any]) -> None:
             )
     if not all(isinstance(attempt, dict) for attempt in record.get("attempts") or ()):
         raise UserError(f"{file}: attempts holds something else than attempts: repair it, or remove the file")
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not valid JSON ({error}): repair it, or remove it to report without it") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file} holds no JSON object: repair it, or remove it to report without it")
-    return value
 
 
 def _read_training(directory: Path, metrics_file: Path, name: str) -> Training | None:
@@ -509,11 +496,11 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
 def _by_source(samples: Sequence[_Sample], step: int, threshold: float) -> Iterator[Validation]:
     """A validation for each data source; every sample must have one."""
     for source in sorted({sample.source for sample in samples if sample.source is not None}):
-        own = [sample for sample in samples if sample.source == source]
-        prompts = [sample.prompt for sample in own]
-        names, accuracy, counts = cluster_means(prompts, [is_correct(sample.acc, threshold) for sample in own])
-        _, mean_acc, _ = cluster_means(prompts, [sample.acc or 0 for sample in own])
-        clusters = {sample.prompt: sample.cluster for sample in own}
+        of_source = [sample for sample in samples if sample.source == source]
+        prompts = [sample.prompt for sample in of_source]
+        names, accuracy, counts = cluster_means(prompts, [is_correct(sample.acc, threshold) for sample in of_source])
+        _, mean_acc, _ = cluster_means(prompts, [sample.acc or 0 for sample in of_source])
+        clusters = {sample.prompt: sample.cluster for sample in of_source}
         of_prompts = tuple(clusters[name] for name in names)
         yield Validation(step, source, names, of_prompts, accuracy, counts, float(mean_acc.mean()))
 
@@ -527,12 +514,10 @@ def _prompt_key(sample: Mapping[str, Any]) -> str:
 def _read_config(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
+    with reading(file):
         config = read_config(file)
         json.dumps(config, default=str)  # a ValueError where a list holds itself
         return dict(flatten(config)) if isinstance(config, dict) else {}
-    except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:
-        raise UserError(f"{file} is not valid YAML: repair it, or remove it to report without it") from error
 
 
 def _listed(steps: Sequence[str]) -> str:

@@ -64,17 +64,8 @@ def state_of(run_dir: Path) -> RunState:
     Raises:
         UserError: a file is damaged.
     """
-    metrics = _read_metrics(*_version(run_dir / METRICS_FILE))
-    step = max(metrics, default=0)
-    times = [data["timing_s/step"] for _, data in sorted(metrics.items()) if "timing_s/step" in data]
-    return RunState(
-        **_attempt(run_dir),
-        step=step,
-        steps=_read_steps(*_version(run_dir / CONFIG_FILE)),
-        metrics=metrics.get(step, {}),
-        accuracy=_last_accuracy(metrics),
-        step_seconds=statistics.median(times[-RECENT:]) if times else None,
-    )
+    progress = _read_progress(*_version(run_dir / METRICS_FILE))
+    return RunState(**_attempt(run_dir), **progress, steps=_read_steps(*_version(run_dir / CONFIG_FILE)))
 
 
 def in_words(seconds: float) -> str:
@@ -124,14 +115,6 @@ def _seconds(started: str | None, ended: str | None) -> float:
     return (until - dt.datetime.fromisoformat(started)).total_seconds()
 
 
-def _last_accuracy(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
-    keys = {key for data in metrics.values() for key in data}
-    newest = sorted(metrics.items(), reverse=True)
-    return {
-        source: next(data[key] for _, data in newest if key in data) for source, key in logged_accuracies(keys).items()
-    }
-
-
 def _read_object(file: Path) -> dict[str, Any]:
     with reading(file):
         value = read_json(file)
@@ -148,8 +131,21 @@ def _version(file: Path) -> tuple[Path, int, int]:
 
 
 @lru_cache(maxsize=256)
-def _read_metrics(file: Path, changed: int, size: int) -> Mapping[int, Mapping[str, float]]:
-    return read_metrics(file)[0] if size else {}
+def _read_progress(file: Path, changed: int, size: int) -> Mapping[str, Any]:
+    """What the metrics say of a `RunState`."""
+    if not size:
+        return {}
+    metrics, _ = read_metrics(file)
+    newest = sorted(metrics.items(), reverse=True)
+    logged = logged_accuracies({key for data in metrics.values() for key in data})
+    times = [data["timing_s/step"] for _, data in newest if "timing_s/step" in data]
+    step, last = newest[0] if newest else (0, {})
+    return {
+        "step": step,
+        "metrics": last,
+        "accuracy": {source: next(data[key] for _, data in newest if key in data) for source, key in logged.items()},
+        "step_seconds": statistics.median(times[:RECENT]) if times else None,
+    }
 
 
 @lru_cache(maxsize=256)

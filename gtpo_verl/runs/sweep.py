@@ -41,10 +41,10 @@ class Sweep:
 
     def overrides(self, name: str) -> list[str]:
         """Every override of a run, as `gtpo-verl train` takes them."""
-        own = [*self.common, *self.runs[name], f"trainer.run_dir={quoted(self.run_dir(name))}"]
-        if chosen(own, "trainer.experiment_name") is None:
-            own.append(f"trainer.experiment_name={quoted(f'{self.name}-{name}')}")
-        return own
+        overrides = [*self.common, *self.runs[name], f"trainer.run_dir={quoted(self.run_dir(name))}"]
+        if chosen(overrides, "trainer.experiment_name") is None:
+            overrides.append(f"trainer.experiment_name={quoted(f'{self.name}-{name}')}")
+        return overrides
 
 
 def write(sweep: Sweep) -> None:

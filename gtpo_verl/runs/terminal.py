@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from gtpo_verl.files import read_lines_from
 from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
 
 if TYPE_CHECKING:
@@ -112,14 +113,14 @@ def following(run_dir: Path, steps: int, *, verbose: bool) -> Iterator[None]:
     if _redirected is None:  # the terminal is the log
         yield
         return
-    log = _Tail(run_dir / LOG_FILE)
-    metrics = (run_dir / METRICS_FILE).stat().st_size if (run_dir / METRICS_FILE).exists() else 0
+    files = [run_dir / LOG_FILE, run_dir / METRICS_FILE]
+    log, metrics = (file.stat().st_size if file.exists() else 0 for file in files)  # shown from here on
     shown: set[str] = set()
     ended = threading.Event()
 
     def show() -> None:
-        nonlocal metrics
-        lines = log.lines()
+        nonlocal log, metrics
+        lines, log = read_lines_from(run_dir / LOG_FILE, log)
         if verbose:
             for line in lines:
                 say(line)
@@ -150,23 +151,6 @@ def warnings_in(lines: Iterable[str]) -> list[str]:
 def _repeat(show: Callable[[], None], ended: threading.Event) -> None:
     while not ended.wait(POLL):
         show()
-
-
-class _Tail:
-    """The lines that are added to a file from now on."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._offset = file.stat().st_size if file.exists() else 0
-
-    def lines(self) -> list[str]:
-        """Those that are complete and new."""
-        with self._file.open("rb") as content:
-            content.seek(self._offset)
-            text = content.read()
-        end = text.rfind(b"\n") + 1
-        self._offset += end
-        return text[:end].decode("utf-8", "replace").splitlines()
 
 
 def describe(step: int, data: Mapping[str, float]) -> str:

@@ -106,7 +106,7 @@ def test_a_job_gets_what_it_was_given_and_no_list_or_log_shows_its_secrets(
     assert received["directory"] != str(own)
 
     (found,) = [job for job in jobs.list() if job.id == "given-1"]
-    assert (found.run_dir, found.has_ended) == (words[5].removeprefix("trainer.run_dir="), True)
+    assert (found.run_dir, found.status) == (words[5].removeprefix("trainer.run_dir="), "SUCCEEDED")
     assert found.start is not None
     assert found.end is not None
     assert found.start < found.end

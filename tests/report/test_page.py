@@ -17,7 +17,7 @@ from gtpo_verl.algorithms.registry import algorithm
 from gtpo_verl.commands import report
 from gtpo_verl.errors import UserError
 from gtpo_verl.report import figures, plots
-from gtpo_verl.report.page import print_table, write_headline_figure, write_report
+from gtpo_verl.report.page import print_table, write_report
 
 
 class Page(HTMLParser):
@@ -225,21 +225,6 @@ def test_text_of_a_run_cannot_become_markup(runs):
     result = write_report([path], path)
     assert "<script" not in result.html.read_text()
     assert "echo <script>alert(1)</script>" in Page(result.html).text
-
-
-def test_headline_figure_is_the_first_of_the_report(written, tmp_path):
-    for theme in (plots.LIGHT, plots.DARK):
-        write_headline_figure(written, tmp_path / "docs" / f"{theme.name}.png", theme)
-    pictures = written.html.parent / "figures"
-    assert (tmp_path / "docs" / "light.png").read_bytes() == (pictures / "accuracy.png").read_bytes()
-    assert (tmp_path / "docs" / "dark.png").read_bytes() == (pictures / "accuracy-dark.png").read_bytes()
-
-
-def test_headline_figure_needs_a_validation(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"actor/entropy": 0.5}}\n')
-    result = write_report([tmp_path], tmp_path / "out")
-    with pytest.raises(UserError, match=r"no validation accuracy to draw: set trainer\.test_freq"):
-        write_headline_figure(result, tmp_path / "headline.png")
 
 
 def test_an_output_that_cannot_be_written_is_a_plain_error(runs, tmp_path):

@@ -158,8 +158,8 @@ def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
     text = " ".join(notes_of(arm))
     assert "With 30 or fewer prompts the intervals on aime are too narrow." in text
     assert "on math are too narrow" not in text
-    rows = tables.change_rows([result], data_sources(arms_of(arm)))
-    assert [row[:5] for row in rows] == [
+    table = tables.change_table([result], data_sources(arms_of(arm)))
+    assert table.cells(["Arm", "Data source", "Before", "After", "Difference"]) == [
         ["GTPO", "aime", "100.0 %", "33.3 %", "−66.7"],
         ["GTPO", "math", "0.0 %", "66.6 %", "+66.6"],
     ]
@@ -169,8 +169,8 @@ def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
 def test_a_single_validation_is_before_or_after_training(tmp_path: Path, step: int, cells: list[str]):
     arm = write_arm(tmp_path / "gtpo", {step: {}})
     write_samples(arm, step, *({"input": f"a{n}", "gts": "", "data_source": "aime", "acc": n % 2} for n in range(4)))
-    ((_, *shown),) = tables.change_rows(results_of(arm), data_sources(arms_of(arm)))
-    assert shown[:3] == [*cells, "n/a"]
+    table = tables.change_table(results_of(arm), data_sources(arms_of(arm)))
+    assert table.cells(["Before", "After", "Difference"]) == [[*cells, "n/a"]]
 
 
 @pytest.mark.slow
@@ -284,7 +284,7 @@ def test_a_healthy_run_has_only_the_general_note_and_its_own(runs):
         "Over prompts: intervals come from a paired cluster bootstrap: prompts, drawn with replacement 10,000"
     )
     assert [note.split(": ")[1] for note in unknown] == ["the commit.", "versions.", "checksums of model and data."]
-    assert own == read_run(path).notes[0]
+    assert own == read_run(path).record["notes"][0]
 
 
 def test_status_of_an_interrupted_run_says_how_far_it_came(runs):

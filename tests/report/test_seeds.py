@@ -11,7 +11,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.report.page import Report, write_report
 from gtpo_verl.report.results import arm_results
 from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons
-from gtpo_verl.report.tables import entropy_rows
+from gtpo_verl.report.tables import entropy_table
 from gtpo_verl.report.words import notes, seed_verdict, status_text
 from gtpo_verl.runs.design import design
 from gtpo_verl.runs.reader import read_runs
@@ -169,7 +169,7 @@ def test_rebound_is_measured_from_the_lowest_point(runs):
         lines.append(json.dumps({"step": step, "data": {"credit/entropy_wrong": wrong}}))
     (runs.root / "gtpo" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     _, _, arms = analysed(runs.root / "gtpo")
-    assert entropy_rows(arms) == [["GTPO", "wrong", "0.900", "0.400", "6", "0.600", "+0.200"]]
+    assert entropy_table(arms).rows == (("GTPO", "wrong", "0.900", "0.400", "6", "0.600", "+0.200"),)
 
 
 def test_bands_need_three_seeds_and_common_steps():

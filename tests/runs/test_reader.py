@@ -71,8 +71,8 @@ def test_series_skips_steps_without_the_key(tmp_path: Path):
 def test_run_directory_with_its_record(runs):
     run = read_run(runs.run())
     assert [arm.name for arm in run.trainings] == ["dapo", "gtpo", "grpo_s"]
-    assert (run.name, run.status, run.seed) == ("quickstart", "complete", 7)
-    assert run.versions["verl"] == "0.9.1"
+    assert (run.name, run.status, run.record["seed"]) == ("quickstart", "complete", 7)
+    assert run.record["versions"]["verl"] == "0.9.1"
     arm = run.trainings[1]
     assert arm.last_step == 60
     validations = arm.validations["arithmetic"]
@@ -94,7 +94,7 @@ def test_without_a_record_trainings_come_in_the_order_of_the_registry(runs):
     runs.arm(runs.root / "dapo", config=False, bare=True, prompts=4)  # a name is not a configuration
     run = read_run(runs.root)
     assert [training.name for training in run.trainings] == ["c", "b", "a", "dapo"]
-    assert (run.name, run.status, run.command, run.seed) == ("outputs", None, None, None)
+    assert (run.name, run.record) == ("outputs", {})
 
 
 def test_an_arm_that_did_not_log_a_step_is_missing_not_broken(runs):
@@ -284,8 +284,8 @@ def test_errors_say_what_to_do(tmp_path: Path):
         "empty": "no metrics.jsonl in .*empty or in a directory of it: has the training logged its first step yet",
         "started": "holds no readable line: has the training logged its first step yet",
         "notes.txt": "is not a run: give a run's directory, or a .jsonl file",
-        "broken": "run.json is not valid JSON .*: repair it, or remove it",
-        "config": "config.yaml is not valid YAML: repair it, or remove it",
+        "broken": "run.json is damaged .*: repair it, or remove it",
+        "config": "config.yaml is damaged .*: repair it, or remove it",
     }
     for name, message in expected.items():
         with pytest.raises(UserError, match=message) as caught:
@@ -334,12 +334,12 @@ BIG = "1" + "0" * 400
     [
         ("metrics.jsonl", f'{{"step": {BIG}, "data": {{}}}}\n'.encode(), "line 1: expected"),
         ("metrics.jsonl", b'{"step": -1, "data": {}}\n', "line 1: expected"),
-        ("config.yaml", b"\x00\xff\xfe", "config.yaml is not valid YAML"),
-        ("config.yaml", b"&a\nx: *a\n", "config.yaml is not valid YAML"),
-        ("config.yaml", b"x: &a\n  y: *a\n", "config.yaml is not valid YAML"),
-        ("config.yaml", b"x: " + b"[" * 100_000, "config.yaml is not valid YAML"),
-        ("config.yaml", b"x: &a [*a]\n", "config.yaml is not valid YAML"),
-        ("run.json", b"[" * 100_000, "run.json is not valid JSON"),
+        ("config.yaml", b"\x00\xff\xfe", "config.yaml is damaged"),
+        ("config.yaml", b"&a\nx: *a\n", "config.yaml is damaged"),
+        ("config.yaml", b"x: &a\n  y: *a\n", "config.yaml is damaged"),
+        ("config.yaml", b"x: " + b"[" * 100_000, "config.yaml is damaged"),
+        ("config.yaml", b"x: &a [*a]\n", "config.yaml is damaged"),
+        ("run.json", b"[" * 100_000, "run.json is damaged"),
         ("run.json", b'{"versions": [1]}', r"run.json: versions is \[1\]"),
         ("run.json", b'{"notes": 5}', "run.json: notes is 5"),
         ("run.json", b'{"attempts": [1]}', "run.json: attempts holds something else"),
