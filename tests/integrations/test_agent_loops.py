@@ -29,10 +29,11 @@ from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import Gathering, GroupAgentLoopWorker, StatesTogether
-from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows
+from gtpo_verl.integrations.guide import FIRST_SESSION
 from gtpo_verl.integrations.guide_server import CLIENT
 from gtpo_verl.integrations.reward_loop import GroupRewardLoopManager, Scorable
 from gtpo_verl.integrations.starting import Started
+from gtpo_verl.integrations.step.guide import GuideRows
 from gtpo_verl.integrations.streams import COLUMN
 from gtpo_verl.integrations.trainer import trainer_class
 from gtpo_verl.integrations.vllm.wiring import AGENT_LOOPS
@@ -614,8 +615,8 @@ def test_the_trainers_reward_workers_score_groups(monkeypatch: pytest.MonkeyPatc
     trainer.run_dir = tmp_path
     trainer.config = compose_config(["algo=dapo", "reward.reward_model.enable=true"])  # so nothing is started before
     trainer.guide = GuideRows(trainer.config)
-    trainer.started = Started(trainer.config)
-    trainer._setup()
+    with Started(trainer.config).in_place():
+        trainer._setup()
     assert made == [GroupRewardLoopManager]
     assert trainer_base.RewardLoopManager is RewardLoopManager
 
