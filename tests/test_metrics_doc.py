@@ -4,6 +4,7 @@ import ast
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from gtpo_verl.algorithms.losses import aspo_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.integrations.losses import _named
-from gtpo_verl.integrations.metrics import ActorPass, agreement, legal_share, verifier_failures
-from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, _Tally
+from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
+from gtpo_verl.integrations.step.generation import Generation, GroupVerdict
+from gtpo_verl.integrations.step.metrics import ActorPass, agreement, legal_share, verifier_failures
 from gtpo_verl.verifiers import FAILURES
 
 PACKAGE = Path(__file__).parents[1] / "gtpo_verl"
@@ -44,15 +46,22 @@ def test_metrics_of_the_losses() -> None:
 
 
 def test_metrics_of_the_rollouts_entropies() -> None:
-    rollout, mask = torch.rand(2, 3), torch.ones(2, 3, dtype=torch.bool)
-    current = torch.tensor([[True] * 3, [False] * 3])
-    names = [*agreement(rollout, rollout + 0.1 * torch.rand(2, 3), mask, current), *ActorPass(1).ran(1.0, 10)]
+    rollout, mask = torch.rand(6), torch.ones(6, dtype=torch.bool)
+    current = torch.tensor([True] * 3 + [False] * 3)
+    names = [*agreement(rollout, rollout + 0.1 * torch.rand(6), mask, current), *ActorPass(1).ran(1.0, 10)]
     assert len(names) == 7
     assert undocumented(names) == set()
 
 
 def test_metrics_of_dynamic_sampling() -> None:
-    names = BudgetedReplayBuffer._metrics(SimpleNamespace(_expired=0), _Tally(generated=2, mixed=2), [0, 1])  # type: ignore[arg-type]
+    verdicts = {"a": GroupVerdict("mixed"), "b": GroupVerdict("mixed")}
+    step = Generation(2, "train", 0, 2, (1, 1), window=2, budget=None, prompts=["a", "b"], verdicts=verdicts)
+    step.note_time()
+    limits, born = SimpleNamespace(carry_over_max_age=1), {"train": {"a": 1, "b": 2}}
+    buffer: Any = SimpleNamespace(_expired=0, limits=limits, prompt_global_steps=born)
+    found = step.metrics() | BudgetedReplayBuffer._metrics(buffer, step, ["a", "b"], [])
+    names = {f"training/filter_groups/{name}" for name in found}
+    assert len(names) == 13
     assert "training/filter_groups/yield" in names
     assert undocumented(names) == set()
 

@@ -147,7 +147,7 @@ def advantages_of(
 
 def update_with_guide(actor: Actor, config: DictConfig, advantages: torch.Tensor) -> dict[str, Any]:
     """An update with the loss that the trainer gives to the workers, after which they have verl's own again."""
-    from gtpo_verl.integrations.guide import GuideRows
+    from gtpo_verl.integrations.step.guide import GuideRows
 
     guide = GuideRows(config)
     _, policy = actor.measured()

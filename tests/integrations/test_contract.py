@@ -289,7 +289,9 @@ CONTRACT: dict[str, dict[str, Expected]] = {
         "PPOTrainer._rollout_server_managers": "(self)",
         "PPOTrainer._save_checkpoint": "(self)",
         "PPOTrainer._setup": "(self)",
+        "PPOTrainer._step_once": "(self, metrics, timing_raw, sample_batch_size)",
         "PPOTrainer._update_actor": "(self, batch, metrics)",
+        "PPOTrainer._update_critic": "(self, batch, metrics)",
         "PPOTrainer._val_metrics_update": "(self, data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts=)",
         "PPOTrainer._validate": "(self)",
         "PPOTrainer.actor_rollout_wg": "attribute",
@@ -809,16 +811,18 @@ def test_a_use_without_a_line_is_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
 def test_our_methods_come_first_in_every_trainer(mode: str) -> None:
-    from gtpo_verl.integrations.trainer import CreditAssignmentMixin, trainer_class
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    trainer = trainer_class(mode)
-    for name, value in vars(CreditAssignmentMixin).items():
-        if inspect.isfunction(value):
-            assert getattr(trainer, name) is value, name
+    from gtpo_verl.integrations.trainer import RunTrainer, trainer_class
+
+    trainer, ours = trainer_class(mode), RunTrainer.__mro__[: RunTrainer.__mro__.index(PPOTrainer)]
+    assert len(ours) == 3
+    for name in {name for layer in ours for name, value in vars(layer).items() if inspect.isfunction(value)}:
+        assert getattr(trainer, name) is getattr(RunTrainer, name), name
 
 
 def test_a_ray_actor_class_tells_what_it_wraps() -> None:
-    """`CreditAssignmentMixin._init_resource_pool_mgr` takes verl's workers out of their actor classes this way."""
+    """`RunTrainer._init_resource_pool_mgr` takes verl's workers out of their actor classes this way."""
     import ray
 
     class Worker:

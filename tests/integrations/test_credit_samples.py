@@ -2,7 +2,7 @@
 
 import torch
 
-from gtpo_verl.integrations.credit_samples import MOST_TOKENS, contrasting_pair, credit_sample
+from gtpo_verl.integrations.step.samples import MOST_TOKENS, contrasting_pair, credit_sample
 
 
 def decode(ids: list[int]) -> str:
@@ -12,9 +12,9 @@ def decode(ids: list[int]) -> str:
 def test_the_first_group_with_both_verdicts_gives_one_response_of_each():
     groups = ["a", "a", "b", "b", "b", "b"]
     correct = torch.tensor([True, True, False, False, True, True])
-    mask = torch.tensor([[1], [1], [0], [1], [1], [1]], dtype=torch.bool)  # row 2 is padding
-    assert contrasting_pair(groups, correct, mask) == [4, 3]
-    assert contrasting_pair(groups[:2], correct[:2], mask[:2]) == []
+    own = torch.tensor([True, True, False, True, True, True])  # row 2 is the guide's
+    assert contrasting_pair(groups, correct, own) == [4, 3]
+    assert contrasting_pair(groups[:2], correct[:2], own[:2]) == []
 
 
 def test_tokens_of_a_tool_are_left_out_and_values_stay_with_their_tokens():

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transfer_queue as tq
 from metrics_doc import undocumented
-from omegaconf import OmegaConf
+from step_trainer import clear, read, run_trainer
 from transfer_queue import KVBatchMeta
 from verl.utils import tensordict_utils as tu
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
@@ -21,15 +21,9 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from gtpo_verl.algorithms import Batch, algorithm, grpo_advantages, soft_overlong_penalty
 from gtpo_verl.algorithms.losses import mixed_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guided_advantages, on_only_advantages
-from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.integrations.guide import FIRST_SESSION, GuideRows, Reserve
-from gtpo_verl.integrations.metrics import ActorPass
-from gtpo_verl.integrations.not_finite import NotFinite
-from gtpo_verl.integrations.trainer import CreditAssignmentMixin
-from gtpo_verl.integrations.transfer_queue import fetch, fetch_rows
-from gtpo_verl.integrations.waiting import PhaseLimit
+from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve
+from gtpo_verl.integrations.transfer_queue import fetch_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -67,44 +61,26 @@ class Columns:
         self.entropy = [-row for row in column()]
 
 
-class Trainer(CreditAssignmentMixin):
-    """The mixin over verl's own steps, with an actor whose passes are columns."""
+def make_trainer(run_dir: Path, columns: Columns, *overrides: str) -> Any:
+    """The trainer of a run over verl's own steps, with an actor whose passes are columns."""
+    trainer = run_trainer(run_dir, *overrides)
+    trainer.global_steps = STEP
+    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: _pass(batch, columns))
+    return trainer
 
-    def __init__(self, run_dir: Path, columns: Columns, *overrides: str) -> None:
-        overrides = ("setting=quickstart", "hardware=cpu", f"trainer.run_dir={run_dir}", *overrides)
-        config = compose_config(overrides)
-        for key in ("actor_rollout_ref.model.path", "data.train_files", "data.val_files"):
-            OmegaConf.update(config, key, str(run_dir))
-        prepare(config, overrides)
-        config.trainer.test_freq = -1
-        self.config = config
-        self.run_dir = run_dir
-        self.trainer_mode = "sync"
-        self.global_steps = STEP
-        self.phase_limit = PhaseLimit(None)
-        self.entropy_source = entropy_source(config)
-        self.guide = GuideRows(config)
-        self.actor_pass = ActorPass(1)
-        self.not_finite = NotFinite(run_dir, "stop", 1)
-        self._pass_seconds = {}  # type: ignore[assignment]
-        self.actor_rollout_wg = SimpleNamespace(compute_log_prob=lambda batch: self._pass(batch, columns))
 
-    def on_sample_end(self) -> None:
-        pass
+def _pass(batch: KVBatchMeta, columns: Columns) -> KVBatchMeta:
+    """What a worker writes: a value for each token of prompt and response, one place early."""
 
-    @staticmethod
-    def _pass(batch: KVBatchMeta, columns: Columns) -> KVBatchMeta:
-        """What a worker writes: a value for each token of prompt and response, one place early."""
+    def whole(row: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)])
 
-        def whole(row: torch.Tensor) -> torch.Tensor:
-            return torch.cat([torch.zeros(PROMPT - 1), row, torch.zeros(1)])
-
-        rows = [
-            {"log_probs": whole(actor), "entropy": whole(entropy)}
-            for actor, entropy in zip(columns.actor, columns.entropy, strict=True)
-        ]
-        tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
-        return batch
+    rows = [
+        {"log_probs": whole(actor), "entropy": whole(entropy)}
+        for actor, entropy in zip(columns.actor, columns.entropy, strict=True)
+    ]
+    tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(rows))
+    return batch
 
 
 def put(columns: Columns) -> KVBatchMeta:
@@ -125,7 +101,10 @@ def put(columns: Columns) -> KVBatchMeta:
                 "extra_fields": {"reward_extra_info": {"acc": float(correct), "score": 1.0 if correct else -1.0}},
             }
         )
-    tags = [{"global_steps": STEP, "seq_len": 4, "is_padding": key.startswith("pad")} for key in KEYS]
+    tags = [
+        {"global_steps": STEP, "seq_len": 4, "response_len": length, "is_padding": key.startswith("pad")}
+        for key, length in zip(KEYS, columns.lengths, strict=True)
+    ]
     tq.kv_batch_put(keys=KEYS, partition_id="train", fields=list_of_dict_to_tensordict(rows), tags=tags)
     return KVBatchMeta(partition_id="train", keys=list(KEYS), tags=tags)
 
@@ -133,8 +112,7 @@ def put(columns: Columns) -> KVBatchMeta:
 @pytest.fixture
 def columns() -> Iterator[Columns]:
     yield Columns()
-    if left := tq.kv_list("train").get("train"):
-        tq.kv_clear(keys=list(left), partition_id="train")
+    clear()
 
 
 def padded(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -144,7 +122,7 @@ def padded(rows: list[torch.Tensor]) -> torch.Tensor:
 RATIOS = {"phi": "phi", "one": "zeros", "old": "actor"}
 
 
-def loss_of_worker(trainer: Trainer, batch: KVBatchMeta, columns: Columns, tokens_in_all: int) -> torch.Tensor:
+def loss_of_worker(trainer: Any, batch: KVBatchMeta, columns: Columns, tokens_in_all: int) -> torch.Tensor:
     """The loss that a worker gets from the marked rows of all 8 responses; the policy's new log-probs are the
     columns'.
     """
@@ -162,7 +140,7 @@ def loss_of_worker(trainer: Trainer, batch: KVBatchMeta, columns: Columns, token
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, ratio: str) -> None:
     clip = "none" if ratio == "one" else "dapo"
-    trainer = Trainer(
+    trainer = make_trainer(
         tmp_path, columns, "algo=dapo_mixed", f"algorithm.guide.ratio={ratio}", f"algorithm.guide.clip={clip}"
     )
     batch, metrics = put(columns), {}
@@ -172,7 +150,7 @@ def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, rat
         theirs if of_guide else own
         for theirs, own, of_guide in zip(denominators[ratio], columns.actor, OF_GUIDE, strict=True)
     ]
-    old, rollout, mask = fetch(batch, "old_log_probs", "rollout_log_probs")
+    old, rollout, mask = read(batch, "old_log_probs", "rollout_log_probs")
     assert torch.equal(old, padded(expected)[:, : old.shape[1]])
     assert torch.equal(rollout, old), "verl's rollout correction finds the same policy"
     assert metrics["training/rollout_probs_diff_max"] < 1e-6, "of own rows alone"
@@ -180,7 +158,7 @@ def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, rat
     assert metrics["rollout_entropy/stale_share"] == 0
 
     batch = trainer._compute_advantage(batch, metrics)
-    advantages, _ = fetch(batch, "advantages")
+    advantages, _ = read(batch, "advantages")
     rewards = torch.tensor([1.0 if right else -1.0 for right in CORRECT.values()])
     union = grpo_advantages(rewards, mask, GROUP).advantages
     torch.testing.assert_close(advantages, union, atol=1e-6, rtol=1e-5)
@@ -212,10 +190,10 @@ def test_a_step_from_log_probs_to_the_loss(tmp_path: Path, columns: Columns, rat
 @pytest.mark.parametrize("algo", ["gtpo", "grpo_s", "polarity_entropy"])
 def test_other_methods_compare_own_rows_alone(tmp_path: Path, columns: Columns, algo: str) -> None:
     """Their advantages through verl's step; the loss that the workers get is theirs on own rows."""
-    trainer = Trainer(tmp_path, columns, f"algo={algo}", "algorithm.guide.mode=mix")
+    trainer = make_trainer(tmp_path, columns, f"algo={algo}", "algorithm.guide.mode=mix")
     metrics: dict[str, Any] = {}
     batch = trainer._compute_advantage(trainer._compute_old_log_prob(put(columns), metrics), metrics)
-    advantages, old, mask = fetch(batch, "advantages", "old_log_probs")
+    advantages, old, mask = read(batch, "advantages", "old_log_probs")
     entropy = padded(columns.entropy)[:, : mask.shape[1]]
     correct = torch.tensor(list(CORRECT.values()))
     rewards = torch.where(correct, 1.0, -1.0)
@@ -244,13 +222,13 @@ def test_other_methods_compare_own_rows_alone(tmp_path: Path, columns: Columns, 
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_advantages_over_own_rows(tmp_path: Path, columns: Columns, by_std: bool) -> None:
-    trainer = Trainer(
+    trainer = make_trainer(
         tmp_path,
         columns,
         *("algo=dapo_mixed", "algorithm.guide.adv_scope=on_only", f"algorithm.norm_adv_by_std_in_grpo={by_std}"),
     )
     batch = trainer._compute_advantage(trainer._compute_old_log_prob(put(columns), {}), {})
-    advantages, returns, mask = fetch(batch, "advantages", "returns")
+    advantages, returns, mask = read(batch, "advantages", "returns")
     rewards = torch.tensor([1.0 if right else -1.0 for right in CORRECT.values()])
     expected = on_only_advantages(rewards[REAL], GROUP[REAL], OF_GUIDE[REAL], by_std)
     torch.testing.assert_close(advantages[REAL], expected[:, None] * mask[REAL], atol=1e-6, rtol=1e-5)
@@ -263,7 +241,7 @@ def test_without_a_guide_the_columns_are_verls(tmp_path: Path, columns: Columns)
     """`algo=dapo_mixed` with `mode=off` writes what `algo=dapo` writes, bit for bit, and logs no metric of a guide."""
     found = []
     for overrides in (("algo=dapo",), ("algo=dapo_mixed", "algorithm.guide.mode=off")):
-        trainer, metrics = Trainer(tmp_path, columns, *overrides), {}
+        trainer, metrics = make_trainer(tmp_path, columns, *overrides), {}
         batch = trainer._compute_advantage(trainer._compute_old_log_prob(put(columns), metrics), metrics)
         written = {name: fetch_rows(batch, name) for name in ("old_log_probs", "rollout_log_probs", "advantages")}
         found.append((written, {name: value for name, value in metrics.items() if not name.endswith("_s")}))
@@ -282,7 +260,7 @@ def test_the_workers_get_the_loss_where_there_is_a_guide(
     monkeypatch.setattr(PPOTrainer, "_setup", lambda self: None)
     for mode, expected in (("off", 0), ("both", 1)):
         given: list[Any] = []
-        trainer = Trainer(tmp_path, columns, "algo=dapo_mixed", f"algorithm.guide.mode={mode}")
+        trainer = make_trainer(tmp_path, columns, "algo=dapo_mixed", f"algorithm.guide.mode={mode}")
         trainer.actor_rollout_wg.set_loss_fn = given.append
         trainer._setup()
         assert len(given) == expected

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gtpo_verl.integrations.metrics import ActorPass, agreement
+from gtpo_verl.integrations.step.metrics import ActorPass, agreement
 
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
 NOW = torch.ones_like(MASK)  # every token is of the actor's present weights

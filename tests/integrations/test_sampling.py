@@ -19,6 +19,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
+from gtpo_verl.integrations.step.generation import SamplingLimits
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -134,8 +135,7 @@ def make_run() -> Iterator[MakeRun]:
             gen_batch_size=1,
             max_inflight_gen_batches=window,
         )
-        buffer = BudgetedReplayBuffer.like(
-            stock,
+        limits = SamplingLimits(
             max_num_gen_batches=budget,
             on_budget=on_budget,
             carry_over_max_age=max_age,
@@ -143,6 +143,7 @@ def make_run() -> Iterator[MakeRun]:
             mini_batch_size=mini_batch,
             max_failed_share=max_failed_share,
         )
+        buffer = BudgetedReplayBuffer.like(stock, limits)
         if order is not None:
             wait = buffer._wait_for_next_poll
 

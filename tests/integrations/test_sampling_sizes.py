@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gtpo_verl.integrations.sampling import groups_to_generate, groups_to_train
+from gtpo_verl.integrations.step.generation import groups_to_generate, groups_to_train
 
 
 @pytest.mark.parametrize("missing", [1, 2, 7, 64, 512])

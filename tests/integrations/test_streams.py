@@ -2,7 +2,6 @@
 
 import asyncio
 import contextvars
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.integrations import streams
-from gtpo_verl.integrations import trainer as ours
+from gtpo_verl.integrations.step import prompts as prompt_names
+from gtpo_verl.integrations.step.prompts import PromptNames
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams, with_stream
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.seeds import derived, seed_process
@@ -42,20 +42,19 @@ def test_without_seed_requests_no_prompt_has_a_seed() -> None:
 def test_a_step_that_is_repeated_finds_its_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not give the name of a group that waits, found by a first attempt before the budget was spent."""
     waiting: list[str] = ["000002-000009"]
-    monkeypatch.setattr(ours, "prompt_keys", lambda partition_id: waiting)
+    monkeypatch.setattr(prompt_names, "prompt_keys", lambda partition_id: waiting)
 
-    def names(trainer: Any, *counts: int) -> list[str]:
-        return [name for count in counts for name in ours.CreditAssignmentMixin._prompt_names(trainer, count)]
+    def names(run: PromptNames, step: int, *counts: int) -> list[str]:
+        return [name for count in counts for name in run.names(count, step)]
 
-    def trainer() -> Any:
-        return SimpleNamespace(global_steps=3, _drawn=(0, 0))
+    def run() -> PromptNames:
+        return PromptNames(OmegaConf.create({"seed": 1}))
 
-    run = trainer()
-    assert names(run, 2, 1) == names(trainer(), 1, 2) == ["000003-000000", "000003-000001", "000003-000002"]
-    run.global_steps = 4
-    assert names(run, 1) == ["000004-000000"]
+    first = run()
+    assert names(first, 3, 2, 1) == names(run(), 3, 1, 2) == ["000003-000000", "000003-000001", "000003-000002"]
+    assert names(first, 4, 1) == ["000004-000000"]
     waiting.append("000003-000001")
-    assert names(trainer(), 2) == ["000003-000002", "000003-000003"]
+    assert names(run(), 3, 2) == ["000003-000002", "000003-000003"]
 
 
 def test_each_response_of_a_group_has_a_seed_of_its_own() -> None:

@@ -19,9 +19,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.config import compose_config
+from gtpo_verl.integrations.step.health import Health
+from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.trainer import trainer_class
-from gtpo_verl.integrations.waiting import PhaseLimit
-from gtpo_verl.runs.directory import MetricsRecorder
 
 pytestmark = pytest.mark.slow
 
@@ -95,10 +95,10 @@ def batch() -> dict[str, Any]:
 
 def validate(config: Any, run_dir: Path, failing: set[int]) -> dict[str, float]:
     trainer: Any = object.__new__(trainer_class("sync"))
+    config.trainer.run_dir = str(run_dir)
     trainer.config = config
-    trainer.run_dir = run_dir
     trainer.global_steps = 0
-    trainer.phase_limit = PhaseLimit(None)
+    trainer.health, trainer.records = Health(config, trainer), Records(config)
     trainer.val_dataloader = [batch()]
     trainer.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, skip_special_tokens: "text")
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=[])
@@ -111,7 +111,7 @@ def validate(config: Any, run_dir: Path, failing: set[int]) -> dict[str, float]:
         sampler_kwargs=OmegaConf.create({}),
         poll_interval=0.01,
     )
-    trainer._in_training, trainer.recorder = False, MetricsRecorder(run_dir)
+    trainer._in_training = False
     return trainer._validate()
 
 

@@ -10,9 +10,9 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.errors import StepGivenUpError, UserError
-from gtpo_verl.integrations import waiting
+from gtpo_verl.integrations import health
+from gtpo_verl.integrations.health import STOP_PATIENCE, BoundedWait, PhaseLimit, bound_wait
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopWorker, Scorable
-from gtpo_verl.integrations.waiting import STOP_PATIENCE, BoundedWait, PhaseLimit, bound_wait
 
 
 class Rollouts:
@@ -95,7 +95,7 @@ def test_a_request_to_stop_gives_up_a_step_that_does_not_end() -> None:
 
 def test_what_is_waited_for_is_said_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(waiting.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(health.logger, "warning", lambda text, *values: said.append(text % values))
     with pytest.raises(UserError):
         Rollouts(1600).wait_for(2000)
     assert [message.rsplit(" for ", 1)[1] for message in said] == ["110 s.", "410 s.", "810 s."]

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import task_runner, trainer
-from gtpo_verl.integrations.watch import SIGNAL, watched
+from gtpo_verl.integrations.health import SIGNAL, watched
 
 
 def gone() -> None:

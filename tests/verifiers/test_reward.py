@@ -16,7 +16,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.metrics import verifier_failures
+from gtpo_verl.integrations.step.metrics import verifier_failures
 from gtpo_verl.verifiers import RULES, reward
 
 KEYS = {"score", "acc", "pred", "verifier_failure"}

@@ -192,8 +192,8 @@ def kill_worker(manager: Any) -> dict[str, Any]:
     """Kill vLLM's worker process in the middle of a response; what the caller hears, and the check of the servers."""
     import psutil
 
+    from gtpo_verl.integrations.health import dead_servers
     from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
-    from gtpo_verl.integrations.vllm.health import dead_servers
 
     server = manager.get_replicas()[0].server_handle
     (pid,) = of_workers(server, process_of)

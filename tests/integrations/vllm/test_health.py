@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.exceptions import ActorUnavailableError
 
-from gtpo_verl.integrations.vllm.health import dead_servers
+from gtpo_verl.integrations.health import dead_servers
 
 pytestmark = pytest.mark.slow
 
