@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -36,7 +35,7 @@ from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.step.samples import CreditFiles
 from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.transfer_queue import put_rows
+from gtpo_verl.integrations.transfer_queue import put_zeros
 from gtpo_verl.integrations.validation import ValidatingTrainer
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.runs.directory import record_phase
@@ -190,9 +189,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         self._skips_update = self._inputs_are_not_finite()
         if self._skips_update:
-            zeros = {key: torch.zeros(tag["response_len"]) for key, tag in zip(batch.keys, batch.tags, strict=True)}
-            for column in ("advantages", "returns"):  # verl logs them
-                put_rows(batch.partition_id, column, zeros)
+            put_zeros(batch, "advantages", "returns")  # verl logs them
             return batch
         batch = super()._compute_advantage(batch, metrics)
         self._skips_update = self.not_finite.batch(self.global_steps, self.update, ["advantages"])

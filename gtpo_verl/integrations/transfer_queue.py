@@ -86,6 +86,13 @@ def put_rows(partition_id: str, column: str, rows: Mapping[str, torch.Tensor]) -
     tq.kv_batch_put(keys=list(rows), partition_id=partition_id, fields=fields)
 
 
+def put_zeros(batch: KVBatchMeta, *columns: str) -> None:
+    """Write zeros, one for each token of each response, to columns of a batch."""
+    rows = {key: torch.zeros(tag["response_len"]) for key, tag in zip(batch.keys, batch.tags, strict=True)}
+    for column in columns:
+        put_rows(batch.partition_id, column, rows)
+
+
 @contextmanager
 def replaced_rows(
     partition_id: str, column: str, rows: Mapping[str, torch.Tensor], inside: Mapping[str, torch.Tensor]

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transfer_queue as tq
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from step_trainer import Row, clear, put, read, run_trainer, to_advantages
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from gtpo_verl.algorithms import grpo_advantages, soft_overlong_penalty
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.credit_trainer import CreditTrainer
 from gtpo_verl.integrations.step.columns import Step
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
@@ -188,3 +192,42 @@ def test_a_rejected_response_counts_in_its_group(tmp_path: Path, algo: str) -> N
     assert not found[True][0].any()
     if algo == "dapo":
         assert found[True][1, 0] == pytest.approx(0.5, abs=1e-5)
+
+
+# -------------------------------------------------------------------- credit alone
+
+
+def verls_trainer(*overrides: str) -> Any:
+    """Credit assignment on verl's own trainer with verl's own configuration."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*overrides, "actor_rollout_ref.rollout.calculate_log_probs=true"])
+    OmegaConf.resolve(config)
+    trainer: Any = type("Trainer", (CreditTrainer, PPOTrainerSync), {})(config=config)
+    trainer.global_steps = 1
+    return trainer
+
+
+@pytest.mark.parametrize("algo", ["gtpo", "grpo_s", "ar"])
+def test_credit_needs_nothing_but_verls_trainer_and_configuration(tmp_path: Path, algo: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = {
+        f"{group}_{session}_0": Row(
+            3 + session,
+            session < 2,
+            entropy=torch.rand(3 + session, generator=generator) + 0.1,
+            log_probs=-torch.rand(3 + session, generator=generator),
+        )
+        for group in "ab"
+        for session in range(4)
+    } | {"pad_0_0": Row(1)}
+    trainer = verls_trainer(f"algorithm.adv_estimator={algo}")
+    batch, metrics = to_advantages(trainer, put(trainer, rows))
+    found, mask = read(batch, "advantages")
+    clear()
+    of_run = run_trainer(tmp_path, f"algo={algo}", "reward.reward_kwargs.overlong_buffer_cfg.enable=false")
+    batch, metrics_of_run = to_advantages(of_run, put(of_run, rows))
+    torch.testing.assert_close(found, read(batch, "advantages")[0], atol=1e-6, rtol=0)
+    assert found[mask].abs().min() > 0
+    for name in ("credit/responses", "credit/entropy_all", "training/accuracy", "training/lone_responses"):
+        assert metrics[name] == pytest.approx(metrics_of_run[name]), name
+    assert metrics["credit/responses"] == 8
