@@ -143,7 +143,7 @@ def _check_checkpoint_engine(config: DictConfig) -> None:
     if settings.backend == "naive":
         raise UserError(
             f"{key}.backend=naive sends weights within one process, and trainer.v1.trainer_mode=separate_async has "
-            f"servers of its own: set {key}.backend=nccl, or gloo with hardware=cpu."
+            f"servers of its own: set {key}.backend=nccl."
         )
     if settings.backend in Registry._registry:
         return
