@@ -7,7 +7,6 @@ import datetime as dt
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -22,10 +21,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
 from gtpo_verl import seeds, versions
 from gtpo_verl.errors import UserError, did_you_mean
@@ -94,24 +94,26 @@ def option_keys(group: str, option: str) -> set[str]:
     if file is None:
         return set()
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    keys: set[str] = set()
-    for name in content.pop("defaults", []):
+    defaults = content.pop("defaults", [])
+    keys = {key for key, value in flattened(content).items() if not isinstance(value, dict)}
+    for name in defaults:
         if isinstance(name, dict):  # an option of another group, as in `/task: sums`
             for other, chosen_there in name.items():
                 keys |= option_keys(other.strip("/"), chosen_there)
         elif name != "_self_":
-            beside = (Path(option).parent / name).as_posix() if not name.startswith("/") else name
-            keys |= option_keys(group, beside.removeprefix(f"/{group}/"))
-
-    def walk(node: Mapping[str, Any], prefix: str) -> None:
-        for name, value in node.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-            else:
-                keys.add(f"{prefix}{name}")
-
-    walk(content, "")
+            neighbour = (Path(option).parent / name).as_posix() if not name.startswith("/") else name
+            keys |= option_keys(group, neighbour.removeprefix(f"/{group}/"))
     return keys
+
+
+def flattened(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{dotted key: value} of nested dicts, the sections themselves included."""
+    found: dict[str, Any] = {}
+    for name, value in node.items():
+        found[f"{prefix}{name}"] = value
+        if isinstance(value, dict):
+            found |= flattened(value, f"{prefix}{name}.")
+    return found
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
@@ -175,15 +177,18 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
     """
     parsed = parse_overrides(overrides)
     _check_single(parsed)
-    search_path = tuple(line_of(item) for item in parsed if item.is_hydra_override())
     with hydra_app():
-        _check_layout(parsed, search_path)
-        try:
-            config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
-        except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: a group that is a number
-            raise _explain(error, search_path) from error
-        _check_types(parsed, search_path)
-    return config
+        _check_options(parsed)
+        of_groups = [line_of(item) for item in parsed if item.is_hydra_override() or item.key_or_group in GROUPS]
+        _check_keys(parsed, _defaults(tuple(of_groups)))
+        return _compose([_with_plus(item) for item in parsed])
+
+
+def _compose(overrides: Sequence[str]) -> DictConfig:
+    try:
+        return compose(TRAIN, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"these overrides do not compose: {' '.join(str(error).split())}") from error
 
 
 def print_config(overrides: Sequence[str], what: str, *, package: str | None = None, resolve: bool = False) -> None:
@@ -206,9 +211,11 @@ def complete_shell(arguments: Sequence[str]) -> None:
 
 def _with_plus(item: Override) -> str:
     """The override as Hydra takes it: a new key of a free section has `++`, add or change."""
-    inside = item.key_or_group.split(".")[:-1]
-    free = item.type == OverrideType.CHANGE and not _FREE.isdisjoint(inside)
-    return f"++{line_of(item)}" if free else line_of(item)
+    return f"++{line_of(item)}" if item.type == OverrideType.CHANGE and _is_free(item) else line_of(item)
+
+
+def _is_free(item: Override) -> bool:
+    return not _FREE.isdisjoint(item.key_or_group.split(".")[:-1])
 
 
 def _check_single(parsed: Sequence[Override]) -> None:
@@ -241,74 +248,90 @@ def _store_algorithms() -> None:
     ConfigStore.instance().store(name="algorithms", node=node, package="_global_", provider="gtpo_verl.algorithms")
 
 
-def _check_types(parsed: Sequence[Override], search_path: tuple[str, ...]) -> None:
-    """Refuse a word where the configuration has a number or a truth value: verl's YAML has no types, so Hydra would
-    take it.
+def _check_options(parsed: Sequence[Override]) -> None:
+    """Refuse an option that its group does not have, and a layout of another backend.
+
+    The layout is optional, so Hydra would ignore one that does not exist.
     """
-    changes = [
-        item
-        for item in parsed
-        if not (item.is_delete() or item.is_add() or item.is_hydra_override() or item.key_or_group in GROUPS)
-    ]
-    if not changes:
-        return
-    groups = tuple(line_of(item) for item in parsed if item.key_or_group in GROUPS and not item.is_delete())
-    defaults = _defaults((*search_path, *groups))
-    for item in changes:
-        value = item.value()
-        inside = next((key for key in defaults if key.startswith(f"{item.key_or_group}.")), None)
-        off = value is None and "." in item.key_or_group  # such as guards.bounds.NAME=null
-        if inside is not None and not off and not isinstance(value, dict):
+    loader = GlobalHydra.instance().config_loader()
+    search_path = [line_of(item) for item in parsed if item.is_hydra_override()]
+    last = {item.key_or_group: str(item.value()) for item in parsed if not item.is_delete()}
+    for group in last.keys() & {*GROUPS}:
+        option = last[group]
+        directory = option.rpartition("/")[0]
+        names = loader.get_group_options(f"{group}/{directory}".rstrip("/"), overrides=search_path)
+        known = [f"{directory}/{name}".lstrip("/") for name in names]
+        if option not in known:
+            known = known or loader.get_group_options(group, overrides=search_path)
             raise UserError(
-                f"{item.input_line}: {item.key_or_group} is a section; set one of its keys, such as {inside}."
+                f"{group}={option}: no such {group}{did_you_mean(option, known) or '.'} Choose one of: "
+                f"{', '.join(known)}{'; ~layout takes none' if group == 'layout' else ''}."
             )
-        default = defaults.get(item.key_or_group)
-        if isinstance(value, str) and "${" in value:
-            continue
-        if isinstance(value, list | dict) and isinstance(default, bool | int | float | str):
-            raise UserError(f"{item.input_line}: it must be a single value (without the override it is {default}).")
-        if not isinstance(value, str):
-            continue
-        if isinstance(default, bool):
-            raise UserError(
-                f"{item.input_line}: it must be true or false (without the override it is {str(default).lower()})."
-            )
-        if isinstance(default, int | float):
-            raise UserError(f"{item.input_line}: it must be a number (without the override it is {default}).")
+    layout, backend = last.get("layout"), last.get("backend", "fsdp")
+    if layout is not None and not layout.startswith(f"{backend}_"):
+        raise UserError(f"layout={layout} is not for backend={backend}: its sizes would have no effect there.")
+    if "task" in last:
+        others = [line_of(item) for item in parsed if item.key_or_group in GROUPS and item.key_or_group != "task"]
+        composed = loader.compute_defaults_list(TRAIN, [*search_path, *others], RunMode.RUN)
+        if "task" not in composed.overrides.known_choices:
+            raise UserError("task=: this setting has no embedded task to choose; setting=quickstart has.")
 
 
 @lru_cache(maxsize=16)
 def _defaults(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """The values that these groups give by themselves: {dotted key: value}, interpolations left out."""
-    found: dict[str, Any] = {}
-
-    def walk(node: Any, prefix: str) -> None:
-        for name, value in node.items():
-            if isinstance(value, dict):
-                walk(value, f"{prefix}{name}.")
-            else:
-                found[f"{prefix}{name}"] = value
-
-    walk(OmegaConf.to_container(compose(TRAIN, overrides=list(overrides)), resolve=False), "")
-    return found
+    """{dotted key: value} that these options of groups give by themselves, interpolations as written."""
+    container: Any = OmegaConf.to_container(_compose(overrides), resolve=False)
+    return flattened(container)
 
 
-def _check_layout(parsed: Sequence[Override], search_path: Sequence[str]) -> None:
-    """Refuse a layout that does not exist, or is another backend's: the group is optional, so Hydra would ignore the
-    name.
+def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None:
+    """Refuse a key that the configuration lacks, and a value of another kind than it has there: verl's YAML has no
+    types, so Hydra would take a word for a number.
+
+    Args:
+        defaults: {dotted key: value} without the overrides of single keys.
     """
-    last = {item.key_or_group: str(item.value()) for item in parsed if not item.is_delete()}
-    name, backend = last.get("layout"), last.get("backend", "fsdp")
-    if name is None:
-        return
-    known = GlobalHydra.instance().config_loader().get_group_options("layout", overrides=list(search_path))
-    if name not in known:
-        raise UserError(
-            f"layout={name}: no such layout{_nearest(name, known)} Choose one of: {', '.join(known)}; ~layout takes "
-            "none."
-        )
-    if not name.startswith(f"{backend}_"):
-        raise UserError(f"layout={name} is not for backend={backend}: its sizes would have no effect there.")
+    added = {item.key_or_group for item in parsed if item.is_add() or item.is_force_add()}
+    for item in parsed:
+        key = item.key_or_group
+        if item.is_hydra_override() or key in GROUPS or item.is_add():
+            continue
+        in_list = isinstance(defaults.get(key.rpartition(".")[0]), list)
+        if key not in defaults and key not in added and not in_list and not _is_free(item):
+            raise UserError(
+                f"{key}: no such key{_nearest(key, [*GROUPS, *defaults])} To add a key that verl reads but does not "
+                f"list, write +{key}=..."
+            )
+        problem = None if item.is_delete() else _misfit(key, item.value(), defaults.get(key))
+        if problem:
+            raise UserError(f"{item.input_line}: {problem}")
+
+
+def _misfit(key: str, value: Any, default: Any) -> str | None:
+    """Why a value cannot take the place of another one, or None."""
+    if isinstance(default, dict):
+        off = value is None and "." in key  # such as guards.bounds.NAME=null
+        if isinstance(value, dict) or off or not default:
+            return None
+        return f"{key} is a section; set one of its keys, such as {key}.{next(iter(default))}."
+    if not isinstance(default, bool | int | float | str) or (isinstance(value, str) and "${" in value):
+        return None
+    if isinstance(value, list | dict):
+        return f"it must be a single value (without the override it is {default})."
+    if not isinstance(value, str) or isinstance(default, str):
+        return None
+    if isinstance(default, bool):
+        return f"it must be true or false (without the override it is {str(default).lower()})."
+    return f"it must be a number (without the override it is {default})."
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    close = did_you_mean(word, known)
+    if close:
+        return close
+    tail = word.rsplit(".", 1)[-1]  # it may be right and the section wrong
+    same = next((key for key in known if key.rsplit(".", 1)[-1] == tail), None)
+    return f"; did you mean {same}?" if same else "."
 
 
 def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
@@ -431,61 +454,3 @@ def files_of(value: Any) -> list[str]:
 def set_value(config: DictConfig, key: str, value: Any) -> None:
     """Set a dotted key, new or not, in a configuration in struct mode."""
     OmegaConf.update(config, key, value, force_add=True)
-
-
-def _explain(error: Exception, search_path: Sequence[str]) -> UserError:
-    """Turn Hydra's several ways of saying no into one line that says what to do."""
-    text = str(error)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
-        group, _, option = error.missing_cfg_file.partition("/")
-        return UserError(
-            f"{group}={option}: no such {group}{_nearest(option, error.options)} Choose one of: "
-            f"{', '.join(sorted(error.options))}."
-        )
-    key = _unknown_key(error)
-    if key == "task":
-        return UserError("task=: this setting has no embedded task to choose; setting=quickstart has.")
-    if key is not None:
-        known = list(_keys(compose(TRAIN, overrides=list(search_path))))
-        return UserError(
-            f"{key}: no such key{_nearest(key, known)} To add a key that verl reads but does not list, write +{key}=..."
-        )
-    return UserError(f"these overrides do not compose: {' '.join(text.split())}")
-
-
-def _unknown_key(error: Exception) -> str | None:
-    """The full key that an override names and the configuration lacks."""
-    if isinstance(error, ConfigCompositionException | MissingConfigException):
-        for pattern in (r"Could not override '([^']+)'", r"No match in the defaults list\s*\S* for '([^']+)'"):
-            match = re.search(pattern, str(error))
-            if match:
-                return match.group(1).lstrip("+~").split("=")[0]
-    if isinstance(error, ConfigKeyError):
-        return str(error.full_key)
-    return None
-
-
-def _keys(config: DictConfig) -> Iterator[str]:
-    """Every dotted key of a configuration, sections included."""
-    yield from GROUPS
-
-    def walk(node: Any, prefix: str) -> Iterator[str]:
-        for name in node:
-            key = f"{prefix}{name}"
-            yield key
-            if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
-                continue
-            child = node._get_node(name)
-            if isinstance(child, DictConfig) and not child._is_none():
-                yield from walk(child, f"{key}.")
-
-    yield from walk(config, "")
-
-
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = did_you_mean(word, known)
-    if close:
-        return close
-    tail = word.rsplit(".", 1)[-1]  # it may be right and the section wrong
-    same = next((key for key in known if key.rsplit(".", 1)[-1] == tail), None)
-    return f"; did you mean {same}?" if same else "."

@@ -84,7 +84,7 @@ def checkpoint_engine(config: DictConfig) -> Iterator[Problem]:
     if settings.backend == "naive":
         yield Problem(
             f"{key}.backend=naive sends weights within one process, and trainer.v1.trainer_mode=separate_async has "
-            f"servers of its own: set {key}.backend=nccl, or gloo with hardware=cpu."
+            f"servers of its own: set {key}.backend=nccl."
         )
         return
     if settings.backend in Registry._registry:

@@ -3,11 +3,13 @@ one.
 """
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gloo_engine
 import psutil
 import pytest
 import torch
@@ -17,6 +19,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 Training = Any  # tests/e2e/conftest.py
 Start = Callable[..., Training]
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]
+
+SUPPORT = Path(gloo_engine.__file__).parent
 
 # Small steps: what is tested is who computes which entropy with which weights, not learning.
 SMALL = (
@@ -49,6 +53,8 @@ def separate_async(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Tr
         *("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.nnodes=1"),
         *("actor_rollout_ref.rollout.n_gpus_per_node=1", "ray_kwargs.ray_init.num_gpus=2"),
         "actor_rollout_ref.rollout.checkpoint_engine.backend=gloo",
+        "actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=gloo_engine",
+        environment={"PYTHONPATH": os.pathsep.join(filter(None, [str(SUPPORT), os.environ.get("PYTHONPATH")]))},
     )
 
 

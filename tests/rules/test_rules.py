@@ -504,6 +504,7 @@ ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
 SEPARATE = (
     *("hardware=cpu", "trainer.v1.trainer_mode=separate_async", "reward.custom_reward_function.name=good"),
     *("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
+    f"{ENGINE}.custom_backend_module=gloo_engine",  # of tests/support
 )
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-
-from gtpo_verl.integrations.checkpoint_engine import GlooCheckpointEngine, buckets
+from gloo_engine import GlooCheckpointEngine, buckets
 
 SHAPES = {"embed": (40, 8), "norm": (8,), "mask": (5,), "head": (8, 40), "scale": ()}
 DTYPES = {"norm": torch.bfloat16, "mask": torch.uint8}  # of odd length: what follows it in a bucket is not aligned

@@ -1,8 +1,8 @@
 """Weights from the trainer to separate rollout servers, over gloo: ``separate_async`` on a machine without a GPU.
 
-verl's checkpoint engines need GPUs, and its ``naive`` one a server inside the trainer's process. Set
-``actor_rollout_ref.rollout.checkpoint_engine.backend=gloo``; ``hardware=cpu`` names this module to verl as
-``checkpoint_engine.custom_backend_module``.
+verl's checkpoint engines need GPUs, and its ``naive`` one a server inside the trainer's process. A run imports this
+module by ``actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=gloo_engine`` and takes it by
+``actor_rollout_ref.rollout.checkpoint_engine.backend=gloo``; its directory must be on PYTHONPATH in every process.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._store: dist.TCPStore | None = None
         self._group: Any = None
 
-    def prepare(self) -> tuple[str, int] | None:  # type: ignore[override]  # verl's own engines return what they like
+    def prepare(self) -> tuple[str, int] | None:
         """Open the store on the sending rank; returns its address."""
         if not self.is_master:
             return None
@@ -66,7 +66,7 @@ class GlooCheckpointEngine(CheckpointEngine):
             arguments(list(range(1, rollout_world_size + 1))),
         )
 
-    def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:  # type: ignore[override]
+    def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:
         """Join the process group; a rank of -1 takes no part."""
         self.rank = rank
         if rank < 0:
@@ -91,9 +91,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if self._store is not None:
             self._store.set(f"bucket {number + 1}", _pickled([]))
 
-    async def receive_weights(  # type: ignore[override]  # an asynchronous generator, as in verl's own engines
-        self, global_steps: int | None = None
-    ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
         """Yield (name, tensor) as they come."""
         assert self._store is not None
         number = 1
