@@ -91,8 +91,7 @@ def current_context(estimator: str) -> CreditContext:
     if context is None:
         raise UserError(
             f"algorithm.adv_estimator={estimator} needs entropies and verdicts, which verl's own trainer does not pass "
-            "on: "
-            "start the run with `gtpo-verl train` (or python -m gtpo_verl.train) instead of verl.trainer.main_ppo."
+            "on: run `python -m gtpo_verl.main_ppo` with the arguments of verl.trainer.main_ppo."
         )
     return context
 

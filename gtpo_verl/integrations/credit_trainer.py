@@ -9,13 +9,15 @@ from collections import Counter
 
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from gtpo_verl.integrations.context import credit_context
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.credit import Credit
 from gtpo_verl.integrations.step.guide import GuideRows
 from gtpo_verl.integrations.step.old_log_probs import OldLogProbs
+from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 
 # Metrics that add up over the updates of a step (`parameter_sync_step`), of which verl would log the mean.
 SUMMED = (
@@ -46,6 +48,14 @@ class CreditTrainer(PPOTrainer):
         self._sums: Counter[str] = Counter()  # of the current step
         super().__init__(config)
 
+    def get_llm_client(self) -> LLMServerClient:
+        client = super().get_llm_client()
+        if not (self.old_log_probs.source.from_rollout and isinstance(client, FullyAsyncLLMServerClient)):
+            return client
+        # It joins the segments of an interrupted response and drops what it does not know, such as entropies.
+        manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
+        return manager.get_client(client_cls=EntropyFullyAsyncClient)
+
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         self._sums.clear()
         batch = super().step(metrics, timing_raw)
@@ -74,3 +84,9 @@ class CreditTrainer(PPOTrainer):
         if self.guide.on:
             metrics.update(self.guide.metrics(self.update))
         return batch
+
+
+def credit_trainer_class(trainer_mode: str) -> type[CreditTrainer]:
+    """verl's trainer of this mode with credit assignment."""
+    stock = get_trainer_cls(trainer_mode)
+    return type(f"Credit{stock.__name__}", (CreditTrainer, stock), {"__module__": __name__})

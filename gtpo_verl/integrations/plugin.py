@@ -1,6 +1,7 @@
-"""Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl, and
-seeds the process.
+"""Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl.
 
+A process of a run of ``gtpo-verl`` has the environment variable `RUN`: there verl's weight sync, TransferQueue, warnings,
+log lines and random state are also made those of the run. In any other process that imports verl nothing is touched.
 verl imports this module, calls nothing, and swallows exceptions. So importing registers, an exception is printed before
 it is raised again, and ``actor_rollout_ref.model.external_lib`` imports the module a second time where verl raises.
 Everything here is light: vLLM workers load it too.
@@ -10,6 +11,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.terminal import LOG_FORMAT
@@ -17,25 +19,62 @@ from gtpo_verl.seeds import seed_process
 from gtpo_verl.versions import check_verl
 
 
+RUN = "GTPO_VERL_RUN"  # set in configs/base.yaml, and handed on to every process by Ray
+MAIN = "verl.trainer.main_ppo"
+
+
 def register() -> None:
-    """Register platform, estimators, losses, weight sync and the job's TransferQueue in this process, and seed it.
+    """Register platform, estimators and losses in this process, and set up one that belongs to a run.
 
     Raises:
         UserError: verl is outside the supported range.
     """
+    check_verl()
+    # importing registers platform and losses
+    from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401
+
+    estimators.register()
+    if os.environ.get(RUN) == "1":
+        set_up_process()
+
+
+def set_up_process() -> None:
+    """Give this process the run's seed, log lines, TransferQueue and weight sync."""
+    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
+
+    from gtpo_verl.integrations import queue_namespace
+
     # verl warns in every process about every training engine that is not installed
     warnings.filterwarnings("ignore", message=".* engine is not available")
     log_by_name()
-    check_verl()
     seed_process()
-    from verl.workers.rollout.base import _ROLLOUT_REGISTRY
-
-    # importing registers platform and losses
-    from gtpo_verl.integrations import cpu_platform, estimators, losses, queue_namespace  # noqa: F401
-
-    estimators.register()
     queue_namespace.register()
     _ROLLOUT_REGISTRY["vllm", "async"] = "gtpo_verl.integrations.vllm.weight_socket.NamedSocketAdapter"
+
+
+def refuse_verls_main(command: Sequence[str]) -> None:
+    """End a process of verl's own main that names an estimator of ours, which would fail after the first generation.
+
+    verl swallows exceptions of plugins, and not SystemExit. A name in a YAML file is not seen here.
+
+    Args:
+        command: of the process, with Python's own arguments.
+    """
+    from gtpo_verl.algorithms import algorithms
+
+    if MAIN not in command:
+        return
+    ours = {entry.estimator for entry in algorithms().values() if entry.verl_estimator is None}
+    for argument in command:
+        key, _, name = argument.lstrip("+").partition("=")
+        if key == "algorithm.adv_estimator" and name in ours:
+            print(
+                f"error: {argument}: verl's own trainer has no entropies and verdicts to give it. Run `python -m "
+                "gtpo_verl.main_ppo` with the same arguments.",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(2)
 
 
 def log_by_name() -> None:
@@ -80,6 +119,7 @@ def check_registered() -> list[str]:
     return list(ours)
 
 
+refuse_verls_main(sys.orig_argv)
 try:
     register()
 except Exception as error:

@@ -1,0 +1,70 @@
+"""The methods of this package in verl's own command (``python -m gtpo_verl.main_ppo``): credit assignment alone.
+
+verl's main starts Ray and an actor that looks up its trainer by the mode; the actor here finds that trainer with the
+credit of a step (`CreditTrainer`). Run directory, guards, dynamic sampling with a budget and seeds of
+``gtpo-verl train`` are not here.
+"""
+
+from typing import Any, cast
+
+import ray
+from omegaconf import DictConfig, OmegaConf
+from verl.trainer import main_ppo
+from verl.trainer.ppo import v1
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+from verl.utils.device import auto_set_device
+
+from gtpo_verl.algorithms import algorithm_of
+from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.credit_trainer import credit_trainer_class
+from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
+from gtpo_verl.integrations.plugin import check_registered
+from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+
+LOSS = "actor_rollout_ref.actor.policy_loss"
+WITH_SETTINGS = ("grpo_s", "ce_gppo")  # losses that read what verl's settings of a loss do not have
+_TaskRunner: Any = cast(Any, main_ppo.TaskRunnerV1).__ray_actor_class__  # verl's name is that of the Ray actor
+
+
+class CreditTaskRunner(_TaskRunner):
+    """verl's task runner, whose trainer has credit assignment."""
+
+    def run(self, config: DictConfig) -> None:
+        check_registered()
+        if entropy_source(config).from_rollout:
+            enable_rollout_entropy(config)
+        with temporarily(v1, "get_trainer_cls", credit_trainer_class):  # looked up when the run begins
+            super().run(config)
+
+
+def run(config: DictConfig) -> None:
+    """Train as verl's main does.
+
+    Args:
+        config: verl's, with the user's overrides; where it names a method of ours, with all settings of that.
+
+    Raises:
+        UserError: verl refuses the configuration, or the job ended with such an error.
+    """
+    method, loss = algorithm_of(config), OmegaConf.select(config, f"{LOSS}.loss_mode")
+    ours = method is not None and method.verl_estimator is None
+    if loss in WITH_SETTINGS:
+        OmegaConf.update(config, f"{LOSS}._target_", f"{GTPOPolicyLossConfig.__module__}.GTPOPolicyLossConfig")
+    if not ours:
+        cast(Any, main_ppo.main).__wrapped__(config)
+        return
+    auto_set_device(config)
+    try:
+        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    except (AssertionError, ValueError) as error:
+        raise UserError(f"verl refuses this configuration: {error}") from error
+    try:
+        main_ppo.run_ppo(config, task_runner_class=ray.remote(CreditTaskRunner))
+    except Exception as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, UserError):  # raised in the actor: the error itself is a stack trace
+            raise UserError(str(cause)) from error
+        raise

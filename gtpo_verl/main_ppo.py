@@ -1,0 +1,103 @@
+"""``python -m gtpo_verl.main_ppo``: verl's ``python -m verl.trainer.main_ppo`` with the methods of this package.
+
+The arguments, the configuration and its defaults are verl's. With an estimator and a loss of verl's, verl's own main
+runs; with one of this package's (``algorithm.adv_estimator=gtpo``), verl's trainer with credit assignment and nothing
+else. Settings of ours need no ``+``: ``algorithm.<method>.*``, ``algorithm.entropy.*``, ``algorithm.correct_threshold``.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import hydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gtpo_verl.config import choices, compose_config, verl_config_dir
+from gtpo_verl.errors import UserError, main_guard
+from gtpo_verl.problems import evaluate, refuse
+
+CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """The arguments of the command as Hydra gets them.
+
+    Settings of ours are added to verl's configuration, which has no such keys; a relative ``--config-path`` is from
+    verl's main, as in verl's own scripts.
+    """
+    from gtpo_verl.algorithms import algorithms
+
+    ours = tuple(f"algorithm.{name}." for name in ("entropy", *algorithms()))
+    changed = []
+    for argument, before in zip(given, ("", *given), strict=False):
+        flag, _, value = argument.partition("=")
+        if before in CONFIG_PATH:
+            argument = _from_verl(argument)
+        elif flag in CONFIG_PATH and value:
+            argument = f"{flag}={_from_verl(value)}"
+        elif flag == "algorithm.correct_threshold" or flag.startswith(ours):
+            argument = f"++{argument}"
+        changed.append(argument)
+    return changed
+
+
+def _from_verl(path: str) -> str:
+    return path if "://" in path else str(verl_config_dir().parent / path)  # an absolute path stays what it is
+
+
+def prepare(config: DictConfig) -> None:
+    """Fill in the settings of a method of ours that the user has not given, and check that it can be used.
+
+    They are those of ``gtpo-verl train algo=NAME``, with the entropies of the actor. Nothing is done for an estimator of
+    verl's.
+
+    Raises:
+        UserError: everything that does not go together.
+    """
+    from gtpo_verl.algorithms import algorithm_of
+    from gtpo_verl.integrations.entropy_source import entropy_source
+    from gtpo_verl.rules import algorithm, rollout
+
+    method = algorithm_of(config)
+    if method is None or method.verl_estimator is not None:
+        return
+    if not config.trainer.use_v1:
+        raise UserError(
+            f"trainer.use_v1=false is verl's legacy trainer, in which algorithm.adv_estimator={method.estimator} cannot "
+            "run: leave it out."
+        )
+    defaults = compose_config([f"algo={method.name}"] if method.name in choices("algo") else []).algorithm
+    settings = {
+        "correct_threshold": defaults.correct_threshold,
+        "entropy": {"source": "actor", "check_every": defaults.entropy.check_every},
+        method.name: defaults.get(method.name) or {},
+    }
+    with open_dict(config):
+        config.algorithm = OmegaConf.merge(settings, config.algorithm)
+    if entropy_source(config).skips_actor_pass:
+        config.algorithm.rollout_correction.bypass_mode = True  # verl's name for "old log-probs are the rollout's"
+    rules = (algorithm.method_settings, algorithm.loss, algorithm.ignored, algorithm.verdicts, rollout.entropies)
+    refuse(evaluate(rules, config))
+
+
+def _train(config: DictConfig) -> None:
+    from gtpo_verl.integrations.drop_in import run
+
+    def train() -> int:
+        prepare(config)
+        run(config)
+        return 0
+
+    code = main_guard(train)
+    if code:
+        sys.exit(code)
+
+
+def main() -> int:
+    """Compose as verl's main does, and train; returns the exit code."""
+    sys.argv = [sys.argv[0], *arguments(sys.argv[1:])]
+    hydra.main(config_path=str(verl_config_dir()), config_name="ppo_trainer", version_base=None)(_train)()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main_guard(main))
