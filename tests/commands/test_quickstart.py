@@ -3,6 +3,10 @@
 import argparse
 import io
 import json
+import os
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +24,7 @@ from gtpo_verl.experiments.launchers import LocalLauncher
 from gtpo_verl.experiments.scheduler import unfinished
 from gtpo_verl.runs.directory import write_record
 from gtpo_verl.runs.reader import read_run
+from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import Sweep, load, write
 
 
@@ -84,12 +89,12 @@ def fake(directory: Path, *common: str, arms: Sequence[str] = ("dapo", "gtpo")) 
     return replace(sweep, directory=directory)
 
 
-def train(sweep: Sweep, *, places: int = 1, terminal: bool = False) -> str:
+def train(sweep: Sweep, *, places: int = 1, terminal: bool = False, code: int = 0) -> str:
     """Train it by fake trainings and return what it printed."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=200)
     launcher = LocalLauncher([{}] * places, program=FAKE)
     with experiment.locked(sweep.directory):
-        assert quickstart.train_and_report(sweep, launcher, console) == 0
+        assert quickstart.train_and_report(sweep, launcher, console) == code
     return console.file.getvalue()
 
 
@@ -131,6 +136,24 @@ def test_an_arm_that_fails_ends_the_quickstart_with_its_reason(tmp_path: Path, q
     assert unfinished(sweep) == ["dapo", "gtpo"]
     assert not (tmp_path / "run" / "gtpo").exists()  # it was not tried
     assert (tmp_path / "run" / "report.html").exists()  # of what was trained
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_after_the_step_and_reports_what_was_trained(tmp_path: Path, quick: None) -> None:
+    sweep = fake(tmp_path / "run", "+fake.steps=200", "+fake.seconds=0.2")
+
+    def interrupt() -> None:
+        while not (tmp_path / "run" / "dapo" / "metrics.jsonl").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    printed = train(sweep, code=130)
+    assert "Stopping: 1 run finishes its step and saves a checkpoint." in printed
+    assert printed.splitlines()[-1] == "The same command goes on."
+    stopped = state_of(sweep.run_dir("dapo"))
+    assert (stopped.status, 0 < stopped.step < 200) == ("interrupted", True)
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.slow
