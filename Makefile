@@ -48,10 +48,10 @@ bench: $(READY) ## run every benchmark
 	@set -e; for file in benchmarks/bench_*.py; do echo "$$file"; $(BIN)/python "$$file"; done
 
 fuzz: $(READY) ## hostile input: 100,000 cases in process and 300 whole commands; goes on where it was stopped
-	$(BIN)/python benchmarks/fuzz.py
+	$(BIN)/python tests/fuzz.py
 
 chaos: $(READY) ## kills and faults on real trainings, hours of them; goes on where it was stopped
-	$(BIN)/python benchmarks/chaos.py
+	$(BIN)/python tests/chaos.py
 
 vulnerabilities: ## ask PyPI for known vulnerabilities of the pinned packages of both stacks; needs the internet
 	$(PYTHON) -m venv .venv-audit && .venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1

@@ -1,4 +1,4 @@
-"""Random hostile input, a little of it: `benchmarks/fuzz.py` has the families and runs many more."""
+"""Random hostile input, a little of it: `tests/fuzz.py` has the families and runs many more."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from gtpo_verl.algorithms import algorithms
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TESTS = Path(__file__).parent
 FEW = {"estimators": 200, "losses": 100, "verdicts": 300, "rows": 20, "run_files": 6}
 MANY = {"estimators": 5000, "losses": 2000, "verdicts": 5000, "rows": 500, "run_files": 150, "settings": 50}
 COMMANDS = 10
@@ -20,7 +20,7 @@ COMMANDS = 10
 
 @pytest.fixture
 def fuzz(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(TESTS)
     return importlib.import_module("fuzz")
 
 
@@ -50,8 +50,8 @@ def test_every_setting_of_every_method_is_drawn(fuzz: ModuleType) -> None:
     tensors = importlib.import_module("fuzzing.tensors")
     fields = {name for entry in algorithms().values() for name in entry.config.__dataclass_fields__}
     unknown, needless = fields - set(tensors.SETTINGS), set(tensors.SETTINGS) - fields
-    assert not unknown, f"SETTINGS of benchmarks/fuzzing/tensors.py has no way to draw {unknown}"
-    assert not needless, f"SETTINGS of benchmarks/fuzzing/tensors.py draws {needless}, which no method has"
+    assert not unknown, f"SETTINGS of tests/fuzzing/tensors.py has no way to draw {unknown}"
+    assert not needless, f"SETTINGS of tests/fuzzing/tensors.py draws {needless}, which no method has"
 
 
 def test_a_broken_rule_is_found_and_can_be_repeated(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupted_sweep.py"
+INTERRUPTED = Path(__file__).parents[1] / "support" / "interrupted_sweep.py"
 
 
 @pytest.mark.e2e
@@ -17,7 +17,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "interrupted_sweep.py"
 @pytest.mark.parametrize("parallel", ["1", "2"])
 def test_a_sweep_that_is_killed_ends_with_every_run_finished_once(tmp_path: Path, parallel: str) -> None:
     arguments = ["algo=dapo,gtpo", "seed=1,2", "--local", "--parallel", parallel]
-    command = [sys.executable, str(BENCHMARK), "--dir", str(tmp_path / "sweep"), "--kills", "1", "--within", "90"]
+    command = [sys.executable, str(INTERRUPTED), "--dir", str(tmp_path / "sweep"), "--kills", "1", "--within", "90"]
     done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout[done.stdout.index("\n{\n") :])

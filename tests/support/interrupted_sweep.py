@@ -1,7 +1,7 @@
 """A sweep that is killed: is every run finished in the end, none of them twice, and all of one configuration?
 
-    python benchmarks/interrupted_sweep.py --dir /tmp/killed --kills 2 -- algo=dapo,gtpo,grpo_s seed='range(8)' --local
-    python benchmarks/interrupted_sweep.py --dir /shared/killed --kills 2 --stop-job -- ... --address http://HEAD:8265
+    python tests/support/interrupted_sweep.py --dir /tmp/killed --kills 2 -- algo=dapo,gtpo seed=1,2 --local
+    python tests/support/interrupted_sweep.py --dir /shared/killed --kills 2 --stop-job -- ... --address http://HEAD:8265
 
 The scheduler is killed by SIGKILL at random moments, and its command is repeated; with --stop-job a running job is
 stopped by Ray, too, in its first step. The runs are shortened trainings of the embedded task (`SHORT`). Prints JSON;

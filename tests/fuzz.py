@@ -1,7 +1,7 @@
 """Hostile input by the hundred thousand: estimators, losses, rows of data, files of runs, and whole commands.
 
-    python benchmarks/fuzz.py --cases 100000 --seed 0 --output benchmarks/results/fuzz.json
-    python benchmarks/fuzz.py --only estimators:4711            one case, with its stack trace
+    python tests/fuzz.py --cases 100000 --seed 0 --output fuzz.json
+    python tests/fuzz.py --only estimators:4711            one case, with its stack trace
 
 The rules: finite numbers give finite numbers; what cannot be used is refused in one line, with an exit code other than
 0; nothing is left running. A case follows from seed, family and number, so it can be repeated alone. Ctrl-C keeps what

@@ -26,7 +26,7 @@ from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.status import status_of
 from gtpo_verl.verifiers.agreement import read_samples, threshold_of
 
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 REPORTS = 0.01  # the share of cases with a whole report, whose figures take a second
 NAMES = ("run", "run", "[bold]run[/bold]", "é ü", "a=1,b=2", "-x")

@@ -1,12 +1,12 @@
 """Kills and faults on real trainings: does the same command go on, without a step lost, to the same weights?
 
-    python benchmarks/chaos.py --dir outputs/chaos --kills 50 --faults all --output benchmarks/results/chaos.json
-    python benchmarks/chaos.py --kills 3 --faults none --hours 0.5
+    python tests/chaos.py --dir outputs/chaos --kills 50 --faults all --output chaos.json
+    python tests/chaos.py --kills 3 --faults none --hours 0.5
 
 A short training of the embedded task, 4 prompts of 4 responses a step and a checkpoint after every step, runs once
 without interruption. Then it runs again and again, and its processes are killed by SIGKILL at random moments: every
 kind of process in every state. What is saved after a kill is compared bit for bit with the reference. The faults are
-those of benchmarks/breaking/faults.py.
+those of tests/breaking/faults.py.
 
 What is done is in --dir; Ctrl-C loses what is under way, and the same command goes on. Writes a table beside --output.
 The exit code is 1 where a promise of docs/reliability.md was broken. A full disk and a read-only directory need root.
@@ -166,7 +166,7 @@ def table(state: dict[str, Any]) -> str:
     lines = [
         "# Kills and faults on real trainings",
         "",
-        f"Made by `python benchmarks/chaos.py`: {state['steps']} steps of the embedded task, a checkpoint after each.",
+        f"Made by `python tests/chaos.py`: {state['steps']} steps of the embedded task, a checkpoint after each.",
         "",
         summary(state),
         "",

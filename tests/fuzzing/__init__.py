@@ -1,4 +1,4 @@
-"""Families of random cases for benchmarks/fuzz.py, each a function of a random generator and a directory for files.
+"""Families of random cases for tests/fuzz.py, each a function of a random generator and a directory for files.
 
 A case returns `PASSED` or `REFUSED`, and raises for what must not happen. What it does follows from its generator
 alone, so that every case can be repeated by its number.
