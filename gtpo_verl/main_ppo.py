@@ -1,8 +1,8 @@
 """``python -m gtpo_verl.main_ppo``: verl's ``python -m verl.trainer.main_ppo`` with the methods of this package.
 
-The arguments, the configuration and its defaults are verl's. With an estimator and a loss of verl's, verl's own main
-runs; with one of this package's (``algorithm.adv_estimator=gtpo``), verl's trainer with credit assignment and nothing
-else. Settings of ours need no ``+``: ``algorithm.<method>.*``, ``algorithm.entropy.*``, ``algorithm.correct_threshold``.
+The arguments, the configuration and its defaults are verl's. With an estimator of verl's, verl's own main runs; with
+one of this package's (``algorithm.adv_estimator=gtpo``), verl's trainer with credit assignment and nothing else.
+Settings of ours need no ``+``: ``algorithm.<method>.*``, ``algorithm.entropy.*`` and ``algorithm.correct_threshold``.
 """
 
 import sys
@@ -47,8 +47,8 @@ def _from_verl(path: str) -> str:
 def prepare(config: DictConfig) -> None:
     """Fill in the settings of a method of ours that the user has not given, and check that it can be used.
 
-    They are those of ``gtpo-verl train algo=NAME``, with the entropies of the actor. Nothing is done for an estimator of
-    verl's.
+    They are those of ``gtpo-verl train algo=NAME``, with the entropies of the actor. For an estimator of verl's nothing
+    is done.
 
     Raises:
         UserError: everything that does not go together.
@@ -62,8 +62,8 @@ def prepare(config: DictConfig) -> None:
         return
     if not config.trainer.use_v1:
         raise UserError(
-            f"trainer.use_v1=false is verl's legacy trainer, in which algorithm.adv_estimator={method.estimator} cannot "
-            "run: leave it out."
+            f"trainer.use_v1=false is verl's legacy trainer, which cannot run algorithm.adv_estimator="
+            f"{method.estimator}: leave it out."
         )
     defaults = compose_config([f"algo={method.name}"] if method.name in choices("algo") else []).algorithm
     settings = {

@@ -1,7 +1,8 @@
 """Loaded by ``import verl`` in every process (entry-point group ``verl.plugins``): makes our names known to verl.
 
-A process of a run of ``gtpo-verl`` has the environment variable `RUN`: there verl's weight sync, TransferQueue, warnings,
-log lines and random state are also made those of the run. In any other process that imports verl nothing is touched.
+A process of a run of ``gtpo-verl`` has the environment variable `RUN`: there verl's weight sync, TransferQueue,
+warnings, log lines and random state are also made those of the run. In any other process that imports verl nothing is
+touched.
 verl imports this module, calls nothing, and swallows exceptions. So importing registers, an exception is printed before
 it is raised again, and ``actor_rollout_ref.model.external_lib`` imports the module a second time where verl raises.
 Everything here is light: vLLM workers load it too.
@@ -17,7 +18,6 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.runs.terminal import LOG_FORMAT
 from gtpo_verl.seeds import seed_process
 from gtpo_verl.versions import check_verl
-
 
 RUN = "GTPO_VERL_RUN"  # set in configs/base.yaml, and handed on to every process by Ray
 MAIN = "verl.trainer.main_ppo"

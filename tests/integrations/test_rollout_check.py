@@ -139,9 +139,7 @@ def test_a_dead_engine_is_named_with_the_way_on(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("moment", ["on_sample_end", "_validate"])
-def test_what_other_engines_left_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moment: str
-) -> None:
+def test_what_other_engines_left_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moment: str) -> None:
     """With several engines verl goes on with fewer responses when one has died."""
     trainer = run_trainer(tmp_path)
     trainer.global_steps, trainer._in_training = 5, True

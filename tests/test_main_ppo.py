@@ -1,0 +1,125 @@
+"""verl's command with our methods: what is composed, what is refused, and what the plugin leaves alone elsewhere."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from gtpo_verl.config import verl_config_dir
+from gtpo_verl.errors import UserError
+from gtpo_verl.main_ppo import arguments, prepare
+
+SNAPSHOT = Path(__file__).parent / "support" / "verl_snapshot.py"
+
+
+def composed(*given: str, name: str = "ppo_trainer") -> DictConfig:
+    """verl's configuration with the user's arguments, as ``python -m gtpo_verl.main_ppo`` hands them to Hydra."""
+    with hydra.initialize_config_dir(str(verl_config_dir()), version_base=None):
+        return hydra.compose(name, arguments(given))
+
+
+def test_settings_of_ours_need_no_plus_and_a_relative_path_is_verls() -> None:
+    assert arguments(["algorithm.adv_estimator=gtpo", "algorithm.gtpo.alpha2=0.2", "algorithm.gamma=1"]) == [
+        "algorithm.adv_estimator=gtpo",
+        "++algorithm.gtpo.alpha2=0.2",
+        "algorithm.gamma=1",
+    ]
+    config = str(verl_config_dir())
+    assert arguments(["--config-path=config"]) == [f"--config-path={config}"]
+    assert arguments(["-cp", "config", "x=1"]) == ["-cp", config, "x=1"]
+    assert arguments(["--config-path=/mine", "--config-path=pkg://mine"]) == [
+        "--config-path=/mine",
+        "--config-path=pkg://mine",
+    ]
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_with_an_estimator_of_verls_nothing_is_changed(name: str) -> None:
+    given = ("algorithm.adv_estimator=grpo", "data.train_batch_size=8")
+    config = composed(*given, name=name)
+    with hydra.initialize_config_dir(str(verl_config_dir()), version_base=None):
+        assert hydra.compose(name, list(given)) == config
+    before = OmegaConf.to_yaml(config)
+    prepare(config)
+    assert OmegaConf.to_yaml(config) == before
+
+
+def test_with_ours_its_settings_are_added_and_nothing_else() -> None:
+    config = composed("algorithm.adv_estimator=gtpo", "algorithm.gtpo.alpha2=0.2")
+    stock = composed("algorithm.adv_estimator=gtpo")
+    prepare(config)
+    assert config.algorithm.gtpo.alpha2 == 0.2
+    assert config.algorithm.gtpo.entropy_floor == 1e-3  # as in algo=gtpo
+    assert config.algorithm.entropy == {"source": "actor", "check_every": 20}
+    assert config.algorithm.correct_threshold == 1.0
+    with open_dict(config):
+        for key in ("gtpo", "entropy", "correct_threshold"):
+            del config.algorithm[key]
+    assert config == stock
+
+
+def test_entropies_of_the_rollout_skip_the_actors_pass() -> None:
+    config = composed(
+        "algorithm.adv_estimator=gtpo", "algorithm.entropy.source=rollout", "actor_rollout_ref.rollout.name=vllm"
+    )
+    prepare(config)
+    assert config.algorithm.rollout_correction.bypass_mode
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("trainer.use_v1=false", "is verl's legacy trainer, which cannot run algorithm.adv_estimator=gtpo"),
+        ("algorithm.gtpo.alpah2=0.2", "did you mean alpha2?"),
+        ("reward.reward_model.enable=true", "gives scores and no verdict"),
+        ("algorithm.entropy.source=rolout", "did you mean rollout?"),
+        ("algorithm.rollout_correction.bypass_mode=true", "skips the pass that computes the actor's entropies"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "averages over sequences"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anything_starts(given: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        prepare(composed("algorithm.adv_estimator=gtpo", given))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ended"), [("gtpo", True), ("grpo", False)])
+def test_verls_own_main_with_our_estimator_ends_with_the_line_to_use(name: str, ended: bool) -> None:
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={name}", "--cfg", "job"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == (2 if ended else 0)
+    assert ("gtpo_verl.main_ppo" in done.stderr) is ended
+
+
+def snapshot(**environment: str) -> dict[str, Any]:
+    """What a process that imports verl and what its trainer needs looks like."""
+    done = subprocess.run(
+        [sys.executable, str(SNAPSHOT)],
+        env={name: value for name, value in os.environ.items() if not name.startswith("GTPO_VERL")} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_name_us_differs_in_names_in_verls_registries_alone() -> None:
+    without, with_plugin = snapshot(VERL_USE_EXTERNAL_PLUGINS="none"), snapshot()
+    for one in (without, with_plugin):
+        del one["environment"]["VERL_USE_EXTERNAL_PLUGINS"]
+    for registry, names in without.pop("registries").items():
+        assert set(names) < set(with_plugin["registries"][registry])
+    del with_plugin["registries"]
+    assert with_plugin == without
+    of_a_run = snapshot(GTPO_VERL_RUN="1", GTPO_VERL_SEED="1")  # what is compared does see a change
+    changed = {name for name in without if of_a_run[name] != without[name]}
+    assert changed == {"environment", "attributes", "filters", "random"}
