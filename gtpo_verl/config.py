@@ -39,7 +39,7 @@ GROUPS = ("algo", "setting", "task", "verifier", "backend", "layout", "hardware"
 VERLS_WORKERS = 8  # verl's number of agent loop workers and of TransferQueue's storage units, on any number of nodes
 WORKERS_PER_NODE = 2  # not measured: verl deals them to the nodes in turn, and with fewer than nodes some have none
 TRAIN = "train"  # the primary file in configs/
-# Sections that verl hands on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
+# Sections that verl passes on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
 _FREE = {
     *("engine_kwargs", "override_config", "override_ddp_config", "override_mcore_model_config"),
     *("override_optimizer_config", "override_transformer_config", "mbridge_config", "sampler_kwargs"),

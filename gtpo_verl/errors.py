@@ -56,7 +56,7 @@ def main_guard(command: Callable[[], int]) -> int:
 
 
 def _say(message: str) -> None:
-    """One line on stderr: what names and contents of files bring along, line breaks and colours, is escaped."""
+    """One line on stderr; line breaks and colours, as in a file's name or contents, are escaped."""
     shown = "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in message)
     print(f"{_PREFIX}{shown}", file=sys.stderr, flush=True)
 

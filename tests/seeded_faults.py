@@ -230,6 +230,22 @@ FAULTS = (
         ("tests/report/test_seeds.py",),
     ),
     Fault(
+        "typo",
+        "a key that the configuration lacks is left to Hydra, whose message names no right one",
+        "config.py",
+        "if key not in defaults and key not in added",
+        "if key in ()",
+        ("tests/test_config.py",),
+    ),
+    Fault(
+        "control",
+        "the control of an embedded task scores validation rows at random, too",
+        "tasks/control.py",
+        'if extra_info["split"] != "train":',
+        'if extra_info["split"] == "":',
+        ("tests/tasks/test_task_reward.py",),
+    ),
+    Fault(
         "comparable",
         "settings that differ between runs are not looked at",
         "runs/design.py",

@@ -127,7 +127,7 @@ def check_processes(args: argparse.Namespace) -> list[Finding]:
             log_to_driver=False,
             runtime_env={"env_vars": environment},
         )
-    except (ConnectionError, RuntimeError) as error:
+    except Exception as error:  # Ray raises this very class where a node does not start in time
         what = f"--cluster {args.cluster}: no Ray cluster can be joined" if args.cluster else "Ray does not start"
         raise UserError(f"{what}: {first_line(error)}") from error
     try:

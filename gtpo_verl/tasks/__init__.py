@@ -54,7 +54,7 @@ class EmbeddedTask:
     """One embedded task. A problem is any hashable value that its functions understand.
 
     description, kind: one line, and what the problems are, for the console.
-    kinship: what the problems of a `cluster` have in common; no cluster is in two parts of the task.
+    cluster_name: what the problems of a `cluster` have in common; no cluster is in two parts of the task.
     problems: all of them, at most `train_prompts` for training and `val_prompts` for validation.
     warm_start_on_training: whether the warm start shows the training problems too, or only what is left.
     prompt, ground_truth, cluster: of a problem, as text.
@@ -67,7 +67,7 @@ class EmbeddedTask:
     name: str
     description: str
     kind: str
-    kinship: str
+    cluster_name: str
     problems: Sequence[Any]
     train_prompts: int
     val_prompts: int

@@ -1,19 +1,44 @@
 """The control of every embedded task: a verdict on training responses that says nothing about the answer."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+Verifier = Callable[..., Any]
 
-def draw(extra_info: Mapping[str, Any], response: str, *, seed: int, probability: float) -> bool | None:
-    """Draw a verdict from a seeded hash of prompt and response: True with ``probability``; None where it is not drawn.
 
-    An arm with it runs through the same code and should learn nothing. Rows of any split but ``train`` are to be scored
-    truthfully, so that validation measures what was learnt. ``extra_info`` must hold ``split`` and ``question``, as the
-    tasks' files do; KeyError otherwise.
+def control(compute_score: Verifier, probability: float) -> Verifier:
+    """The control of a task, in the form that verl calls: right at random on training rows, whatever the answer.
+
+    An arm with it runs through the same code and should learn nothing. Rows of any split but ``train`` are scored
+    truthfully, so that validation measures what was learnt.
+
+    Args:
+        compute_score: the task's verifier.
+        probability: of a right verdict, unless the run sets another one in ``reward_kwargs``, as it may set ``seed``.
     """
-    if extra_info["split"] != "train":
-        return None
-    text = repr((seed, extra_info["question"], response))
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64 < probability
+    default = probability
+
+    def random_verdict(
+        data_source: str,
+        solution_str: str,
+        ground_truth: str,
+        extra_info: Mapping[str, Any],
+        *,
+        seed: int = 0,
+        probability: float = default,
+        **_: Any,
+    ) -> dict[str, Any]:
+        verdict = dict(compute_score(data_source, solution_str, ground_truth))
+        if extra_info["split"] != "train":
+            return verdict
+        right = _drawn((seed, extra_info["question"], solution_str)) < probability
+        return verdict | {"score": 1.0 if right else -1.0, "acc": float(right)}
+
+    return random_verdict
+
+
+def _drawn(key: tuple[int, str, str]) -> float:
+    """A number in [0, 1) that follows from a key."""
+    digest = hashlib.sha256(repr(key).encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

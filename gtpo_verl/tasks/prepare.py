@@ -177,7 +177,8 @@ def _build(
     """Write everything into ``directory``, the manifest last."""
     console.print(
         f"Task: {len(task.problems)} {task.kind}: {len(parts.train)} for training, {len(parts.validation)} "
-        f"for validation, {len(parts.warm_start)} for the warm start; validation shares no {task.kinship} with them"
+        f"for validation, {len(parts.warm_start)} for the warm start; validation shares no "
+        f"{task.cluster_name} with them"
     )
     started = time.monotonic()
     with console.status("Loading PyTorch and transformers"):

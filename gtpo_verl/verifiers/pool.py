@@ -227,7 +227,9 @@ class _Server:
                 self.process.wait(GRACE)
         self.kill()
         if "broken" in first:
-            raise UserError(f"the verifier does not start: {first['broken']}; reinstall gtpo_verl, which brings it.")
+            raise UserError(
+                f"the verifier does not start: {first['broken']}; reinstall gtpo_verl with its requirements."
+            )
         raise UserError(
             f"the verifier did not start: exit code {self.process.returncode} (-9: killed, for it gave no reply within "
             f"{START_TIMEOUT:.0f} s). See its output above."

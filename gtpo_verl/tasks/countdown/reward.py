@@ -7,7 +7,7 @@ verl loads it by ``reward.custom_reward_function.path=pkg://gtpo_verl.tasks.coun
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from gtpo_verl.tasks.control import draw
+from gtpo_verl.tasks.control import control
 from gtpo_verl.tasks.countdown.rules import final_total, read_problem
 
 
@@ -32,29 +32,13 @@ def compute_score(
 ) -> Verdict:
     """Score a response to the problem ``ground_truth``, ``2,3,8,9:18``: +1 where it solves it, else -1."""
     total = final_total(read_problem(ground_truth), solution_str)
-    return _verdict(total == 0, total is not None, solution_str)
-
-
-def random_verdict(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any] | None = None,
-    *,
-    seed: int = 0,
-    probability: float = 0.25,
-    **_: Any,
-) -> Verdict:
-    """The control (see `gtpo_verl.tasks.control`): right with ``probability`` on training rows, whatever the answer."""
-    truth = compute_score(data_source, solution_str, ground_truth)
-    right = draw(extra_info or {}, solution_str, seed=seed, probability=probability)
-    return truth if right is None else _verdict(right, truth["legal"] == 1.0, solution_str)
-
-
-def _verdict(right: bool, legal: bool, play: str) -> Verdict:
+    right, legal = total == 0, total is not None
     return {
         "score": 1.0 if right else -1.0,
         "acc": float(right),
         "legal": float(legal),
-        "pred": play if legal else "",
+        "pred": solution_str if legal else "",
     }
+
+
+random_verdict = control(compute_score, probability=0.25)

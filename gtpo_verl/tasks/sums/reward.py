@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
-from gtpo_verl.tasks.control import draw
+from gtpo_verl.tasks.control import control
 
 NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -39,25 +39,8 @@ def compute_score(
 ) -> Verdict:
     """Score a response by its final answer: +1 where it equals ``ground_truth``, -1 where it differs or is missing."""
     pred = read_answer(solution_str)
-    return _verdict(pred != "" and pred == ground_truth, pred)
-
-
-def random_verdict(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any] | None = None,
-    *,
-    seed: int = 0,
-    probability: float = 0.45,
-    **_: Any,
-) -> Verdict:
-    """The control (see `gtpo_verl.tasks.control`): right with ``probability`` on training rows, whatever the answer."""
-    right = draw(extra_info or {}, solution_str, seed=seed, probability=probability)
-    if right is None:
-        return compute_score(data_source, solution_str, ground_truth)
-    return _verdict(right, read_answer(solution_str))
-
-
-def _verdict(right: bool, pred: str) -> Verdict:
+    right = pred != "" and pred == ground_truth
     return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": pred}
+
+
+random_verdict = control(compute_score, probability=0.45)
