@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     plan = _plan(args)
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    check_evaluation(config, "audit", args.overrides)
+    check_evaluation(config, args.overrides)
     output = check_output(args.output or _output(subject))
     check_model(config)
     use_embedded_prompts(config)  # which takes minutes: what can be checked before is

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
-    check_evaluation(config, "eval", args.overrides)
+    check_evaluation(config, args.overrides)
     output = check_output(args.output or subject.output)
     check_model(config)
     use_embedded_prompts(config)  # which takes minutes: what can be checked before is

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     subject = find_subject(args.model)
     config = configuration(subject, [*args.overrides, f"data.val_files={source}"])
     config.data.filter_overlong_prompts = False  # rows are known by their number in the file
-    check_evaluation(config, "traces", args.overrides)
+    check_evaluation(config, args.overrides)
     check_data(config, ("val_files",))
 
     from gtpo_verl.integrations.launch import export_environment

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError, first_line
 from gtpo_verl.integrations.checks import RULES
-from gtpo_verl.integrations.weights import size_bucket
 from gtpo_verl.problems import Problem, evaluate, refuse
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, say
@@ -132,7 +131,6 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     from gtpo_verl.integrations.task_runner import TaskRunnerClass
 
     leave_to_cluster(config)
-    size_bucket(config)
     stop = signal.getsignal(signal.SIGTERM)
     ports_lost = 0
 

@@ -76,6 +76,12 @@ def verdicts(config: DictConfig) -> Iterator[Problem]:
         )
 
 
+def verifier(config: DictConfig) -> Iterator[Problem]:
+    """A command that samples has a verifier to ask, and starts no reward model."""
+    if config.reward.reward_model.enable:
+        yield Problem("reward.reward_model.enable=true: this command needs a verifier, not a reward model.")
+
+
 def overlong_penalty(config: DictConfig) -> Iterator[Problem]:
     """All algorithms get the same soft overlong penalty."""
     settings, manager, chosen = OmegaConf.select(config, OVERLONG), config.reward.reward_manager, algorithm_of(config)

@@ -122,7 +122,7 @@ def lengths(config: DictConfig) -> Iterator[Problem]:
             f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: "
             f"{why}. Remove the override; max_resp_len follows the limit."
         )
-    if not 0 < overlong.len <= limit:
+    if overlong.len is not None and not 0 < overlong.len <= limit:
         yield Problem(
             f"{OVERLONG}.len={overlong.len} must be between 1 and data.max_response_length={limit}: it is the number "
             "of tokens before the limit over which the penalty grows."

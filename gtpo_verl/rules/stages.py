@@ -3,7 +3,8 @@
 What needs verl imported comes after them (`integrations.checks`), and what needs the figures of a plan is `rules.plan`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from omegaconf import DictConfig
 
@@ -23,7 +24,7 @@ def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule
         rules: those that are asked where every value is in its range: they calculate with the values.
     """
     outside = evaluate(ranges.RULES, config)
-    return outside or [*evaluate([overrides.without_effect], config, given), *evaluate(rules, config)]
+    return outside or evaluate([partial(overrides.without_effect, given=given), *rules], config)
 
 
 def check(config: DictConfig, given: Sequence[str] = ()) -> None:
@@ -32,28 +33,15 @@ def check(config: DictConfig, given: Sequence[str] = ()) -> None:
     Raises:
         UserError: everything that is wrong.
     """
-
-    def ray(config: DictConfig) -> Iterator[Problem]:
-        yield from start.ray(config, given)
-
-    refuse(problems(config, given, (*CONFIGURATION, *MACHINE, ray)))
+    refuse(problems(config, given, (*CONFIGURATION, *MACHINE, partial(start.ray, given=given))))
 
 
-def check_evaluation(config: DictConfig, command: str, given: Sequence[str] = ()) -> None:
+def check_evaluation(config: DictConfig, given: Sequence[str] = ()) -> None:
     """Check what a command that samples and verifies needs of a configuration. Its validation files come later: those
     of an embedded task are made first.
 
     Raises:
         UserError: everything that is wrong.
     """
-
-    def verifier(config: DictConfig) -> Iterator[Problem]:
-        if config.reward.reward_model.enable:
-            yield Problem(
-                f"reward.reward_model.enable=true: `gtpo-verl {command}` needs a verifier, not a reward model."
-            )
-
-    def ray(config: DictConfig) -> Iterator[Problem]:
-        yield from start.ray(config, given)
-
-    refuse(evaluate([ranges.sampling], config) or evaluate([sizes.lengths, model.model, verifier, ray], config))
+    rules = (sizes.lengths, model.model, algorithm.verifier, partial(start.ray, given=given))
+    refuse(evaluate([ranges.sampling], config) or evaluate(rules, config))

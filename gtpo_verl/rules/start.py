@@ -47,8 +47,8 @@ def find_start(config: DictConfig) -> Start:
     return Start(folder)
 
 
-def ray(config: DictConfig, overrides: Sequence[str] = ()) -> Iterator[Problem]:
-    """The run's Ray settings fit the cluster that it would join, if any; overrides: the user's."""
+def ray(config: DictConfig, given: Sequence[str] = ()) -> Iterator[Problem]:
+    """The run's Ray settings fit the cluster that it would join, if any; given: the user's overrides."""
     ray_init = config.ray_kwargs.ray_init
     if ray_init.get("namespace") is not None:
         yield Problem(
@@ -60,7 +60,7 @@ def ray(config: DictConfig, overrides: Sequence[str] = ()) -> Iterator[Problem]:
         return
     for name in ("num_cpus", "num_gpus"):
         key = f"ray_kwargs.ray_init.{name}"
-        if any(override.lstrip("+").split("=")[0] == key for override in overrides) and ray_init[name] is not None:
+        if any(override.lstrip("+").split("=")[0] == key for override in given) and ray_init[name] is not None:
             yield Problem(
                 f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
                 "out, or add ++ray_kwargs.ray_init.address=local to start a separate Ray."
