@@ -53,6 +53,7 @@ class Step:
         self.lengths = [int(tag["response_len"]) for tag in tags.values()]
         self._places = [number for number, key in enumerate(batch.keys) if key in tags]
         self._columns: dict[str, torch.Tensor] = {}
+        self._mask: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- columns
 
@@ -82,6 +83,8 @@ class Step:
         """Fetch these columns again when they are needed: verl has written them anew."""
         for name in names:
             self._columns.pop(name, None)
+            if name == "response_mask":
+                self._mask = None
 
     def put(self, name: str, rows: Mapping[int, torch.Tensor]) -> None:
         """Write a column of some responses, by their number from 0, to TransferQueue."""
@@ -122,7 +125,9 @@ class Step:
     @property
     def mask(self) -> torch.Tensor:
         """(N,) bool: the tokens that the policy, or its guide, generated."""
-        return self.fetch("response_mask")[0] != 0
+        if self._mask is None:
+            self._mask = self.fetch("response_mask")[0] != 0
+        return self._mask
 
     # ---------------------------------------------------------------- responses
 

@@ -14,7 +14,7 @@ from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
-from gtpo_verl.integrations.step.metrics import legal_share, verifier_failures
+from gtpo_verl.integrations.step.metrics import legal_share, selected, verifier_failures
 from gtpo_verl.integrations.transfer_queue import lone_responses, replaced_rows
 
 SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
@@ -105,14 +105,14 @@ class Credit:
 
     def metrics(self, step: Step, context: CreditContext) -> dict[str, float]:
         """``credit/*``, and what the verifier says of the responses; of a session with several outputs, the last."""
-        last = step.last_output.unique()
+        last, mask = step.last_output.unique(), step.mask
+        if len(last) < len(step.keys):
+            mask = mask & step.of_tokens(torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True))
         (advantages,) = step.fetch("advantages")
-        of_last = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
-        mask = step.mask & step.of_tokens(of_last)
         group = step.of_batch(step.group)
         found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
         found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
-        found["entropy_all"] = step.fetch(self.entropies)[0][step.mask].mean().item()
+        found["entropy_all"] = selected(step.fetch(self.entropies)[0], step.mask).mean().item()
         infos = [step.infos[number] for number in last.tolist()]
         accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
         return (

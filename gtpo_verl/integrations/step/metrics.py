@@ -39,21 +39,23 @@ def agreement(
     tokens, fresh_tokens = int(mask.sum()), int(fresh.sum())
     found = {"stale_share": 1 - fresh_tokens / tokens}
     if fresh_tokens:
-        ours, theirs = _where(fresh, rollout), _where(fresh, actor)
+        ours, theirs = (selected(column, fresh).to(torch.float64, copy=True) for column in (rollout, actor))
         difference = (ours - theirs).abs_()
-        found["abs_diff_mean"] = difference.mean(dtype=torch.float64).item()
+        found["abs_diff_mean"] = difference.mean().item()
         found["abs_diff_max"] = difference.max().item()
         if ours.min() < ours.max() and theirs.min() < theirs.max():
-            found["correlation"] = torch.corrcoef(torch.stack([ours, theirs]).double())[0, 1].item()
+            ours -= ours.mean()
+            theirs -= theirs.mean()
+            found["correlation"] = (ours.dot(theirs) / (ours.dot(ours) * theirs.dot(theirs)).sqrt()).item()
     if fresh_tokens < tokens:
         stale = mask & ~current
-        found["stale_abs_diff_mean"] = (rollout[stale] - actor[stale]).abs().mean(dtype=torch.float64).item()
+        found["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
     return {f"rollout_entropy/{name}": value for name, value in found.items()}
 
 
-def _where(chosen: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The chosen values; no copy of them where all are."""
-    return values if bool(chosen.all()) else values[chosen]
+def selected(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The values (N,) that a mask (N,) marks; no copy where it marks all, as in a run without tools."""
+    return values if bool(mask.all()) else values[mask]
 
 
 class ActorPass:

@@ -31,7 +31,9 @@ def responses_not_finite(step: Step, names: Sequence[str]) -> dict[str, list[int
     """{column: responses with a NaN or an infinite value at a token of the policy}, without columns that have none."""
     found = {}
     for name, values in zip(names, step.fetch(*names), strict=True):
-        if values.sum(dtype=torch.float64).isfinite():  # which one such value would spoil; few batches have any
+        if (
+            values.sum().isfinite()
+        ):  # one such value would spoil it; where the sum alone overflows, the next line says so
             continue
         bad = ~values.isfinite() & step.mask
         found[name] = [number for number, row in enumerate(step.rows(bad)) if row.any()]
