@@ -48,7 +48,7 @@ def shaped_reward(batch: Batch) -> torch.Tensor:
 def dapo_advantages(batch: Batch) -> torch.Tensor:
     """A0 (B, T): (R - mean) / (std + 1e-6) of the group, R with the length penalty; shapes and entropies are checked.
 
-    A group whose rewards are equal has A0 = 0. Those that the batch brings are taken as they are (`Batch.A0`).
+    A group whose rewards are equal has A0 = 0. Where the batch has `A0`, that is taken.
     """
     if batch.A0 is not None:
         return torch.where(batch.response_mask != 0, batch.A0, 0.0)

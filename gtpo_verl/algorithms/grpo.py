@@ -76,8 +76,6 @@ DAPO = Algorithm(
     config=GRPOConfig,
     compute=_compute,
     verl_estimator="grpo",
-    loss="vanilla",
-    aggregation="token-mean",
     guide="alike",
     advantage_ns=8.0,
     style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),

@@ -160,8 +160,6 @@ GTPO = Algorithm(
     needs=frozenset({"entropy"}),
     config=GTPOConfig,
     compute=_compute,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="unshaped",
     advantage_ns=20.0,
     style=Style(light="#0072b2", dark="#56b4e9", marker="o"),

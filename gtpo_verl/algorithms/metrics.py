@@ -90,7 +90,7 @@ def credit_metrics(
     """The metrics of `CreditMetrics` that need no estimator, and the spread of the advantages inside responses.
 
     advantages, entropy (nats): (B, T). response_mask: (B, T) bool or 0/1. group: (B,) integers. correct: (B,) bool.
-    Returns, beside counts, entropies and the share of degenerate groups: `sign_flip_correct` and `sign_flip_wrong`,
+    Returns, next to counts, entropies and the share of degenerate groups: `sign_flip_correct` and `sign_flip_wrong`,
     shares of the tokens of either polarity whose advantage contradicts the verdict; `advantage_spread`, the standard
     deviation of the advantages inside a response, averaged over responses: 0 where credit is per response.
     Raises ValueError for shapes that disagree and entropies that are not finite or negative.

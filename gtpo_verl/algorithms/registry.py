@@ -1,6 +1,6 @@
 """The registry of methods: one entry a method, read by training, planning, reports and plots.
 
-A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group
+A method of this package is listed in `_BUILT_IN`; another package adds one by an entry point of the group
 `gtpo_verl.algorithms` whose value is an `Algorithm`.
 """
 
@@ -76,7 +76,7 @@ class Algorithm:
     config: its dataclass; `config()` is the published setting. Its fields are the keys `algorithm.<name>.*` of a run.
     compute: the function behind `advantages`.
     verl_estimator: the estimator of verl's own that training runs in place of `compute`, or None.
-    loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective.
+    loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective; the default is DAPO's.
     changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from
     another.
     needs_several_updates: at ratios of 1, that is with one update a step, its loss is DAPO's but for the aggregation.
@@ -94,8 +94,8 @@ class Algorithm:
     needs: frozenset[str]
     config: type
     compute: Callable[[Batch, Any], AdvantageOutput]
-    loss: str
-    aggregation: str
+    loss: str = "vanilla"
+    aggregation: str = "token-mean"
     verl_estimator: str | None = None
     changes: tuple[str, ...] = ()
     needs_several_updates: bool = False

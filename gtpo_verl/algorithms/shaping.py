@@ -54,50 +54,52 @@ class ShapedBatch:
 
     @torch.no_grad()
     def advantages(self, return_shaped: bool) -> AdvantageOutput:
-        """Advantages and shaped rewards, and the metrics of `CreditMetrics`."""
-        check_batch(
-            self.response_mask,
-            self.group,
-            correct=self.correct,
-            length_penalty=self.length_penalty,
-            guide=self.guide,
-        )
-        check_tokens(self.entropy, self.response_mask)
-        with one_thread(self.entropy.device):
-            return self._advantages(return_shaped)
-
-    def _advantages(self, return_shaped: bool) -> AdvantageOutput:
-        config, per_token = self.config, self.formulas.means is None
+        """Advantages, shaped rewards if asked for, and the metrics of `CreditMetrics`."""
+        mask, penalty = self.response_mask, self.length_penalty
+        check_batch(mask, self.group, correct=self.correct, length_penalty=penalty, guide=self.guide)
+        check_tokens(self.entropy, mask)
+        per_token = self.formulas.means is None
         dtype = torch.float64 if self.entropy.dtype == torch.float64 else torch.float32
-        size, width = self.response_mask.shape
-        advantages = torch.zeros(size, width, dtype=dtype, device=self.entropy.device)
-        shaped = advantages.new_zeros(size, width if per_token else 1) if return_shaped else None
-        totals = self._totals_of_batch() if config.compares_batch else None
-        rewards_of_batch = self._rewards_of_batch(totals) if config.norm_scope == "batch" else None
-        metrics = CreditMetrics()
+        advantages = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        shaped = advantages.new_zeros(len(mask), mask.shape[1] if per_token else 1) if return_shaped else None
+        with one_thread(mask.device):
+            metrics = self._fill(advantages, shaped)
+        if shaped is not None and not per_token:
+            shaped = shaped.squeeze(1)
+        return AdvantageOutput(advantages, shaped, metrics.found())
+
+    def _fill(self, advantages: torch.Tensor, shaped: torch.Tensor | None) -> CreditMetrics:
+        """Write the advantages (B, T) and the shaped rewards (B, T), or (B, 1), of every group."""
+        metrics, eps = CreditMetrics(), torch.finfo(advantages.dtype).eps
+        totals = self._totals_of_batch() if self.config.compares_batch else None
+        rewards_of_batch = self._rewards_of_batch(totals) if self.config.norm_scope == "batch" else None
         for group in self._groups():
             H, own = self._entropies(group)
-            whole = own.any(1)
-            metrics.add_group(group.ends[whole], self.correct[group.rows[whole]])
-            metrics.add_entropies(group, H, own, config.entropy_floor)
+            if self.length_penalty is not None:
+                check_penalty(self.length_penalty, group.rows[: group.n])
+            alive = own.any(1)
+            metrics.add_group(group.ends[alive], self.correct[group.rows[alive]])
+            metrics.add_entropies(group, H, own, self.config.entropy_floor)
             if not self._takes_part(group):
                 continue
             H, own, valid = self._compared(group, H, own)
             R = self._rewards(group, H, own, totals)
             metrics.add_rewards(_moments(group, R, own))
-            over = rewards_of_batch or _moments(group, R, valid)
-            by = normalizers(*over, config.normalization, config.negatives, torch.finfo(dtype).eps)
-            A = torch.cat([each.advantages(R[side]) for each, side in zip(by, group.sides, strict=True)])
+            A = self._normalized(group, R, rewards_of_batch or _moments(group, R, valid), eps)
             metrics.add_sign_flips(group, A, own)
-            if config.preserve_sign:
+            if self.config.preserve_sign:
                 plus, minus = group.sides
                 A = torch.cat([A[plus].clamp(min=0), A[minus].clamp(max=0)])
             group.put(torch.where(group.mask, A, 0.0), advantages)
             if shaped is not None:
                 group.put(torch.where(valid, R, 0.0), shaped)
-        if shaped is not None and not per_token:
-            shaped = shaped[:, 0]
-        return AdvantageOutput(advantages, shaped, metrics.found())
+        return metrics
+
+    def _normalized(self, group: Group, R: torch.Tensor, over: tuple[Moments, Moments], eps: float) -> torch.Tensor:
+        """R -> A; over: moments of the correct and of the wrong rewards of the group or of the batch."""
+        by_plus, by_minus = normalizers(*over, self.config.normalization, self.config.negatives, eps)
+        plus, minus = group.sides
+        return torch.cat([by_plus.advantages(R[plus]), by_minus.advantages(R[minus])])
 
     def _groups(self) -> Iterator[Group]:
         """The groups that have a response of the policy's own."""
@@ -132,6 +134,7 @@ class ShapedBatch:
     ) -> torch.Tensor:
         """R (G, T) or (G, 1); totals: of the whole batch, for correct and for wrong responses, None for the group's."""
         formulas, config = self.formulas, self.config
+        penalty = None if self.length_penalty is None else self.length_penalty[group.rows[: group.n], None].double()
         R = []
         for polarity, side in enumerate(group.sides):
             V = formulas.values(H[side], polarity == 0)
@@ -142,20 +145,13 @@ class ShapedBatch:
             # What is a guide's is compared with nothing: it has the average weight.
             W = torch.where(own[side], formulas.weights(V, (sums, counts), config), 1.0)
             if polarity == 0:
-                R.append(formulas.rewards_of_correct(W, self._penalty(group), config))
+                R.append(formulas.rewards_of_correct(W, penalty, config))
             else:
                 R.append(formulas.rewards_of_wrong(W, config))
         return torch.cat(R)
 
-    def _penalty(self, group: Group) -> torch.Tensor | None:
-        """(n, 1) of the correct responses; that of wrong ones is ignored."""
-        if self.length_penalty is None:
-            return None
-        rows = group.rows[: group.n]
-        check_penalty(self.length_penalty, rows)
-        return self.length_penalty[rows, None].double()
-
     def _taking_part(self) -> Iterator[tuple[Group, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """The groups whose rewards are shaped, each with what `_compared` returns."""
         for group in self._groups():
             if self._takes_part(group):
                 yield group, *self._compared(group, *self._entropies(group))

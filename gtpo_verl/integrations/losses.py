@@ -30,7 +30,7 @@ from gtpo_verl.algorithms.losses import (
 from gtpo_verl.errors import UserError
 
 KEY = "actor_rollout_ref.actor.policy_loss"
-GUIDE_MASK = "guide_mask"  # TransferQueue's column, beside response_mask: 1 on the tokens of the guide's rows
+GUIDE_MASK = "guide_mask"  # TransferQueue's column, next to response_mask: 1 on the tokens of the guide's rows
 
 
 @dataclass
