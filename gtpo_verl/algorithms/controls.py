@@ -1,5 +1,5 @@
-"""Controls that take one part out of a method: `dapo_blame` is DAPO with less blame and no entropies, `gtpo_shuffled` is
-GTPO with the right amount of credit on the wrong tokens.
+"""Controls that take one part out of a method: `dapo_blame` is DAPO with less blame, `gtpo_shuffled` is GTPO with its
+sizes of credit on other tokens.
 """
 
 from dataclasses import dataclass, replace
