@@ -36,9 +36,6 @@ COLUMNS = (
     ("alignment, correct", "correct", "alignment"),
     ("alignment, wrong", "wrong", "alignment"),
     ("energy in 20 %", "all", "energy@0.2"),
-    ("blame on the loss", "wrong", "blame_lift"),
-    ("blame after it", "wrong", "wasted"),
-    ("rollouts needed", "all", "rollouts"),
 )
 
 
