@@ -31,6 +31,8 @@ _BUILT_IN = (
     "gtpo_verl.algorithms.of_verl:DR_GRPO",
     "gtpo_verl.algorithms.forking:FORK20",
     "gtpo_verl.algorithms.forking:RANDOM20",
+    "gtpo_verl.algorithms.controls:DAPO_BLAME",
+    "gtpo_verl.algorithms.controls:GTPO_SHUFFLED",
     "gtpo_verl.algorithms.entropy_shaping:ENTROPY_BONUS",
     "gtpo_verl.algorithms.entropy_shaping:EAPO",
     "gtpo_verl.algorithms.entropy_shaping:POLARITY_ENTROPY",

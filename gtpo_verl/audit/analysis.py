@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_verl.audit.metrics import Credit, components, figures, first_losses, reliability, reliability_figures
+from gtpo_verl.audit.metrics import Credit, components, figures, reliability, reliability_figures
 from gtpo_verl.audit.references import oracle_credit
 from gtpo_verl.audit.values import Bools, Values
 from gtpo_verl.evaluation.paired import holm
@@ -49,11 +49,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Analysis:
-    """All rows, the reliability of the measurement by stratum, and how the wrong responses were lost."""
+    """All rows, and the reliability of the measurement by stratum."""
 
     rows: tuple[Row, ...]
     reliability: Mapping[str, Mapping[str, Figure]]
-    losses: Mapping[str, int]
     drift: tuple[Figure, ...]
     intervals: bool
 
@@ -72,14 +71,10 @@ def analyse(
         random: of several seeds; scored one by one and shown as one row, the mean over them.
         draws: of the bootstrap.
     """
-    losses = first_losses(values.mean, values.correct)
-    terms = {name: components(values, credit, losses) for name, credit in scored.items()}
-    tokens = scored[BASELINE].tokens
-    terms[ORACLE] = components(
-        values, oracle_credit(values, tokens), losses, truth=values.advantages[1], energy=values.energy_of_second
-    )
-    for seed, credit in enumerate(random):
-        terms[f"{RANDOM}-{seed}"] = components(values, credit, losses)
+    terms = {name: components(values, credit) for name, credit in scored.items()}
+    oracle = oracle_credit(values, scored[BASELINE].tokens)
+    terms[ORACLE] = components(values, oracle, truth=values.advantages[1], energy=values.energy_of_second)
+    terms |= {f"{RANDOM}-{seed}": components(values, credit) for seed, credit in enumerate(random)}
     intervals = len(set(values.prompt)) >= FEWEST_PROMPTS
     found: dict[str, dict[str, dict[str, Figure]]] = {name: {} for name in terms}
     drawn: dict[str, dict[str, dict[str, Floats]]] = {name: {} for name in terms}
@@ -88,10 +83,8 @@ def analyse(
         rows = _rows(values, stratum)
         if not rows.any():
             continue
-        baseline = _resampled(terms[BASELINE], rows, values, draws)
         for name, each in terms.items():
-            sums = baseline if name == BASELINE else _resampled(each, rows, values, draws)
-            drawn[name][stratum] = figures(sums, baseline)
+            drawn[name][stratum] = figures(_resampled(each, rows, values, draws))
             found[name][stratum] = _figures(drawn[name][stratum], intervals)
         measured[stratum] = _figures(
             reliability_figures(_resampled(reliability(values), rows, values, draws)), intervals
@@ -117,12 +110,6 @@ def analyse(
     return Analysis(
         tuple(result),
         measured,
-        {
-            "wrong": int((~values.correct).sum()),
-            "lost before the last step": int((losses.step >= 0).sum()),
-            "never had a chance": int(losses.never.sum()),
-            "lost at the end": int(losses.at_the_end.sum()),
-        },
         _drift(values, intervals, draws),
         intervals,
     )
@@ -225,6 +212,5 @@ def plain(analysis: Analysis) -> dict[str, Any]:
             for row in analysis.rows
         },
         "reliability": tree(analysis.reliability),
-        "wrong_responses": dict(analysis.losses),
         "mean_advantage_by_step": [listed(figure) for figure in analysis.drift],
     }

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure as Drawing
 from scipy import stats
 
 from gtpo_verl.algorithms.registry import Style
-from gtpo_verl.audit.analysis import BASELINE
+from gtpo_verl.audit.analysis import BASELINE, Figure
 from gtpo_verl.audit.metrics import CERTAIN, first_losses
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.audit.render import COLUMNS, EXPLORATION, label, sentences, table_rows, verdict
+from gtpo_verl.audit.render import EXPLORATION, Table, cell, label
 from gtpo_verl.audit.score import Result
 from gtpo_verl.audit.store import Store
 from gtpo_verl.files import write_text
@@ -62,26 +62,29 @@ def _name(model: Path) -> str:
     return "/".join(model.parts[-2:]) if model.name == "model" else model.name
 
 
-def write_page(store: Store, plan: Plan, result: Result, facts: Mapping[str, Any]) -> Path:
-    """Write ``audit.html``, which needs no other file; returns its path."""
-    shown = [_shown(number, place, result) for place, number in enumerate(_chosen(result))]
-    credit = {
-        name: [_shades(result, name, number) for number in _chosen(result)]
-        for name in result.tokens
-        if name != BASELINE
-    }
-    labels = {name: label(name, plan) for name in credit}
+def write_page(
+    store: Store,
+    table: Table,
+    facts: Mapping[str, Any],
+    *,
+    responses: tuple[Result, Plan] | None = None,
+    gradients: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write ``audit.html``, which needs no other file; returns its path.
+
+    responses: shown with their credit and their values. gradients: `gradients.figures`, by entropy.
+    """
+    credit = {} if responses is None else _credits(responses[0])
+    labels = {name: label(name, responses[1]) for name in credit} if responses else {}
     template = page_template((files("gtpo_verl.audit") / "audit.html.j2").read_text(encoding="utf-8"))
     text = template.render(
         model=_name(Path(str(store.facts["model"]))),
         facts=store.facts,
         measured=facts,
-        verdict=verdict(result) or "How well each method's credit agrees with the true advantage of each step.",
-        columns=[heading for heading, *_ in COLUMNS],
-        rows=table_rows(result, plan),
-        sentences=sentences(result, plan, facts)[bool(verdict(result)) :],
+        table=table,
         exploration=EXPLORATION,
-        shown=shown,
+        shown=[] if responses is None else _pictures(responses[0]),
+        deciles=None if gradients is None else _deciles(gradients),
         labels=labels,
         first=next((name for name in ("gtpo", *labels) if name in labels), None),
         credit=json.dumps(credit, separators=(",", ":")).replace("<", "\\u003c"),
@@ -93,12 +96,39 @@ def write_page(store: Store, plan: Plan, result: Result, facts: Mapping[str, Any
     return path
 
 
+def _pictures(result: Result) -> list[Shown]:
+    return [_shown(number, place, result) for place, number in enumerate(_chosen(result))]
+
+
+def _credits(result: Result) -> dict[str, list[list[float]]]:
+    methods = [name for name in result.tokens if name != BASELINE]
+    return {name: [_shades(result, name, number) for number in _chosen(result)] for name in methods}
+
+
+def _deciles(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """Of each decile of the entropy, and of the wrong and the correct tokens in it, what they are and what they have of
+    the noise and the signal of DAPO and of GTPO, or the first other method.
+    """
+    tokens = found["tokens"]
+    others = [name for name in ("gtpo", *found["methods"]) if name in found["methods"] and name != BASELINE]
+    rows = []
+    for side, verdict in enumerate(("wrong", "correct")):
+        for decile, entropy in enumerate(tokens["entropy"][side]):
+            cells = [f"{entropy:.3f}", f"{tokens['norm'][side][decile]:.3f}"]
+            for name in [BASELINE, *others[:1]]:
+                shares = tokens["shares"][name]
+                values = (shares[kind][side][decile] for kind in ("noise", "signal"))
+                cells += [" ".join(filter(None, cell(Figure(*each), ".0%"))) for each in values]
+            rows.append((f"{verdict}, {decile + 1}", cells))
+    return rows
+
+
 def _chosen(result: Result) -> list[int]:
     """Responses for the page: the most continued ones, of median length first, three wrong ones for a correct one."""
     trials = result.values.trials[:, :, 1].sum(axis=0)
     lengths = np.array([len(rollout.tokens) for rollout in result.chosen.responses])
     distance = np.abs(lengths - np.median(lengths))
-    lost = first_losses(result.values.mean, result.values.correct).step >= 0
+    lost = first_losses(result.values.mean, result.values.correct) >= 0
     order = np.lexsort((distance, ~lost, -trials)).tolist()
     wrong = [number for number in order if not result.values.correct[number]]
     correct = [number for number in order if result.values.correct[number]]
@@ -111,7 +141,7 @@ def _shown(number: int, place: int, result: Result) -> Shown:
     points = result.chosen.points[number]
     A = values.advantages.mean(axis=0)[number]
     certain = np.abs(A) > CERTAIN * values.standard_error[number]
-    lost = int(first_losses(values.mean, values.correct).step[number])
+    lost = int(first_losses(values.mean, values.correct)[number])
     largest = max(float(np.abs(A).max()), 1e-9)
     kept = min(len(rollout.tokens), MOST_TOKENS)
     steps = tuple(
@@ -154,7 +184,7 @@ def curve(result: Result, number: int, theme: plots.Theme) -> Drawing:
     drawing = plots.panels_figure([plots.Panel("", (line,), percent=True, markers=True, x_label="token")], theme)
     (axes,) = drawing.axes
     axes.set_ylim(-0.04, 1.04)
-    lost = int(first_losses(values.mean, values.correct).step[number])
+    lost = int(first_losses(values.mean, values.correct)[number])
     if lost >= 0:
         axes.axvspan(points[lost], points[lost + 1], color=LOST_COLOUR[theme.name], alpha=0.16, linewidth=0)
         axes.annotate(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from gtpo_verl.errors import UserError
 
 FEWEST_CONTINUATIONS = 8  # below, halves of two or three continuations leave intervals nobody can use
+FEWEST_GROUPS = 20  # below, a jackknife says nothing
 DESIGN_EFFECT = 1.5  # responses to one prompt resemble each other
 QUANTILES = 7.85  # (1.96 + 0.84)²: a test at 5 %, two-sided, with a power of 80 %
 AT_PROMPT = 4  # V(0) is shared by the responses to a prompt, so it gets so many times the continuations
@@ -18,7 +19,8 @@ class Plan:
 
     prompts: P, with contrast. samples: G, of each. responses: N audited. steps: M. continuations: K of each point.
     second_stage: responses whose points get `second_continuations` in all. branches: other steps sampled at the start
-    of each step, for the state oracle, each continued K / 2 times.
+    of each step, for the state oracle, each continued K / 2 times. gradients: prompts with the methods' gradients,
+    the others being in the true one alone; 0 for an audit of values.
     """
 
     prompts: int = 64
@@ -29,6 +31,7 @@ class Plan:
     second_stage: int = 0
     second_continuations: int = 64
     branches: int = 0
+    gradients: int = 0
 
     def __post_init__(self) -> None:
         for name, least in {"prompts": 1, "samples": 2, "responses": 1, "steps": 2, "second_stage": 0}.items():
@@ -41,6 +44,11 @@ class Plan:
             )
         if self.branches < 0 or self.branches == 1:
             raise UserError(f"--branches {self.branches}: it must be 0, or at least 2 for a variance between them.")
+        if self.gradients and not FEWEST_GROUPS <= self.gradients <= self.prompts:
+            raise UserError(
+                f"--gradients {self.gradients}: it must be at least {FEWEST_GROUPS}, for intervals, and at most "
+                f"--prompts {self.prompts}."
+            )
 
     @property
     def of_a_branch(self) -> int:

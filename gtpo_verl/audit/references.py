@@ -19,7 +19,9 @@ def random_credit(uniform: Floats, mask: Bools, points: Ints, correct: Bools, se
 
 
 def position_credit(values: Values, tokens: Ints) -> Credit:
-    """The best rule that knows verdict and position alone: the mean A at the same step of responses to other prompts.
+    """What the number of the step and the verdict tell: the mean A at the same step of responses to other prompts.
+
+    Not a method: steps are fractions of the final length, and the truth of other responses is in it.
 
     tokens: (N, M). A step without another prompt's response of its verdict gets 0.
     """
@@ -33,10 +35,12 @@ def position_credit(values: Values, tokens: Ints) -> Credit:
 
 
 def state_credit(variance: Floats, V: Floats, tokens: Ints, correct: Bools) -> Credit:
-    """The best rule that knows verdict and state, but not the step that was taken: E[A | state, verdict].
+    """The best rule that knows the verdict and the state at the start of a step, and nothing of it: E[A | state,
+    verdict].
 
     It is Var / V in correct and -Var / (1 - V) in wrong responses, with V of the state and Var that of V behind the
-    step: the most that a rule which reads the entropy of the prefix alone can do.
+    step. A method may do better where a step has several tokens: the entropies of its later tokens tell which way it
+    went.
 
     variance, V: (N, M) at the points before the steps; V strictly between 0 and 1, or variance 0.
     """

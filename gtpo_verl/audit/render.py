@@ -1,14 +1,16 @@
 """The results of an audit as text."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from gtpo_verl.algorithms import algorithms
 from gtpo_verl.audit.analysis import BASELINE, ORACLE, RANDOM, Figure, Row
+from gtpo_verl.audit.gradients import figure_of
 from gtpo_verl.audit.plan import FEWEST_CONTINUATIONS, Plan
 from gtpo_verl.audit.score import POSITION, STATE, Result
 
@@ -17,10 +19,16 @@ COLUMNS: tuple[tuple[str, str, str, str], ...] = (
     ("alignment, correct", "correct", "alignment", "+.2f"),
     ("alignment, wrong", "wrong", "alignment", "+.2f"),
     ("energy in 20 %", "all", "energy@0.2", ".0%"),
-    ("blame on the loss", "wrong", "blame_lift", ".2f"),
-    ("blame after it", "wrong", "wasted", ".0%"),
-    ("rollouts needed", "all", "rollouts", ".2f"),
     ("sign flips", "all", "flips", ".1%"),
+)
+# heading, metric, figure, format
+GRADIENT_COLUMNS: tuple[tuple[str, str, str, str], ...] = (
+    ("groups needed, truth", "sgd", "along/dapo", ".2f"),
+    ("groups needed, truth, Adam", "adam", "along/dapo", ".2f"),
+    ("groups needed, own direction", "sgd", "own/dapo", ".2f"),
+    ("SNR of a step", "sgd", "snr", ".3g"),
+    ("cosine with truth", "sgd", "cosine", "+.2f"),
+    ("gain", "sgd", "gain", "+.2f"),
 )
 EXPLORATION = (
     "The audit judges credit as the gradient of the expected reward. Credit that keeps the policy exploring need not "
@@ -59,8 +67,20 @@ def is_plain(row: Row, baseline: Row, stratum: str, name: str) -> bool:
     return reference is not None and row.figures[stratum][name].contains(reference) is True
 
 
-def table_rows(result: Result, plan: Plan) -> list[tuple[str, list[tuple[str, str, bool]]]]:
-    """Of each row its label, and of each column the figure, its interval, and whether that contains DAPO's figure."""
+@dataclass(frozen=True)
+class Table:
+    """The results of an audit: of each row its label, and of each column the figure, its interval, and whether that
+    contains DAPO's figure. sentences: what the table needs to be read, the main result first.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, Sequence[tuple[str, str, bool]]]]
+    sentences: Sequence[str]
+
+
+def values_table(result: Result, plan: Plan, facts: Mapping[str, Any]) -> Table:
+    """The table of credit against true advantages."""
     baseline = result.analysis.row(BASELINE)
     rows = []
     for row in result.analysis.rows:
@@ -70,27 +90,73 @@ def table_rows(result: Result, plan: Plan) -> list[tuple[str, list[tuple[str, st
             plain = row is not baseline and stratum in row.figures and is_plain(row, baseline, stratum, name)
             cells.append((*cell(figure, form), plain))
         rows.append((label(row.name, plan), cells))
-    return rows
+    columns = tuple(heading for heading, *_ in COLUMNS)
+    return Table("Which credit falls on the steps that decide?", columns, rows, sentences(result, plan, facts))
 
 
-def print_result(result: Result, plan: Plan, facts: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print the table, the reliability of the measurement, and what was left out."""
+def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Plan) -> Table:
+    """The table of signal and noise of gradients; found: of `gradients.figures`."""
+    rows = []
+    for name in found["methods"]:
+        cells = []
+        for _, metric, key, form in GRADIENT_COLUMNS:
+            figure, baseline = (figure_of(found, each, metric, key) for each in (name, BASELINE))
+            plain = name != BASELINE and baseline.value is not None and figure.contains(baseline.value) is True
+            cells.append((*(cell(figure, form) if figure.value is not None else ("n.r.", "")), plain))
+        rows.append((label(name, plan), cells))
+    columns = tuple(heading for heading, *_ in GRADIENT_COLUMNS)
+    return Table("How much signal and how much noise has each gradient?", columns, rows, _of_gradients(found, facts))
+
+
+def _of_gradients(found: Mapping[str, Any], facts: Mapping[str, Any]) -> list[str]:
+    name = next(
+        (each for each in ("gtpo", *found["methods"]) if each in found["methods"] and each != BASELINE), BASELINE
+    )
+    needed = figure_of(found, name, "sgd", "along/dapo")
+    value, interval = cell(needed, ".2f")
+    chosen = f" with a name like {facts['chosen']}" if facts["chosen"] else ""
+    entry = algorithms().get(name)
+    lines = [
+        f"Whether {entry.label if entry else name} needs fewer groups than DAPO is not resolved."
+        if needed.value is None
+        else f"For as much progress along the true gradient {entry.label if entry else name} needs {value} times the "
+        f"groups of DAPO [{interval}]."
+    ]
+    lines.append(
+        f"{facts['groups']} groups of {facts['samples']} responses with contrast and {facts['others']} more in the "
+        f"true gradient; {facts['parameters']:,} parameters{chosen}; credits of {facts['step']} groups at a time, "
+        "which is a step. Intervals: 95 %, jackknife over groups. log π here and in the rollouts differ by at most "
+        f"{facts['log_prob_difference']:.1e}."
+    )
+    if facts["groups"] < facts["wanted"]:
+        lines.append(f"Asked for were {facts['wanted']} groups: the data has no more with contrast.")
+    lines.append(
+        "n.r.: not resolved, because the interval of the squared signal, of the true gradient or of their product "
+        "includes 0. A negative number of groups: the method goes against the true gradient."
+    )
+    if facts["unscored"]:
+        lines.append(f"With DAPO's credit at ratios of 1: {', '.join(facts['unscored'])}.")
+    return lines
+
+
+def print_table(found: Table, console: Console | None = None) -> None:
+    """Print the table and its sentences."""
     console = console or Console(highlight=False, soft_wrap=False)
     wide = console.width >= WIDE
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
+    table = rich_table.Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2 if wide else 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for heading, *_ in COLUMNS:
+    for heading in found.columns:
         table.add_column("\n".join(heading.replace(",", "").split()), justify="right", vertical="bottom")
-    for name, cells in table_rows(result, plan):
+    for name, cells in found.rows:
         drawn = []
         for value, interval, plain in cells:
             text = Text(value, style="dim" if plain else "")
             drawn.append(text.append(f"\n{interval}", style="dim") if interval and wide else text)
         table.add_row(name, *drawn)
     console.print(table)
-    if result.analysis.intervals and not wide:
+    if not wide and any(interval for _, cells in found.rows for _, interval, _ in cells):
         console.print("The 95 % intervals do not fit here: the page has them.")
-    for line in [*sentences(result, plan, facts), EXPLORATION]:
+    for line in [*found.sentences, EXPLORATION]:
         console.print(line, markup=False)
 
 
@@ -113,11 +179,6 @@ def sentences(result: Result, plan: Plan, facts: Mapping[str, Any]) -> list[str]
             f"the first half scored by the second reaches {oracle or 0:.2f}, which is the most that "
             f"{plan.continuations // 2} continuations allow."
         )
-    losses = found.losses
-    lines.append(
-        f"Of {losses['wrong']} wrong responses {losses['lost before the last step']} were lost at a step before the "
-        f"last, {losses['lost at the end']} in it, and {losses['never had a chance']} never had a chance."
-    )
     if facts["responses_too_short"]:
         lines.append(f"{facts['responses_too_short']} responses of fewer than {plan.steps} tokens were left out.")
     if facts["responses_truncated"]:
@@ -130,17 +191,17 @@ def sentences(result: Result, plan: Plan, facts: Mapping[str, Any]) -> list[str]
 
 
 def verdict(result: Result) -> str:
-    """What GTPO, or the first method beside DAPO, does to wrong responses, in words."""
+    """How GTPO's credit, or that of the first method beside DAPO, is aligned in wrong responses, in words."""
     rows = [row for row in result.analysis.rows if row.name not in (BASELINE, *REFERENCES, ORACLE)]
     row = next((row for row in rows if row.name == "gtpo"), rows[0] if rows else None)
-    figure = row.figures.get("wrong", {}).get("blame_lift") if row else None
+    figure = row.figures.get("wrong", {}).get("alignment") if row else None
     if row is None or figure is None or figure.value is None:
         return ""
     entry = algorithms().get(row.name)
-    value, interval = cell(figure, ".2f")
+    value, interval = cell(figure, "+.2f")
     return (
-        f"On wrong responses {entry.label if entry else row.name} puts {value} times the uniform share of blame on the "
-        f"step that lost the answer{f' [{interval}]' if interval else ''}."
+        f"On wrong responses the credit of {entry.label if entry else row.name} has an alignment of {value}"
+        f"{f' [{interval}]' if interval else ''} with the true advantages; a uniform credit has 0."
     )
 
 
@@ -160,3 +221,18 @@ def print_plan(plan: Plan, length: float, prompt: float, *, measured: bool, cach
     )
     if plan.continuations < 2 * FEWEST_CONTINUATIONS:
         print("Twice the continuations would cost less than twice, and steady the estimate of the reliability.")
+
+
+def print_plan_of_gradients(plan: Plan, length: float, methods: int, *, measured: bool) -> None:
+    """Print what an audit of gradients will cost."""
+    which = f"mean length {length:.0f}, measured" if measured else f"at most {length:.0f} tokens each, the limit"
+    print(
+        f"{plan.gradients} groups with contrast and {plan.prompts - plan.gradients} more in the true gradient, "
+        f"{plan.samples} responses each ({which}): {plan.prompts * plan.samples * length:,.0f} tokens, and those of "
+        "the prompts without contrast."
+    )
+    print(
+        f"Two passes over the groups, with a backward pass for each of at most {methods + 1} different credits. "
+        f"Memory: the model and its activations in float32, and {12 * (methods + 1)} bytes a parameter; "
+        "--gradient-params restricts them."
+    )

@@ -170,6 +170,15 @@ def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chos
     return Chosen(batch, rows, weight, points, int((~possible).sum()))
 
 
+def groups_with_contrast(rollouts: Sequence[Rollout], plan: Plan) -> list[list[Rollout]]:
+    """The responses to each prompt with contrast, in the order of sampling."""
+    found: dict[int, list[Rollout]] = {row: [] for row in strata_of(rollouts, plan.prompts).mixed}
+    for rollout in rollouts:
+        if rollout.row in found:
+            found[rollout.row].append(rollout)
+    return list(found.values())
+
+
 def second_stage(chosen: Chosen, plan: Plan, seed: int) -> list[int]:
     """Numbers among the chosen responses that get more continuations: two wrong ones a correct one, at random."""
     shuffled = np.random.default_rng(seed + 1).permutation(len(chosen.rows)).tolist()
@@ -290,6 +299,8 @@ def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
     """Whether anything is left to sample."""
     if next(_rounds(store, plan, rows, seed), None):
         return True
+    if plan.gradients:
+        return False
     chosen = choose_responses(store.rollouts, plan, seed)
     if any((*prefix.key[:3], 0) not in store.branches for prefix in wanted_branches(chosen, plan)):
         return True

@@ -20,6 +20,7 @@ from gtpo_verl.files import read_json, write_atomically, write_json
 from gtpo_verl.runs.directory import differences
 
 ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE = "rollouts.parquet", "values.parquet", "branches.parquet"
+GRADIENTS_FILE = "gradients.npz"
 RECORD_FILE, LOG_FILE = "audit.json", "audit.log"
 OF_PROMPT = -1  # the sample of a value that belongs to the prompt, V(0)
 OF_BRANCH = 3  # the stage of a count behind a branch
@@ -155,7 +156,8 @@ class Store:
     def flush(self) -> None:
         """Write everything."""
         _write(self.directory / ROLLOUTS_FILE, self.rollouts, Rollout)
-        _write(self.directory / VALUES_FILE, list(self.counts.values()), Count)
+        if self.counts:
+            _write(self.directory / VALUES_FILE, list(self.counts.values()), Count)
         if self.branches:
             _write(self.directory / BRANCHES_FILE, list(self.branches.values()), Branch)
         self._written = time.monotonic()
@@ -172,7 +174,7 @@ def reopen(directory: Path) -> Store:
         UserError: there is none.
     """
     facts = read_json(directory / RECORD_FILE)
-    if facts is None or not (directory / VALUES_FILE).is_file():
+    if facts is None or not any((directory / name).is_file() for name in (VALUES_FILE, GRADIENTS_FILE)):
         raise UserError(f"{directory} holds no audit: --reanalyse takes the directory that an audit was written to.")
     return Store(directory, facts)
 
@@ -204,11 +206,12 @@ def read_records(file: Path, kind: type[Record]) -> list[Record]:
 
 
 def as_facts(plan: Plan) -> dict[str, Any]:
-    """A plan's numbers as settings of an audit, by option."""
-    return {f"--{name.replace('_', '-')}": value for name, value in asdict(plan).items()}
+    """A plan's numbers as settings of an audit, by option; that of gradients where there are any."""
+    numbers = {f"--{name.replace('_', '-')}": value for name, value in asdict(plan).items()}
+    return {name: value for name, value in numbers.items() if name != "--gradients" or value}
 
 
 def plan_of(store: Store) -> Plan:
     """The plan that an audit was sampled by."""
     settings = store.facts["settings"]
-    return Plan(**{item.name: settings[f"--{item.name.replace('_', '-')}"] for item in fields(Plan)})
+    return Plan(**{item.name: settings.get(f"--{item.name.replace('_', '-')}", item.default) for item in fields(Plan)})

@@ -89,6 +89,8 @@ F: list[tuple[str, dict[str, Any], list[list[float]]]] = [
     ("nsr", {}, [[0] * 4, [-1] * 3, [-1] * 2]),
     ("qae", {}, [[1.732048] * 4, [0] * 3, [0] * 2]),
     ("kl_cov", {}, [[A] * 4, [-A / 2] * 3, [-A / 2] * 2]),
+    ("dapo_blame", {}, [[A] * 4, [-A / 4] * 3, [-A / 4] * 2]),
+    ("dapo_blame", {"kappa": 0.0}, [[A] * 4, [0] * 3, [0] * 2]),
 ]
 
 
@@ -180,6 +182,7 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "stare_o1": {"top_ratio": (0.1, 0.0, 1.0), "w": (1.1, 1.5), "m": (1.0, 0.9), "target_entropy": (0.3, None, 9.0)},
     "w_reinforce": {"correct": (0.1, 0.0, 1.0), "wrong": (1.0, 0.3)},
     "qae": {"K": (0.4, 0.05, 0.5, 0.95)},
+    "dapo_blame": {"kappa": (0.5, 0.0, 1.0)},
     "rl_zvp": {"alpha": (0.1, 0.0, 1.0), "max_scope": ("response", "group")},
 }
 LOOPS = {"kl_cov": loops.dapo}
@@ -210,6 +213,7 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
     ("eapo", {"alpha": 0.0}),
     ("polarity_entropy", {"lambda_correct": 0.0, "lambda_wrong": 0.0}),
     ("ar", {"alpha": 0.0}),
+    ("dapo_blame", {"kappa": 1.0}),
     ("prob_mask", {"threshold": 1.01}),
     ("stare_o1", {"w": 1.0}),
     ("stare_c2", {"w": 1.0, "m": 1.0, "target_entropy": None}),
@@ -294,7 +298,46 @@ def test_random_tokens_are_those_of_the_seed() -> None:
     torch.testing.assert_close(advantages("random20", wider)[:, :-3], same, atol=0, rtol=0)
 
 
-KEEP_SIGNS = ("fork20", "random20", "entropy_bonus", "eapo", "polarity_entropy", "eda", "ar", "prob_mask", "stare_c2")
+@pytest.mark.parametrize("scope", ["group", "batch"])
+@pytest.mark.parametrize("side", ["wrong", "both"])
+def test_shuffled_advantages_are_gtpos_in_another_place(side: str, scope: str) -> None:
+    for seed in range(3):
+        batch = random_batch(seed)
+        gtpo, found = (
+            advantages("gtpo", batch, entropy_floor=1e-3),
+            advantages("gtpo_shuffled", batch, side=side, scope=scope),
+        )
+        regions = (
+            [batch.group == group for group in batch.group.unique()]
+            if scope == "group"
+            else [batch.group == batch.group]
+        )
+        for region, verdict in itertools.product(regions, (True, False)):
+            tokens = batch.response_mask & (region & (batch.correct == verdict))[:, None]
+            assert torch.equal(found[tokens].sort().values, gtpo[tokens].sort().values)
+        assert torch.equal(found[batch.correct], gtpo[batch.correct]) == (side == "wrong")
+        assert not torch.equal(found[~batch.correct], gtpo[~batch.correct])
+
+
+def test_shuffled_advantages_are_those_of_the_seed() -> None:
+    batch = random_batch(8)
+    same, other = (advantages("gtpo_shuffled", replace(batch, seed=seed)) for seed in (0, 1))
+    assert torch.equal(same, advantages("gtpo_shuffled", batch))
+    assert not torch.equal(same, other)
+
+
+KEEP_SIGNS = (
+    "dapo_blame",
+    "fork20",
+    "random20",
+    "entropy_bonus",
+    "eapo",
+    "polarity_entropy",
+    "eda",
+    "ar",
+    "prob_mask",
+    "stare_c2",
+)
 
 
 @pytest.mark.parametrize("name", KEEP_SIGNS)
@@ -307,6 +350,7 @@ def test_no_sign_is_turned(name: str) -> None:
 # ----------------------------------------------------------------------------------- all methods: edges, invariances
 
 FAMILY = [name for name, entry in algorithms().items() if name not in ("dapo", "grpo", "gtpo", "grpo_s")]
+AT_RANDOM = ("random20", "gtpo_shuffled")  # the order of rows decides what they draw
 
 
 def out_of(name: str, batch: Batch) -> AdvantageOutput:
@@ -328,7 +372,7 @@ def test_rows_groups_and_padding_change_nothing(name: str) -> None:
         old_log_probs=pad(batch.old_log_probs, (0, 3), value=math.nan),
     )
     torch.testing.assert_close(out_of(name, wider).advantages[:, :-3], plain, atol=1e-12, rtol=0)
-    if name != "random20":
+    if name not in AT_RANDOM:
         order = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))
         turned = out_of(name, only(batch, *order.tolist())).advantages
         torch.testing.assert_close(turned, plain[order], atol=1e-12, rtol=0)
@@ -419,6 +463,9 @@ IMPOSSIBLE = [
     ("w_reinforce", {"correct": -0.1}, "correct"),
     ("qae", {"K": 1}, "K must be in"),
     ("rl_zvp", {"max_scope": "batch"}, "scope"),
+    ("dapo_blame", {"kappa": 1.5}, "kappa must be in"),
+    ("gtpo_shuffled", {"side": "correct"}, "side must be one of wrong, both"),
+    ("gtpo_shuffled", {"scope": "response"}, "scope"),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from softmax_table import products_of
 from tabular_policy import TabularPolicy
 
 from gtpo_verl.audit.analysis import plain
@@ -17,9 +18,10 @@ from gtpo_verl.audit.methods import effective_credit, methods
 from gtpo_verl.audit.page import wilson, write_page
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.audit.references import branch_shares, branch_variance
-from gtpo_verl.audit.render import COLUMNS, print_plan, print_result
+from gtpo_verl.audit.render import COLUMNS, print_plan, print_plan_of_gradients, print_table, values_table
 from gtpo_verl.audit.sampling import (
     choose_responses,
+    groups_with_contrast,
     measured,
     measured_branches,
     missing,
@@ -197,6 +199,8 @@ def test_responses_too_short_for_their_steps(finished: Store) -> None:
         ({"samples": 1}, "--samples 1: it must be at least 2"),
         ({"second_stage": -1}, "--second-stage -1"),
         ({"branches": 1}, "--branches 1: it must be 0, or at least 2"),
+        ({"gradients": 19}, "--gradients 19: it must be at least 20"),
+        ({"gradients": 65}, "--gradients 65: it must be at least 20, for intervals, and at most --prompts 64"),
     ],
 )
 def test_plans_that_cannot_be(options: dict[str, int], message: str) -> None:
@@ -270,8 +274,7 @@ def test_the_state_oracle_is_a_row_where_branches_were_sampled(
     state = found.analysis.row("state").figures
     for stratum in ("correct", "wrong"):
         assert state[stratum]["alignment"].value > found.analysis.row("gtpo").figures[stratum]["alignment"].value
-    assert state["all"]["rollouts"].value < 1
-    print_result(found, BRANCHED, measurement(branched, found) | {"solved": 0, "never": 0})
+    print_table(values_table(found, BRANCHED, measurement(branched, found) | {"solved": 0, "never": 0}))
     assert "state oracle" in capsys.readouterr().out
     assert "state" not in {row.name for row in result.analysis.rows}
 
@@ -307,14 +310,15 @@ def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.
     facts = measurement(finished, result) | {"solved": 3, "never": 4}
     assert facts["responses_audited"] == len(result.chosen.rows) <= 48
     assert facts["continuations"] == sum(count.trials for count in finished.counts.values())
-    print_result(result, PLAN, facts)
+    table = values_table(result, PLAN, facts)
+    print_table(table)
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("DAPO", "GTPO", "random weights", "position alone", "8 continuations"))
     assert "…" not in printed
     assert all(word in printed for name, *_ in COLUMNS for word in name.replace(",", "").split())
     assert "With DAPO's credit at ratios of 1: kl_cov." in printed
     assert "3 prompts always solved and 4 never" in " ".join(printed.split())
-    page = write_page(finished, PLAN, result, facts).read_text()
+    page = write_page(finished, table, facts, responses=(result, PLAN)).read_text()
     assert len(re.findall(r'<div class="picture">', page)) == 8
     assert page.count('data-token="') == 8 * 24
     assert 'class="step down lost"' in page or 'class="step down unsure lost"' in page
@@ -343,6 +347,50 @@ def test_intervals_of_shares() -> None:
     assert high[0] == pytest.approx(0.1936, abs=1e-3)
     assert (low[1], high[1]) == pytest.approx((0.2800, 0.7200), abs=1e-3)
     assert low[3] == high[3] == 0.3
+
+
+# -------------------------------------------------------------------- gradients
+
+
+def test_an_audit_of_gradients_samples_groups_alone_and_is_analysed_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(PLAN, gradients=20, second_stage=0)
+    more = {"step": 12, "chosen": "layers", "parameters": 6, "log_prob_difference": 1e-6}
+    store = Store(tmp_path, facts_of(plan) | more)
+    table = Table()
+    sample_rollouts(store, plan, 40, SEED, table.proceed, table.describe, _nothing)
+    assert not missing(store, plan, 40, SEED)
+    groups = groups_with_contrast(store.rollouts, plan)
+    assert len(groups) == 24
+    assert all(len(group) == 6 and len({each.row for each in group}) == 1 for group in groups)
+    assert all(0 < sum(each.correct for each in group) < 6 for group in groups)
+    with pytest.raises(UserError, match="holds no audit"):  # before its gradients are there
+        reopen(tmp_path)
+    rng = np.random.default_rng(0)
+    audited, h = np.arange(24) < 20, rng.normal(size=(24, 6)) + 1
+    g = {
+        name: (h + noise * rng.normal(size=h.shape)) * audited[:, None] for name, noise in (("dapo", 0.1), ("gtpo", 2))
+    }
+    products_of(g, h, audited, np.ones(6)).write(tmp_path / "gradients.npz")
+    assert plan_of(reopen(tmp_path)) == plan
+    assert main(["audit", "--reanalyse", str(tmp_path), "--methods", "gtpo,kl_cov"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "20 groups of 6 responses with contrast and 4 more in the true gradient" in printed
+    assert "For as much progress along the true gradient GTPO needs" in printed
+    found = json.loads((tmp_path / "audit.json").read_text())["gradients"]["methods"]
+    value, low, high = found["gtpo"]["sgd"]["along/dapo"]
+    assert 1 < low < value < high
+    page = (tmp_path / "audit.html").read_text()
+    assert "How much signal and how much noise has each gradient?" in page
+    assert "Where are signal and noise?" in page
+    assert "Where credit was due" not in page
+
+
+def test_an_audit_of_before_gradients_goes_on(finished: Store) -> None:
+    assert "--gradients" not in finished.facts["settings"]  # as in audits of earlier versions
+    assert plan_of(finished).gradients == 0
+    print_plan_of_gradients(replace(PLAN, gradients=20), 30, 4, measured=False)
 
 
 # -------------------------------------------------------------------- the command
@@ -374,6 +422,12 @@ def test_results_are_not_written_to_an_address(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         main(["audit", "model", "--output", "s3://bucket/audit"])
     assert "argument --output: s3://bucket/audit is remote storage" in capsys.readouterr().err
+
+
+def test_a_pattern_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", "model", "--gradients", "20", "--gradient-params", "["])
+    assert "argument --gradient-params: '[' is no regular expression" in capsys.readouterr().err
 
 
 @pytest.mark.slow

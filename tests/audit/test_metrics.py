@@ -1,5 +1,6 @@
 """The figures of an audit against loops, exact values and identities, on a policy whose values are known."""
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,6 @@ from tabular_policy import Sampled, TabularPolicy
 from gtpo_verl.algorithms import algorithm
 from gtpo_verl.audit.analysis import Analysis, analyse, plain
 from gtpo_verl.audit.metrics import (
-    LOST,
     Credit,
     chosen,
     components,
@@ -66,7 +66,7 @@ def scored(credit_of: Callable[[str], Credit]) -> dict[str, Credit]:
 
 
 def sums(values: Values, credit: Credit) -> dict[str, np.ndarray]:
-    terms = components(values, credit, first_losses(values.mean, values.correct))
+    terms = components(values, credit)
     return {name: term.sum() for name, term in terms.items()}
 
 
@@ -100,57 +100,32 @@ def test_the_squares_of_the_advantages_add_up_to_the_variance_of_the_verdict(pol
 
 def test_every_figure_against_loops(sampled: Sampled, scored: dict[str, Credit]) -> None:
     values = replace(sampled.exact(M), weight=np.random.default_rng(0).uniform(0.5, 2, len(sampled.tables)))
-    V, A, w = values.mean, values.advantages[0], values.weight
-    dapo = sums(values, scored["dapo"])
+    A, w = values.advantages[0], values.weight
     for name in ("dapo", "gtpo", "fork20"):
         credit = scored[name]
-        found = figures(sums(values, credit), dapo)
+        found = figures(sums(values, credit))
         c = credit.mean
-        product = square = signal = g = q = flat = flips = tokens = up = steps = 0.0
+        product = square = signal = g = flat = flips = tokens = up = steps = total = 0.0
         energy = {0.05: 0.0, 0.1: 0.0, 0.2: 0.0}
-        total = on = on_tokens = behind = lost = rising = there = there_tokens = 0.0
         for i in range(len(A)):
             ci, ai = c[i] - c[i].mean(), A[i] - A[i].mean()
             product += w[i] * (ci @ ai)
             square += w[i] * (ci @ ci)
             signal += w[i] * (ai @ ai)
             g += w[i] * (c[i] @ A[i])
-            q += w[i] * credit.square[i].sum()
             flat += w[i] * (c[i] @ c[i])
             flips, tokens = flips + w[i] * credit.flips[i].sum(), tokens + w[i] * credit.tokens[i].sum()
             up, steps = up + w[i] * (np.sign(c[i]) @ A[i]), steps + w[i] * M
             total += w[i] * (A[i] @ A[i])
             for share in energy:
                 energy[share] += w[i] * _greedy(np.abs(c[i]), credit.tokens[i], share) @ A[i] ** 2
-            there += (
-                w[i]
-                * (_greedy(np.abs(A[i]), credit.tokens[i], 0.2) @ credit.absolute[i])
-                / (credit.absolute[i].sum() or math.inf)
-            )
-            there_tokens += w[i] * 0.2 * (credit.absolute[i].sum() > 0)
-            if sampled.correct[i] or credit.negative[i].sum() == 0:
-                continue
-            point = next((p for p in range(M + 1) if (V[i, p:] <= LOST).all()), M)
-            if point in (0, M):
-                continue
-            share = credit.negative[i] / credit.negative[i].sum()
-            lost += w[i]
-            on += w[i] * share[point - 1]
-            on_tokens += w[i] * credit.tokens[i, point - 1] / credit.tokens[i].sum()
-            behind += w[i] * share[point:].sum()
-            rising += w[i] * share[: point - 1][A[i, : point - 1] > 1e-9].sum()
-        uniform = square <= 1e-18 * q
+        uniform = square <= 1e-18 * flat
         assert found["alignment"] == pytest.approx(0.0 if uniform else product / math.sqrt(square * signal), abs=1e-10)
         assert found["bias"] == pytest.approx(1 - g**2 / (flat * total), abs=1e-10)
-        assert found["rollouts"] == pytest.approx(q / g**2 / (dapo["q"] / dapo["g"] ** 2), rel=1e-10)
         assert found["flips"] == pytest.approx(flips / tokens)
         assert found["direction"] == pytest.approx(up / steps)
         for share, value in energy.items():
             assert found[f"energy@{share:g}"] == pytest.approx(value / total, rel=1e-6), name
-        assert found["critical_lift"] == pytest.approx(there / there_tokens, rel=1e-6), name
-        assert found["blame_lift"] == pytest.approx(on / on_tokens, rel=1e-10)
-        assert found["wasted"] == pytest.approx(behind / lost, rel=1e-10)
-        assert found["rising"] == pytest.approx(rising / lost, rel=1e-10)
 
 
 def _greedy(size: np.ndarray, tokens: np.ndarray, share: float) -> np.ndarray:
@@ -163,20 +138,6 @@ def _greedy(size: np.ndarray, tokens: np.ndarray, share: float) -> np.ndarray:
         taken[same] = part
         left -= part * tokens[same].sum()
     return taken
-
-
-def test_rank_correlations_are_scipys(sampled: Sampled, scored: dict[str, Credit]) -> None:
-    from scipy import stats
-
-    values = sampled.exact(M)
-    found = components(values, scored["prob_mask"], first_losses(values.mean, values.correct))
-    c, A = np.round(scored["prob_mask"].mean, 10), np.round(values.advantages[0], 10)
-    for row in range(40):
-        if np.ptp(c[row]) < 1e-9 or np.ptp(A[row]) < 1e-9:
-            assert found["spearman_counted"][row] == 0
-            continue
-        assert found["spearman"][row] == pytest.approx(stats.spearmanr(c[row], A[row]).statistic, abs=1e-9)
-        assert found["kendall"][row] == pytest.approx(stats.kendalltau(c[row], A[row]).statistic, abs=1e-9)
 
 
 # -------------------------------------------------------------------- identities
@@ -192,23 +153,15 @@ def test_uniform_credit_and_exact_truth(sampled: Sampled, scored: dict[str, Cred
     uniform = found.row("dapo").figures
     for stratum in ("all", "correct", "wrong"):
         assert uniform[stratum]["alignment"].value == 0
-        assert uniform[stratum]["rollouts"].value == 1
-        assert uniform[stratum]["critical_lift"].value == pytest.approx(1)
         assert uniform[stratum]["energy@0.2"].value == pytest.approx(0.2)
         assert found.row("truth").figures[stratum]["alignment"].value == pytest.approx(1)
         assert found.row("truth").figures[stratum]["bias"].value == pytest.approx(0, abs=1e-9)
         assert found.row("oracle").figures[stratum]["alignment"].value == pytest.approx(1)
-    assert uniform["wrong"]["blame_lift"].value == pytest.approx(1)
-    assert uniform["wrong"]["wasted"].value == pytest.approx(uniform["wrong"]["wasted_tokens"].value)
-    assert found.row("truth").figures["wrong"]["wasted"].value == pytest.approx(0, abs=1e-3)  # lost is V ≤ 1/64
-    assert found.row("truth").figures["wrong"]["rising"].value == 0
-    # no rule that reads the state alone is better than the state oracle, and none at all than the truth
+    # here no method is better than the state oracle, and none at all than the truth
     best = found.row("state").figures
     for name in (*SCORED, "entropy", "inverse"):
         for stratum in ("correct", "wrong"):
             assert found.row(name).figures[stratum]["alignment"].value < best[stratum]["alignment"].value < 1
-            assert found.row(name).figures[stratum]["rollouts"].value > best[stratum]["rollouts"].value
-    assert found.losses["wrong"] == int((~sampled.correct).sum())
     assert plain(found)["methods"]["truth"]["figures"]["all"]["alignment"][0] == pytest.approx(1)
 
 
@@ -222,7 +175,6 @@ def test_blame_in_proportion_to_the_inverse_entropy_falls_where_nothing_was_deci
     assert inverse["alignment"].high < 0
     assert entropy["alignment"].low is not None
     assert entropy["alignment"].low > 0
-    assert inverse["blame_lift"].value < 0.9 < 1.1 < entropy["blame_lift"].value
     gtpo = found.row("gtpo").figures
     assert gtpo["wrong"]["alignment"].value < 0 < gtpo["correct"]["alignment"].value
     assert found.row("inverse").p_holm["wrong"] < 0.05
@@ -251,7 +203,7 @@ def test_scale_order_and_names_change_nothing(sampled: Sampled, scored: dict[str
                 assert after["methods"][name]["figures"][stratum][key][0] == pytest.approx(value, abs=1e-9), (name, key)
 
 
-_SCALES = {"mean": 7, "square": 49, "negative": 7, "absolute": 7, "flips": 1, "tokens": 1}
+_SCALES = {"mean": 7, "flips": 1, "tokens": 1}
 
 
 def test_equal_steps_are_taken_in_equal_parts() -> None:
@@ -267,9 +219,7 @@ def test_the_first_irrecoverable_step() -> None:
         [[0.5, 0.6, 0.0, 0.2, 0.0, 0.0], [0.01, 0.01, 0, 0, 0, 0], [0.5, 0.5, 0.5, 0.5, 0.5, 0.0], [0.5] * 5 + [1]]
     )
     found = first_losses(V, np.array([False, False, False, True]))
-    assert found.step.tolist() == [3, -1, -1, -1]  # the 0 before 0.2 was recovered from
-    assert found.never.tolist() == [False, True, False, False]
-    assert found.at_the_end.tolist() == [False, False, True, False]
+    assert found.tolist() == [3, -1, -1, -1]  # the 0 before 0.2 was recovered from
 
 
 # -------------------------------------------------------------------- sampled values
@@ -280,20 +230,19 @@ def test_noise_does_not_attenuate_a_figure(sampled: Sampled, scored: dict[str, C
     ratio.
     """
     exact = sampled.exact(M)
-    truth = {name: figures(sums(exact, credit), sums(exact, scored["dapo"])) for name, credit in scored.items()}
+    truth = {name: figures(sums(exact, credit)) for name, credit in scored.items()}
     rng = np.random.default_rng(7)
     measured: dict[tuple[str, str], list[float]] = {}
     naive, few = [], ("entropy", "fork20")
     for _ in range(30):
         values = sampled.values(M, 16, rng)
-        dapo = sums(values, scored["dapo"])
         for name in few:
-            for key, value in figures(sums(values, scored[name]), dapo).items():
+            for key, value in figures(sums(values, scored[name])).items():
                 measured.setdefault((name, key), []).append(float(value))
         c, A = centred(scored["entropy"].mean), centred(values.advantages.mean(axis=0))
         naive.append((c * A).sum() / math.sqrt((c**2).sum() * (A**2).sum()))
     for name in few:
-        for key in ("alignment", "alignment_inside", "energy@0.1", "energy@0.2", "rollouts", "bias", "direction"):
+        for key in ("alignment", "alignment_inside", "energy@0.1", "energy@0.2", "bias", "direction"):
             draws = np.array(measured[name, key])
             error = draws.std() / math.sqrt(len(draws))
             assert abs(draws.mean() - truth[name][key]) < 3.5 * error + 0.01 * abs(truth[name][key]) + 1e-9, (name, key)
@@ -319,10 +268,10 @@ def test_the_monte_carlo_oracle_finds_the_reliability_of_a_half(sampled: Sampled
         assert binomial is not None
         assert math.sqrt(binomial) == pytest.approx(expected, abs=0.05)
         truth = sums(values, Credit.of_steps(exact.advantages[0], _uniform(sampled).tokens, values.correct))
-        assert abs(figures(truth, truth)["alignment"] - 1) < 3 * error
+        assert abs(figures(truth)["alignment"] - 1) < 3 * error
         energy = found.row("oracle").figures["all"]["energy@0.2"].value
         assert energy is not None
-        assert 0.2 < energy < figures(truth, truth)["energy@0.2"] + 0.02  # no winner's curse
+        assert 0.2 < energy < figures(truth)["energy@0.2"] + 0.02  # no winner's curse
 
 
 def _uniform(sampled: Sampled) -> Credit:
@@ -362,9 +311,7 @@ def test_random_weights_are_not_aligned(sampled: Sampled) -> None:
     rejected = [alignment for alignment in alignments if alignment.contains(0) is False]
     assert len(alignments) == RANDOM_SEEDS
     assert len(rejected) <= 2
-    pooled = found.row("random").figures["all"]
-    assert pooled["alignment"].contains(0)
-    assert pooled["rollouts"].value == pytest.approx(4 / 3, abs=0.05)  # E u² of U(0, 2)
+    assert found.row("random").figures["all"]["alignment"].contains(0)
 
 
 def test_the_errors_of_the_halves_are_independent(sampled: Sampled) -> None:
@@ -414,3 +361,44 @@ def test_few_prompts_have_no_interval(sampled: Sampled, scored: dict[str, Credit
     assert not found.intervals
     assert found.row("entropy").figures["all"]["alignment"].low is None
     assert found.row("entropy").p_holm == {}
+
+
+# -------------------------------------------------------------------- coverage
+
+COVERED = ("alignment", "alignment_inside", "energy@0.1", "energy@0.2", "bias", "direction", "flips")
+
+
+def coverage(audits: int) -> dict[tuple[str, str], float]:
+    """Of audits of 64 new prompts each, with 8 responses and 16 continuations a point: how many intervals hold the
+    exact figure of very many prompts, by method and figure.
+    """
+    names = ("gtpo", "fork20", "eapo", "entropy")
+
+    def credits_of(sampled: Sampled) -> dict[str, Credit]:
+        def tokens(name: str) -> np.ndarray:
+            return algorithm(name).advantages(sampled.batch()).advantages.double().numpy()
+
+        found = {name: sampled.credit(tokens(name), M) for name in ("dapo", *names[:-1])}
+        return found | {"entropy": sampled.credit(tokens("dapo") * sampled.entropy, M)}
+
+    many = TabularPolicy(6000, seed=99).sample(8)
+    exact = {name: figures(sums(many.exact(M), credit)) for name, credit in credits_of(many).items()}
+    inside: dict[tuple[str, str], list[bool]] = {}
+    for number in range(audits):
+        sampled = TabularPolicy(110, seed=1000 + number).sample(8, seed=number)
+        sampled = sampled.rows(np.isin(sampled.tables, np.unique(sampled.tables)[:64]))
+        values = sampled.values(M, 16, np.random.default_rng(number))
+        found = analyse(values, credits_of(sampled), draws=DRAWS)
+        for name, key in itertools.product(names, COVERED):
+            figure = found.row(name).figures["all"][key]
+            if figure.low is not None:
+                inside.setdefault((name, key), []).append(bool(figure.contains(float(exact[name][key]))))
+    return {key: float(np.mean(each)) for key, each in inside.items()}
+
+
+@pytest.mark.exhaustive
+def test_intervals_cover() -> None:
+    """As the ones that were taken out did not: `sign` covered 15 %, `critical_lift` 1 to 61 %."""
+    shares = coverage(200)
+    assert all(share > 0.88 for share in shares.values()), shares
+    assert np.mean(list(shares.values())) > 0.92, shares

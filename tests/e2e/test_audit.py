@@ -80,3 +80,28 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
     )
     assert again.returncode == 0, again.stderr
     assert "eapo" in json.loads((output / "audit.json").read_text())["methods"]
+
+
+def test_gradients_of_a_model(default_task_dir: Path, tmp_path: Path) -> None:
+    prepared = prepare_task(task("countdown"), default_task_dir.parent / "task-countdown")
+    output = tmp_path / "gradients"
+    command = [
+        *(sys.executable, "-m", "gtpo_verl.cli", "audit", str(prepared.model_path), "setting=quickstart"),
+        *("task=countdown", "hardware=cpu", f"data.val_files={prepared.val_file}", "--output", str(output)),
+        *("--gradients", "24", "--prompts", "48", "--methods", "gtpo,dapo_blame,kl_cov"),
+    ]
+    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=300)
+    assert "24 groups with contrast and 24 more in the true gradient, 8 responses each" in dry.stdout, dry.stderr
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr + (output / "audit.log").read_text()[-5000:]
+    record = json.loads((output / "audit.json").read_text())
+    facts, found = record["measurement"], record["gradients"]
+    assert (facts["groups"], facts["others"], facts["step"]) == (24, 24, 24)
+    assert facts["log_prob_difference"] < 1e-3  # vLLM's log-probs are those of the model whose gradients are taken
+    assert set(found["methods"]) == {"dapo", "gtpo", "dapo_blame"}
+    assert found["methods"]["dapo"]["sgd"]["cosine"][0] > 0.5
+    assert "How much signal and how much noise" in (output / "audit.html").read_text()
+    assert not (output / "values.parquet").exists()
+    again = [sys.executable, "-m", "gtpo_verl.cli", "audit", "--reanalyse", str(output)]
+    assert subprocess.run(again, capture_output=True, timeout=300).returncode == 0
+    assert json.loads((output / "audit.json").read_text())["gradients"] == found

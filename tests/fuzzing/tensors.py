@@ -63,6 +63,7 @@ SETTINGS: Mapping[str, Draw] = {
     "select": _of("top", "bottom"),
     "polarity": _of("both", "correct", "wrong"),
     "normalizer": _of("kept", "all"),
+    "side": _of("wrong", "both"),
     "clamp": _of(None, (1e-6, 1e6), (0.1, 10.0), (1.0, 1.0)),
 }
 

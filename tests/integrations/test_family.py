@@ -27,7 +27,7 @@ LOOPS = {
     "dapo_mixed": loops.dapo,  # without a guide
     "luffy": loops.dr_grpo,
 }
-OTHERS = ("gtpo", "grpo_s", "random20")  # the golden run has the first two
+OTHERS = ("gtpo", "grpo_s", "random20", "gtpo_shuffled")  # the golden run has the first two
 
 
 @pytest.fixture(scope="module")

@@ -213,6 +213,10 @@ def qae(rows, K=0.4):
     return found
 
 
+def dapo_blame(rows, kappa=0.5):
+    return {(i, t): kappa * a if a < 0 and not rows.correct[i] else a for (i, t), a in dapo(rows).items()}
+
+
 def rl_zvp(rows, alpha=0.1, max_scope="response"):
     found = {}
     for token, a in dapo(rows).items():

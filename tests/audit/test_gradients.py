@@ -1,0 +1,271 @@
+"""Signal and noise of gradients, on a policy with a known mean and covariance of every group's gradient."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from softmax_table import CORRECT, PATHS, Exact, G, TableModel, products_of
+
+from gtpo_verl.audit import backward
+from gtpo_verl.audit.backward import Policy, measure, parts_of
+from gtpo_verl.audit.gradients import METRICS, Products, figure_of, figures, figures_of, jackknife, moments, resolved
+from gtpo_verl.audit.methods import methods
+from gtpo_verl.audit.plan import Plan
+from gtpo_verl.audit.render import gradients_table, print_table
+from gtpo_verl.audit.store import Rollout
+from gtpo_verl.errors import UserError
+
+STEP = 24
+NAMES = ("dapo", "gtpo", "dapo_blame", "fork20")
+
+
+@pytest.fixture(scope="module")
+def exact() -> Exact:
+    return Exact.of(TableModel().table)
+
+
+def rollouts_of(exact: Exact, groups: np.ndarray) -> list[list[Rollout]]:
+    def rollout(k: int, i: int) -> Rollout:
+        path = groups[k, i]
+        right = bool(CORRECT[path])
+        lists = [each[path].tolist() for each in (PATHS, exact.entropy, exact.log_probs)]
+        return Rollout(k, k, i, f"c{k}", "", lists[0], [], lists[1], lists[2], right, 2.0 * right - 1, False)
+
+    return [[rollout(k, i) for i in range(groups.shape[1])] for k in range(len(groups))]
+
+
+def drawn(exact: Exact, count: int, seed: int) -> np.ndarray:
+    groups, probability = exact.groups()
+    return groups[np.random.default_rng(seed).choice(len(groups), size=count, p=probability)]
+
+
+def nothing(what: str, done: int, total: int) -> None:
+    assert 0 <= done < total
+
+
+# -------------------------------------------------------------------- the two passes
+
+
+@pytest.fixture(scope="module")
+def measured(exact: Exact) -> tuple[Products, list[backward.Part], dict[str, int], np.ndarray]:
+    groups = drawn(exact, 50, seed=1)
+    parts, number = parts_of(rollouts_of(exact, groups), 30, 12, methods(NAMES[1:]), None, seed=0)
+    products, difference = measure(Policy(TableModel(), lambda row: [0], 1.0), parts, number, nothing)
+    assert difference < 1e-12
+    return products, parts, number, groups
+
+
+@pytest.mark.slow
+def test_products_against_scores_worked_out_by_hand(exact: Exact, measured: Any) -> None:
+    products, parts, number, groups = measured
+    assert [len(part.groups) for part in parts] == [12, 12, 6, 12, 8]  # a step, and what is left; then those of G alone
+    credit = {name: np.zeros((50, G, 3)) for name in products.names}
+    for start, part in zip((0, 12, 24), parts, strict=False):
+        for name, column in number.items():
+            credit[name][start : start + len(part.groups)] = part.credits[column].numpy().reshape(-1, G, 3)
+    scores = exact.scores[groups]
+    g = {name: np.einsum("kgt,kgtp->kp", each, scores) for name, each in credit.items()}
+    h = exact.gradients(groups, "truth")
+    steps = [g["dapo"][rows].mean(0) for rows in (slice(0, 12), slice(12, 24), slice(24, 30))]
+    rms = np.sqrt(np.mean(np.square(steps), axis=0))
+    weight = np.divide(1, rms, where=rms > 0, out=np.zeros_like(rms))  # some rows of the table are never reached
+    largest = np.sort(weight[rms > 0])[int(0.99 * (rms > 0).sum()) - 1]
+    weight = np.minimum(weight, largest)
+    expected = products_of(g, h, np.arange(50) < 30, weight)
+    assert (products.audited == expected.audited).all()
+    for name in ("gg", "gG", "gh", "gH", "hG", "hh", "hH"):
+        np.testing.assert_allclose(getattr(products, name), getattr(expected, name), rtol=0, atol=1e-10, err_msg=name)
+    # the parts by token add up to the whole
+    along = (products.gH[0] - products.gh[0])[:, :30] / 49
+    np.testing.assert_allclose(products.signal.sum((2, 3))[:, :30], along, atol=1e-10)
+    pi = np.exp(exact.log_probs[groups[:30]])
+    norms = 1 - 2 * pi + pi**2 + (1 - pi) ** 2
+    noise = [(credit[name][:30] ** 2 * norms).sum((1, 2)) for name in products.names]
+    np.testing.assert_allclose(products.noise.sum((2, 3))[:, :30], noise, atol=1e-10)
+    assert products.tokens.sum() == 30 * G * 3
+
+
+def test_methods_with_equal_credits_share_a_pass(exact: Exact) -> None:
+    groups = rollouts_of(exact, drawn(exact, 24, seed=2))
+    parts, number = parts_of(groups, 24, 24, methods(["rl_zvp", "gtpo", "kl_cov"]), None, seed=0)
+    assert number == {"dapo": 1, "rl_zvp": 1, "gtpo": 2}  # kl_cov acts at other ratios only
+    assert len(parts[0].credits) == 3
+
+
+def test_a_small_forward_pass_gives_the_same_gradients(exact: Exact, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = rollouts_of(exact, drawn(exact, 6, seed=3))
+    rollouts, credit = [each for group in groups for each in group], torch.randn(2, 24, 3, dtype=torch.float64)
+    policy = Policy(TableModel(), lambda row: [0], 1.0)
+    whole, slopes = policy.gradients(rollouts, credit), policy.along(rollouts, torch.ones(policy.size).double())
+    monkeypatch.setattr(backward, "MOST_LOGITS", 2 * 4 * 5)
+    torch.testing.assert_close(policy.gradients(rollouts, credit), whole, rtol=0, atol=1e-12)
+    for each, other in zip(policy.along(rollouts, torch.ones(policy.size).double()), slopes, strict=True):
+        torch.testing.assert_close(each, other, rtol=0, atol=1e-12)
+
+
+def test_the_temperature_is_part_of_the_policy(exact: Exact) -> None:
+    (group,) = rollouts_of(exact, drawn(exact, 1, seed=3))
+    cold, _ = Policy(TableModel(), lambda row: [0], 0.5).log_probs(group)
+    table = Exact.of(2 * TableModel().table)
+    np.testing.assert_allclose(cold.detach(), table.log_probs[[PATHS.tolist().index(each.tokens) for each in group]])
+
+
+def test_some_parameters(exact: Exact) -> None:
+    (group,) = rollouts_of(exact, drawn(exact, 1, seed=4))
+    model = TableModel()
+    credit = torch.randn(1, G, 3, dtype=torch.float64)
+    whole = Policy(model, lambda row: [0], 1.0).gradients(group, credit)
+    part = Policy(model, lambda row: [0], 1.0, "^fir").gradients(group, credit)
+    assert torch.equal(part, whole[:, : part.shape[1]])
+    with pytest.raises(UserError, match="--gradient-params layers: no parameter has such a name; the first are first"):
+        Policy(model, lambda row: [0], 1.0, "layers")
+
+
+# -------------------------------------------------------------------- the figures
+
+ROWS = ("dapo", "gtpo", "dapo_blame", "first")
+CHECKED = ("signal", "noise", "snr", "along_truth", "cosine", "gain", "own/dapo", "along/dapo")
+
+
+@pytest.fixture(scope="module")
+def population(exact: Exact) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of all groups by method, the leave-one-out gradients, probabilities, and a weight of coordinates."""
+    groups, probability = exact.groups()
+    g = {name: exact.gradients(groups, name) for name in ROWS[:-1]}
+    g["first"] = exact.gradients(groups, "dapo", tokens=2)  # which is not in the direction of the truth
+    h = exact.gradients(groups, "truth")
+    return g, h, probability, np.random.default_rng(5).uniform(0.5, 2, h.shape[1])
+
+
+def truths(population: Any, metric: int) -> dict[tuple[str, str], float]:
+    g, h, p, weight = population
+    w = weight if metric else np.ones_like(weight)
+    mean_h = p @ h
+    found: dict[tuple[str, str], float] = {}
+    for name, each in g.items():
+        mean = p @ each
+        signal, second, along, truth = mean @ (w * mean), p @ (each**2 @ w), mean @ (w * mean_h), mean_h @ (w * mean_h)
+        noise = second - signal
+        values = (signal, noise, STEP * signal / noise, along, along / np.sqrt(signal * truth), along / truth)
+        found |= {(name, key): value for key, value in zip(CHECKED, values, strict=False)}
+        found[name, "own/dapo"], found[name, "along/dapo"] = noise / signal, second / along**2
+    for key in ("own/dapo", "along/dapo"):
+        found |= {(name, key): found[name, key] / found["dapo", key] for name in reversed(ROWS)}
+    return found
+
+
+def audit(population: Any, count: int, others: int, rng: np.random.Generator, **more: np.ndarray) -> Products:
+    g, h, p, weight = population
+    rows = rng.choice(len(p), size=count + others, p=p)
+    audited = np.arange(count + others) < count
+    return products_of(
+        {name: each[rows] * audited[:, None] for name, each in (g | more).items()}, h[rows], audited, weight
+    )
+
+
+def coverage(population: Any, audits: int, count: int = 192, others: int = 96) -> dict[tuple[str, str, str], float]:
+    """Share of intervals that contain the exact value, by method, metric and figure."""
+    rng, inside = np.random.default_rng(7), {}
+    exact = [truths(population, metric) for metric in range(2)]
+    for _ in range(audits):
+        products = audit(population, count, others, rng)
+        for metric, name in enumerate(METRICS):
+            found = moments(products, metric)
+            truth = resolved(jackknife(found.truth, products.audited))
+            for row, method in enumerate(ROWS):
+                for key, (value, low, high) in figures_of(row, found, products, STEP, truth).items():
+                    if method == "dapo" and "/" in key:
+                        continue
+                    if key == "cosine" and method != "first":
+                        continue  # 1: a bound, where an interval is too narrow (90 %)
+                    if key in CHECKED and value is not None:
+                        within = low <= exact[metric][method, key] <= high
+                        inside.setdefault((method, name, key), []).append(within)
+    assert all(len(each) > 0.9 * audits for each in inside.values())
+    return {key: float(np.mean(each)) for key, each in inside.items()}
+
+
+def test_estimates_are_unbiased(population: Any) -> None:
+    rng = np.random.default_rng(9)
+    found = [moments(audit(population, 40, 20, rng), 1) for _ in range(400)]
+    exact = truths(population, 1)
+    for row, name in enumerate(ROWS):
+        for key, draws in (
+            ("signal", [each.signal[row, 0] for each in found]),
+            ("along_truth", [each.along[row, 0] for each in found]),
+        ):
+            assert abs(np.mean(draws) - exact[name, key]) < 4 * np.std(draws) / 20, (name, key)
+
+
+def test_intervals_cover(population: Any) -> None:
+    shares = coverage(population, 300)
+    error = np.sqrt(0.95 * 0.05 / 300)
+    assert len(shares) == 2 * (4 * 5 + 1 + 3 * 2)
+    assert all(0.93 - 3 * error < share <= 0.97 + 3 * error for share in shares.values()), shares
+    assert 0.93 < np.mean(list(shares.values())) < 0.97
+
+
+@pytest.mark.exhaustive
+def test_intervals_cover_within_a_hundredth(population: Any) -> None:
+    shares = coverage(population, 4000)
+    assert {key: share for key, share in shares.items() if not 0.93 < share < 0.97} == {}
+
+
+def test_a_bootstrap_would_not_do(population: Any) -> None:
+    """Why a jackknife: groups that are drawn twice are pairs of one group, and add tr Σ / N to |E g|²."""
+    rng = np.random.default_rng(11)
+    products = audit(population, 40, 0, rng)
+    g, _, _, _ = population
+    rows = rng.choice(len(g["dapo"]), size=40, p=population[2])
+    each = g["dapo"][rows]
+    drawn_again = [each[rng.integers(40, size=40)] for _ in range(500)]
+    signal = [(np.square(x.sum(0)).sum() - np.square(x).sum()) / (40 * 39) for x in drawn_again]
+    plain = (np.square(each.sum(0)).sum() - np.square(each).sum()) / (40 * 39)
+    noise = np.square(each - each.mean(0)).sum() / 39
+    assert np.mean(signal) - plain == pytest.approx(noise / 40, rel=0.2)
+    assert products.audited.all()
+
+
+def test_the_negative_of_dapo_disagrees_and_noise_costs_groups(population: Any) -> None:
+    g, h, _, _ = population
+    rng = np.random.default_rng(13)
+    noisy = g["dapo"] + rng.normal(size=h.shape) * g["dapo"].std()
+    blank = rng.normal(size=h.shape)
+    products = audit(population, 400, 100, rng, against=-g["dapo"], noisy=noisy, blank=blank - blank.mean(0))
+    found = figures(products, STEP)
+    for metric in METRICS:
+        against = {
+            key: figure_of(found, "against", metric, key) for key in ("cosine", "gain", "along/dapo", "own/dapo")
+        }
+        assert against["along/dapo"].value == pytest.approx(-1)
+        assert against["own/dapo"].value == pytest.approx(1)  # why the other figure is signed
+        assert against["cosine"].high < -0.9
+        assert against["gain"].value < 0
+        assert figure_of(found, "noisy", metric, "along/dapo").low > 1
+        assert figure_of(found, "noisy", metric, "snr").value < figure_of(found, "dapo", metric, "snr").value
+        # without signal there is nothing to divide by
+        for key in ("snr", "own/dapo", "along/dapo", "cosine"):
+            assert figure_of(found, "blank", metric, key).value is None, key
+        assert figure_of(found, "blank", metric, "signal").contains(0.0)
+        assert figure_of(found, "dapo", metric, "along/dapo").value == pytest.approx(1)
+
+
+def test_files_and_tables(exact: Exact, measured: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    products, *_ = measured
+    products.write(tmp_path / "gradients.npz")
+    again = Products.read(tmp_path / "gradients.npz")
+    for name in Products.__dataclass_fields__:
+        assert np.array_equal(getattr(again, name), getattr(products, name)), name
+    found = json.loads(json.dumps(figures(again, STEP)))
+    shares = found["tokens"]["shares"]["gtpo"]["signal"]
+    assert sum(cell[0] for line in shares for cell in line if cell[0]) == pytest.approx(1, abs=1e-6)
+    facts = {"groups": 30, "others": 20, "wanted": 40, "samples": G, "parameters": 18, "chosen": "fir", "step": 12}
+    facts |= {"log_prob_difference": 1e-7, "unscored": ["kl_cov"]}
+    print_table(gradients_table(found, facts, Plan(prompts=60, gradients=40)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "30 groups of 4 responses with contrast and 20 more in the true gradient" in printed
+    assert "Asked for were 40 groups" in printed
+    assert all(word in printed for word in ("DAPO, less blame", "n.r.:", "kl_cov", "fir"))
