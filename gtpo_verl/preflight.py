@@ -18,6 +18,7 @@ from gtpo_verl.config import check_path_in_job, files_of
 from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError, first_line, refuse, within
 from gtpo_verl.files import file_in_the_way, read_json
+from gtpo_verl.integrations import contract
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import check_rollout
 from gtpo_verl.limits import check_limits
@@ -59,8 +60,8 @@ def check(config: DictConfig) -> None:
     check_data(config)
     _check_guide_columns(config)
     start = find_start(config)
-    if start.message:
-        print(f"warning: {start.message}", flush=True)
+    for message in (*contract.warnings(), *filter(None, [start.message])):
+        print(f"warning: {message}", flush=True)
 
 
 def problems(config: DictConfig) -> tuple[list[str], list[str]]:

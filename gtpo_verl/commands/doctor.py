@@ -86,20 +86,8 @@ def check_versions() -> list[Finding]:
             "use Python 3.11 or 3.12, the versions that verl and vLLM support.",
         )
     ]
-    try:
-        findings.append(Finding("verl", True, f"{versions.check_verl()} (supported: {versions.VERL_SUPPORTED})"))
-    except UserError as error:
-        findings.append(Finding("verl", False, versions.installed_version("verl") or "missing", str(error)))
-    vllm = versions.installed_version("vllm")
-    supported = vllm is not None and versions.supports_vllm(vllm)
-    findings.append(
-        Finding(
-            "vLLM",
-            supported,
-            f"{vllm or 'missing'} (supported: {', '.join(versions.VLLM_SUPPORTED)})",
-            "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra.",
-        )
-    )
+    findings.append(_check_supported("verl", versions.VERL_TESTED, versions.check_verl))
+    findings.append(_check_supported("vLLM", versions.VLLM_TESTED, _check_vllm))
     for name in ("torch", "ray", "transformers", "TransferQueue", "tensordict"):
         version = versions.installed_version(name)
         findings.append(
@@ -111,6 +99,29 @@ def check_versions() -> list[Finding]:
             )
         )
     return findings
+
+
+def _check_supported(name: str, tested: tuple[str, str], check: Callable[[], str]) -> Finding:
+    """Refused if it is missing or too old; if it is newer than what was tested, by the symbols that moved."""
+    from gtpo_verl.integrations.contract import newer
+
+    found = versions.installed_version(name.lower()) or "missing"
+    try:
+        check()
+    except UserError as error:
+        return Finding(name, False, found, str(error))
+    untested = newer(name.lower(), tested)
+    if untested is None:
+        return Finding(name, True, f"{found} (tested: {versions.tested_range(tested)})")
+    return Finding(name, not untested.gone, untested.message, untested.message)
+
+
+def _check_vllm() -> str:
+    version = versions.installed_version("vllm")
+    if version is None:
+        raise UserError("run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra.")
+    versions.check_vllm(version)
+    return version
 
 
 def check_processes() -> list[Finding]:

