@@ -54,7 +54,8 @@ def find(module: str, name: str) -> object:
             target = vars(owner)[part]
         else:
             target = getattr(target, part)
-    return getattr(target, "__func__", target)
+    target = getattr(target, "__func__", target)
+    return getattr(target, "fn", target)  # Triton's kernels
 
 
 def parameters(target: Any) -> str:
