@@ -1,6 +1,9 @@
 """What the patch does to vLLM's samplers: sampled tokens gain an entropy, everything else stays as it was."""
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,3 +179,10 @@ def test_the_package_declares_the_entry_point():
 
     (entry,) = entry_points(group="vllm.general_plugins", name="gtpo_verl")
     assert entry.load() is plugin.register
+
+
+def test_another_vllm_than_those_supported_gets_no_environment():
+    script = Path(__file__).with_name("other_version.py")
+    done = subprocess.run([sys.executable, script, "0.23.0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "vLLM 0.23.0 is older than 0.24, the oldest that is supported" in done.stderr
