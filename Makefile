@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test_nodes.py tests/experiments/test_jobs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm check bench fuzz chaos vulnerabilities wheel clean
+.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm upstream check bench fuzz chaos vulnerabilities wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,8 +35,12 @@ test-exhaustive: test-faults ## every test, including whole option grids, more t
 test-faults: $(READY) ## seed known faults one by one in a copy and check that the tests catch them
 	$(BIN)/python tests/seeded_faults.py
 
-test-vllm: $(READY) ## rollout entropies with another vLLM, in its own environment: VLLM=0.24.0 or VLLM=0.32.0
+test-vllm: $(READY) ## rollout entropies with another vLLM, in its own environment: VLLM=0.24.0 and later
 	$(BIN)/python tests/integrations/vllm/other_version.py $(VLLM)
+
+upstream: $(READY) ## what another verl has moved of the symbols that we use: VERL=/path/to/a/verl, read, not imported
+	@test -n "$(VERL)" || { echo "error: make upstream VERL=/path/to/verl (a source tree, or site-packages)" >&2; exit 2; }
+	@$(BIN)/python -m gtpo_verl.integrations.contract $(VERL)
 
 check: $(READY) ## check format, lint, types and layers
 	$(BIN)/ruff format --check .

@@ -3,4 +3,4 @@
 This module imports nothing heavy: ``verl``, ``vllm`` and ``torch`` are loaded by the parts that need them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -40,6 +40,7 @@ COMMANDS = {
     "report": ("gtpo_verl.commands.report", "compare runs: an HTML page, plots and a table"),
     "verify": ("gtpo_verl.commands.verify", "how far the two verifiers agree on the responses of a run"),
     "doctor": ("gtpo_verl.commands.doctor", "check this installation, down to a Ray worker and a vLLM worker"),
+    "recipes": ("gtpo_verl.commands.recipes", "list the named experiments, or copy them with their launchers"),
     "setup": ("gtpo_verl.commands.setup", "install the stack for this machine"),
 }
 

@@ -1,11 +1,18 @@
-"""The versions of verl and vLLM that this release supports, in one place; errors, doctor and tests read them here."""
+"""The versions of verl and vLLM that this release was tested with, in one place: errors, doctor and tests read them.
+
+An older version is refused. A newer one is warned of, with what it changed of the symbols that we use
+(`gtpo_verl/integrations/contract.py`).
+"""
 
 import importlib.metadata
 
+from packaging.version import Version
+
 from gtpo_verl.errors import UserError
 
-VERL_SUPPORTED = ">=0.9.1,<0.10"
-VLLM_SUPPORTED: tuple[str, ...] = ("0.24", "0.28", "0.32")
+# Oldest and newest release that was tested; a patch release of the newest counts as tested.
+VERL_TESTED = ("0.9.1", "0.9")
+VLLM_TESTED = ("0.24", "0.32")
 VLLM_ON_CPU = "0.28"  # the one whose CPU build whole trainings were run with; gtpo_verl/cpu_requirements.txt pins it
 
 
@@ -17,21 +24,32 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def supports_vllm(version: str) -> bool:
-    """Whether a version of vLLM is one of ``VLLM_SUPPORTED``, whatever its patch level."""
-    return ".".join(version.split(".")[:2]) in VLLM_SUPPORTED
+def is_older(version: str, tested: tuple[str, str]) -> bool:
+    """Whether a version is older than all that were tested, and so not supported."""
+    return Version(version).release < Version(tested[0]).release
+
+
+def is_newer(version: str, tested: tuple[str, str]) -> bool:
+    """Whether a version is of a later minor release than all that were tested."""
+    return Version(version).release[:2] > Version(tested[1]).release
+
+
+def tested_range(tested: tuple[str, str]) -> str:
+    """The range for people: `0.24 to 0.32`."""
+    oldest, newest = tested
+    return oldest if oldest.startswith(newest) else f"{oldest} to {newest}"
 
 
 def check_vllm(version: str) -> None:
-    """Check that rollout entropies were made for this version of vLLM.
+    """Check that this version of vLLM may have rollout entropies.
 
     Raises:
-        UserError: they were not.
+        UserError: it is older than all that were tested.
     """
-    if not supports_vllm(version):
+    if is_older(version, VLLM_TESTED):
         raise UserError(
-            f"vLLM {version} is installed, and rollout entropies were made for {', '.join(VLLM_SUPPORTED)}: "
-            "install one of these, or set algorithm.entropy.source=actor."
+            f"vLLM {version} is installed, and rollout entropies need at least {VLLM_TESTED[0]} "
+            f"(tested: {tested_range(VLLM_TESTED)}): install a newer one, or set algorithm.entropy.source=actor."
         )
 
 
@@ -39,16 +57,14 @@ def check_verl() -> str:
     """Return verl's installed version.
 
     Raises:
-        UserError: verl is missing or outside ``VERL_SUPPORTED``.
+        UserError: verl is missing, or older than all that were tested.
     """
-    from packaging.specifiers import SpecifierSet
-
     version = installed_version("verl")
     if version is None:
         raise UserError("verl is not installed: run `gtpo-verl setup --cpu`, or install the `gpu` extra.")
-    if version not in SpecifierSet(VERL_SUPPORTED):
+    if is_older(version, VERL_TESTED):
         raise UserError(
-            f"verl {version} is installed, and gtpo_verl supports verl{VERL_SUPPORTED}: pip install "
-            f"'verl{VERL_SUPPORTED}'."
+            f"verl {version} is installed, and gtpo_verl needs at least {VERL_TESTED[0]}: "
+            f"pip install 'verl=={VERL_TESTED[0]}'."
         )
     return version

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,15 +14,19 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
+from gtpo_verl.algorithms import algorithm_of
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.problems import errors_of
 from gtpo_verl.rules import stages
 from gtpo_verl.rules.plan import problems
+from gtpo_verl.versions import VERL_TESTED
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*.sh"))
+RECIPES = sorted(path.stem for path in (ROOT / "recipe").glob("*_*.sh"))
+PAIRED = {size: [f"{arm}_{size}" for arm in ("dapo", "gtpo", "grpo_s")] for size in ("small", "7b", "32b")}
 LADDER = "dapo_ladder_32b"
 
 
@@ -57,6 +62,84 @@ def without_hardware(words: list[str]) -> list[str]:
     """The last word makes it a run on GPUs, also on a machine with the CPU stack."""
     assert words[-1] == "hardware=gpu"
     return words[:-1]
+
+
+def flat(node: object, prefix: str = "") -> dict[str, object]:
+    """Dotted keys to values."""
+    if not isinstance(node, dict):
+        return {prefix.rstrip("."): node}
+    return {key: value for name, part in node.items() for key, value in flat(part, f"{prefix}{name}.").items()}
+
+
+@pytest.mark.parametrize("size", PAIRED)
+@pytest.mark.slow
+def test_paired_recipes_differ_in_the_algorithm_alone(size: str, tools: Path) -> None:
+    """What the three scripts of a size start is the same but for the keys that the registry lets a method change."""
+    composed = {}
+    for recipe in PAIRED[size]:
+        config = compose_config(overrides_of(recipe, tools))
+        method = algorithm_of(config)
+        assert method is not None
+        composed[method] = flat(OmegaConf.to_container(config, resolve=False))
+    assert [method.name for method in composed] == ["dapo", "gtpo", "grpo_s"]
+    (_, baseline), *others = composed.items()
+    for method, settings in others:
+        differing = {key for key in baseline.keys() | settings.keys() if baseline.get(key) != settings.get(key)}
+        assert "algorithm.adv_estimator" in differing
+        own = tuple(key for key in method.keys if key.endswith("."))
+        assert [key for key in differing if key not in method.keys and not key.startswith(own)] == []
+
+
+def test_the_paired_scripts_are_the_same_text_but_for_the_method() -> None:
+    for recipes in PAIRED.values():
+        commands = {(ROOT / "recipe" / f"{name}.sh").read_text().splitlines()[-1] for name in recipes}
+        assert len({re.sub(r"algo=\w+", "", command) for command in commands}) == 1
+
+
+@pytest.mark.parametrize("recipe", ["gtpo_32b", "gtpo_small", "dapo_32b_fully_async"])
+def test_the_directory_works_where_it_is_copied_to_alone(recipe: str, tmp_path: Path, tools: Path) -> None:
+    """As a directory of verl-recipe, without scripts/: the launchers are those of the installed package."""
+    here = call(f"recipe/{recipe}.sh", "trainer.nnodes=2", tools=tools)
+    copied = tmp_path / "verl-recipe" / "gtpo"
+    shutil.copytree(ROOT / "recipe", copied)
+    tool = tools / "gtpo-verl"
+    tool.write_text(f'#!/bin/sh\n[ "$*" = "recipes path" ] && echo {ROOT} && exit\n' + tool.read_text())
+    there = call(str(copied / f"{recipe}.sh"), "trainer.nnodes=2", tools=tools)
+    assert (there.returncode, there.stderr) == (0, "")
+    assert there.stdout.replace(f"{ROOT}/scripts", "SCRIPTS") == re.sub(r"\S*/scripts", "SCRIPTS", here.stdout)
+
+
+def test_a_recipe_without_the_package_says_so() -> None:
+    done = subprocess.run(
+        ["/bin/bash", str(ROOT / "recipe" / "gtpo_small.sh")],
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: gtpo-verl is not on PATH")
+
+
+def test_the_directory_has_the_form_of_verl_recipe() -> None:
+    """Files beside README that its installer reads, and the sections that a reader looks for."""
+    required = dict(
+        line.split("=", 1)
+        for line in (ROOT / "recipe" / "REQUIRED_VERL.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    assert required["MODE"] == "pinned_tag"
+    assert required["TAG"] == f"v{VERL_TESTED[0]}"
+    assert required["PIP_INSTALL"].endswith(f"=={VERL_TESTED[0]}")
+    readme = (ROOT / "recipe" / "README.md").read_text()
+    headings = re.findall(r"^## (.*)$", readme, re.MULTILINE)
+    wanted = ["Required `verl` version", "When to use it", "Quick start", "Scripts", "Published results"]
+    assert [heading for heading in headings if heading in wanted] == wanted
+    links = re.findall(r"\]\((?!https://)([^)]*)\)", readme)
+    assert "REQUIRED_VERL.txt" in links
+    assert [link for link in links if not (ROOT / "recipe" / link).is_file()] == []
+    assert set(re.findall(r"`(\w+_\w+)\.sh", readme)) <= set(RECIPES)
+    for recipe in RECIPES:
+        assert f"`{recipe}" in readme, recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

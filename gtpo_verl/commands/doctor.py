@@ -82,7 +82,6 @@ def run(args: argparse.Namespace) -> int:
 
 def check_versions() -> list[Finding]:
     """Check the versions of Python and the packages of a run, without importing them."""
-    vllm = versions.installed_version("vllm")
     found = {name: versions.installed_version(name) for name in PACKAGES}
     install = "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra."
     return [
@@ -92,15 +91,33 @@ def check_versions() -> list[Finding]:
             platform.python_version(),
             "use Python 3.11 or 3.12, the versions that verl and vLLM support.",
         ),
-        _finding("verl", lambda: f"{versions.check_verl()} (supported: {versions.VERL_SUPPORTED})"),
-        Finding(
-            "vLLM",
-            vllm is not None and versions.supports_vllm(vllm),
-            f"{vllm or 'missing'} (supported: {', '.join(versions.VLLM_SUPPORTED)})",
-            install,
-        ),
+        _check_supported("verl", versions.VERL_TESTED, versions.check_verl),
+        _check_supported("vLLM", versions.VLLM_TESTED, _check_vllm),
         *(Finding(name, bool(version), version or "missing", install) for name, version in found.items()),
     ]
+
+
+def _check_supported(name: str, tested: tuple[str, str], check: Callable[[], str]) -> Finding:
+    """Refused if it is missing or too old; if it is newer than what was tested, by the symbols that moved."""
+    from gtpo_verl.integrations.contract import newer
+
+    found = versions.installed_version(name.lower()) or "missing"
+    try:
+        check()
+    except UserError as error:
+        return Finding(name, False, found, str(error))
+    untested = newer(name.lower(), tested)
+    if untested is None:
+        return Finding(name, True, f"{found} (tested: {versions.tested_range(tested)})")
+    return Finding(name, not untested.gone, untested.message, untested.message)
+
+
+def _check_vllm() -> str:
+    version = versions.installed_version("vllm")
+    if version is None:
+        raise UserError("run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra.")
+    versions.check_vllm(version)
+    return version
 
 
 def check_processes(args: argparse.Namespace) -> list[Finding]:

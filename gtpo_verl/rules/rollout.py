@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator
 
 from omegaconf import DictConfig
 
+from gtpo_verl.integrations import contract
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import rollout_faults
-from gtpo_verl.problems import Problem
+from gtpo_verl.problems import Problem, warning
 from gtpo_verl.versions import check_vllm, installed_version
 
 
@@ -37,5 +38,10 @@ def vllm_version(config: DictConfig) -> Iterable[Problem]:
     return ()
 
 
+def newer_versions(config: DictConfig) -> Iterator[Problem]:
+    """verl and vLLM are none that is newer than what was tested; if one is, the symbols that moved."""
+    yield from map(warning, contract.warnings())
+
+
 RULES = (backend, entropies)
-MACHINE = (vllm_version,)
+MACHINE = (vllm_version, newer_versions)

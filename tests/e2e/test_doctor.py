@@ -22,12 +22,12 @@ def test_a_machine_that_can_train_passes() -> None:
 
 
 def test_a_vllm_that_is_not_supported_is_named_with_what_to_do(tmp_path: Path) -> None:
-    installed = tmp_path / "vllm-0.40.2.dist-info"
+    installed = tmp_path / "vllm-0.20.2.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.2\n")
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.20.2\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "200"}
     command = [sys.executable, "-m", "gtpo_verl.cli", "doctor"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 1
-    assert "0.40.2 (supported: " in done.stdout
-    assert "gtpo-verl setup --cpu" in done.stdout.splitlines()[-1]
+    assert "0.20.2" in done.stdout
+    assert "rollout entropies need at least 0.24" in done.stdout.splitlines()[-1]

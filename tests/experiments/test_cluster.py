@@ -67,7 +67,7 @@ def test_metadata_of_another_version_in_front_are_refused(plugin: Path, tmp_path
 
 def test_another_verl_is_refused(plugin: Path, tmp_path: Path) -> None:
     distribution(tmp_path, "verl", "0.8.0")
-    assert seen(plugin, tmp_path).startswith("verl 0.8.0 is installed, and gtpo_verl supports verl>=0.9.1")
+    assert seen(plugin, tmp_path).startswith("verl 0.8.0 is installed, and gtpo_verl needs at least 0.9.1")
 
 
 def test_requirements_that_are_not_met_are_named(plugin: Path, tmp_path: Path) -> None:

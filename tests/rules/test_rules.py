@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -620,17 +621,30 @@ def test_a_machine_without_a_gpu_is_named_before_ray_starts(inputs: dict[str, st
     assert not list(tmp_path.glob("ray*"))
 
 
-def test_an_unknown_vllm_is_refused_by_name(
-    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before Ray starts, and only where the rollout's entropies are asked for."""
-    installed = tmp_path / "vllm-0.40.2.dist-info"
+def pretend_vllm(version: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = directory / f"vllm-{version}.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.40.2\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(UserError, match=r"vLLM 0\.40\.2 is installed.*algorithm\.entropy\.source=actor"):
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(directory))
+
+
+def test_an_older_vllm_is_refused_by_name(composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Ray starts, and only where the rollout's entropies are asked for."""
+    pretend_vllm("0.20.2", tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=r"vLLM 0\.20\.2 is installed.*algorithm\.entropy\.source=actor"):
         stages.check(composed())
     stages.check(composed("algorithm.entropy.source=actor"))
+
+
+def test_a_newer_vllm_is_a_warning_with_what_moved(
+    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend_vllm("0.40.2", tmp_path, monkeypatch)
+    stages.check(composed())
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert re.fullmatch(
+        r"warning: vllm 0\.40\.2 is newer than what was tested .*: all \d+ symbols of it .* there\.", line
+    )
 
 
 @pytest.mark.parametrize(

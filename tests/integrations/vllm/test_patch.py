@@ -1,6 +1,9 @@
 """What the patch does to vLLM's samplers: sampled tokens gain an entropy, everything else stays as it was."""
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ import vllm
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import codec, kernels, names, patch, plugin
-from gtpo_verl.versions import VLLM_SUPPORTED
+from gtpo_verl.versions import VLLM_TESTED
 
 
 def sample(sampler, logits, temperature):
@@ -114,11 +117,17 @@ def test_v2_uses_the_fused_kernel_for_samples_and_vllms_own_for_prompts(patched)
     assert not isinstance(own, kernels.RankAndEntropyKernel)
 
 
-@pytest.mark.parametrize("version", ["0.23.0", "0.29.1", "1.0.0"])
-def test_an_unknown_version_is_refused_by_name(monkeypatch, version):
+@pytest.mark.parametrize("version", ["0.23.0", "0.3.1"])
+def test_an_older_version_is_refused_by_name(monkeypatch, version):
     monkeypatch.setattr(vllm, "__version__", version)
-    with pytest.raises(UserError, match=f"vLLM {version} is installed.*{VLLM_SUPPORTED[0]}"):
+    with pytest.raises(UserError, match=f"vLLM {version} is installed.*at least {VLLM_TESTED[0]}"):
         patch.install()
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.33.0", "1.0.0"])
+def test_a_newer_version_that_can_be_patched_is_not_refused(monkeypatch, version):
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert patch.check_vllm_version() == version
 
 
 @pytest.mark.parametrize(
@@ -170,3 +179,10 @@ def test_the_package_declares_the_entry_point():
 
     (entry,) = entry_points(group="vllm.general_plugins", name="gtpo_verl")
     assert entry.load() is plugin.register
+
+
+def test_another_vllm_than_those_supported_gets_no_environment():
+    script = Path(__file__).with_name("other_version.py")
+    done = subprocess.run([sys.executable, script, "0.23.0"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "vLLM 0.23.0 is older than 0.24, the oldest that is supported" in done.stderr

@@ -103,11 +103,11 @@ def test_every_run_gets_a_socket_token_beside_what_a_user_put_there(registry):
     assert len(tokens) == 2
 
 
-def test_an_unknown_vllm_is_refused_before_a_server_starts(registry, monkeypatch):
+def test_an_older_vllm_is_refused_before_a_server_starts(registry, monkeypatch):
     import vllm
 
-    monkeypatch.setattr(vllm, "__version__", "0.40.2")
-    with pytest.raises(UserError, match=r"vLLM 0\.40\.2 is installed"):
+    monkeypatch.setattr(vllm, "__version__", "0.20.2")
+    with pytest.raises(UserError, match=r"vLLM 0\.20\.2 is installed"):
         wiring.enable_rollout_entropy(compose())
 
 
