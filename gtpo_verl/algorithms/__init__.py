@@ -1,7 +1,7 @@
 """The mathematics of arXiv 2508.04349 (GTPO and GRPO-S) and of its baselines, in torch alone; a file a method."""
 
-from gtpo_verl.algorithms._packed.layout import response_lengths
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.groups import response_lengths
 from gtpo_verl.algorithms.grpo import grpo_advantages
 from gtpo_verl.algorithms.grpo_s import GRPOSConfig, grpo_s_advantages
 from gtpo_verl.algorithms.gtpo import GTPOConfig, gtpo_advantages

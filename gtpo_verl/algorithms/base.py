@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.checks import check_rewards
 from gtpo_verl.algorithms.config import choice
-from gtpo_verl.algorithms.grpo import DAPO, check_rewards
+from gtpo_verl.algorithms.groups import group_rows
+from gtpo_verl.algorithms.grpo import DAPO
 
 CHANGED = 1e-5  # of A0, what is more than round-off
 SCOPES = ("batch", "group", "response")
@@ -39,14 +41,14 @@ def shaped_reward(batch: Batch) -> torch.Tensor:
     R = batch.rewards.detach().to(dtype_of(batch))
     if batch.length_penalty is not None:
         R = R + batch.length_penalty.to(R.dtype)
-    check_rewards(torch.where((batch.response_mask != 0).any(1), R, 0.0).tolist())
+    check_rewards(R, (batch.response_mask != 0).any(1).nonzero().squeeze(1))
     return R
 
 
 def dapo_advantages(batch: Batch) -> torch.Tensor:
     """A0 (B, T): (R - mean) / (std + 1e-6) of the group, R with the length penalty; shapes and entropies are checked.
 
-    A group whose rewards are equal has A0 = 0. Those that the batch brings are taken as they are (`Batch.A0`).
+    A group whose rewards are equal has A0 = 0. Where the batch has `A0`, that is taken.
     """
     if batch.A0 is not None:
         return torch.where(batch.response_mask != 0, batch.A0, 0.0)
@@ -88,18 +90,12 @@ def response_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, values, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
-def groups(batch: Batch) -> Iterator[torch.Tensor]:
-    """The rows (n,) of each group."""
-    order = batch.group.argsort(stable=True)
-    yield from order.split(batch.group[order].unique_consecutive(return_counts=True)[1].tolist())
-
-
 def scopes(batch: Batch, scope: str) -> Iterator[slice | torch.Tensor]:
     """The rows of the whole `batch`, of each `group`, or of each `response`, as an index."""
     if scope == "batch":
         yield slice(None)
     elif scope == "group":
-        yield from groups(batch)
+        yield from group_rows(batch.group)
     else:
         yield from (slice(row, row + 1) for row in range(len(batch.group)))
 

@@ -96,7 +96,7 @@ class ShapingConfig:
         if not isinstance(self.preserve_sign, bool):
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
-            object.__setattr__(self, "entropy_clip", _interval("entropy_clip", self.entropy_clip))
+            object.__setattr__(self, "entropy_clip", interval("entropy_clip", self.entropy_clip))
         if number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
             raise ValueError(
                 f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got "
@@ -104,6 +104,11 @@ class ShapingConfig:
             )
         check_lengths(self.max_length, self.cache_length, self.length_denominator)
         check_gamma(self.gamma)
+
+    @property
+    def compares_batch(self) -> bool:
+        """Whether the entropies of all groups are compared."""
+        return self.scope == "batch"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -169,11 +174,12 @@ def number(name: str, value: Any) -> float:
     return value
 
 
-def _interval(name: str, value: Any) -> tuple[float, float]:
+def interval(name: str, value: Any) -> tuple[float, float]:
+    """Two bounds, 0 <= lo <= hi."""
     # A Hydra list is neither a tuple nor a list; a string is iterable too.
     bounds = () if isinstance(value, str) or not hasattr(value, "__iter__") else tuple(value)
     if len(bounds) != 2:
-        raise ValueError(f"{name} must be two numbers [lo, hi] in nats or null, got {value!r}")
+        raise ValueError(f"{name} must be two numbers [lo, hi] or null, got {value!r}")
     low, high = (float(number(name, bound)) for bound in bounds)
     if not 0 <= low <= high:
         raise ValueError(f"{name} needs 0 <= lo <= hi, got [{low}, {high}]")

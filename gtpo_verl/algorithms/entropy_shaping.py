@@ -46,8 +46,6 @@ ENTROPY_BONUS = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=EntropyBonusConfig,
     compute=_entropy_bonus,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=64.0,
 )
@@ -101,8 +99,6 @@ EAPO = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=EAPOConfig,
     compute=_eapo,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=92.0,
 )
@@ -145,8 +141,6 @@ POLARITY_ENTROPY = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=PolarityEntropyConfig,
     compute=_polarity_entropy,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=71.0,
 )

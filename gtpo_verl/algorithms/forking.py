@@ -97,8 +97,6 @@ FORK20 = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=ForkingConfig,
     compute=_masked(entropies),
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=126.0,
 )
@@ -110,8 +108,6 @@ RANDOM20 = Algorithm(
     needs=frozenset({"rewards"}),
     config=ForkingConfig,
     compute=_masked(_random),
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=117.0,
 )

@@ -1,28 +1,18 @@
 """GRPO and DAPO: one reward a response, normalised in its group (the baselines GTPO and GRPO-S are compared with)."""
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms._packed.layout import (
-    broadcast_rows,
-    check_batch,
-    check_tokens,
-    one_thread,
-    read_layout,
-)
-from gtpo_verl.algorithms._packed.moments import Moments
-from gtpo_verl.algorithms._packed.recorder import Recorder
-from gtpo_verl.algorithms._packed.tokens import Workspace, check_entropies
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.normalization import Normalizer
+from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_rewards, check_tokens
+from gtpo_verl.algorithms.groups import groups_of, one_thread
+from gtpo_verl.algorithms.metrics import CreditMetrics
+from gtpo_verl.algorithms.normalization import Moments, Normalizer
 from gtpo_verl.algorithms.registry import Algorithm, Style
 
-LARGEST_REWARD = 1e30  # sums of squares stay in the range of float64, sums in that of float32
 
-
+@torch.no_grad()
 def grpo_advantages(
     reward: torch.Tensor,
     response_mask: torch.Tensor,
@@ -43,40 +33,26 @@ def grpo_advantages(
     """
     verdict = reward > 0 if correct is None else correct
     check_batch(response_mask, group, reward=reward, correct=verdict)
-    with torch.no_grad(), one_thread(response_mask.device):
-        layout = read_layout(response_mask, group, verdict)
-        dtype = torch.float64 if reward.dtype == torch.float64 else torch.float32
-        rewards = reward.detach().tolist()
-        check_rewards([reward if end else 0.0 for reward, end in zip(rewards, layout.extents, strict=True)])
-        recorder = Recorder(layout)
-        if entropy is not None:
-            check_tokens(entropy, response_mask)
-            workspace = Workspace(layout, response_mask, torch.float32)
-            rows = entropy.detach().unbind(0)
-            for members in layout.groups:
-                sums = check_entropies(workspace.load(members, rows), entropy, response_mask)
-                recorder.entropies(members, sums)
-        advantages = [0.0] * len(rewards)
-        for members in layout.groups:
-            plus, minus = members.rows[: members.n], members.rows[members.n :]
-            moments = Moments.of([rewards[row] for row in plus]), Moments.of([rewards[row] for row in minus])
-            recorder.rewards(*moments)
-            by = Normalizer.over(moments[0].join(moments[1]), torch.finfo(dtype).eps)
-            for row in members.rows:
-                advantages[row] = (rewards[row] - by.mean) * by.scale  # DAPO (9)
-            recorder.correct_flips += sum(advantages[row] < 0 for row in plus)
-            recorder.wrong_flips += sum(advantages[row] > 0 for row in minus)
-        return AdvantageOutput(
-            broadcast_rows(advantages, layout, response_mask, dtype), reward.detach().to(dtype), recorder.metrics()
-        )
-
-
-def check_rewards(rewards: Sequence[float]) -> None:
-    """Refuse rewards (B,) that are not finite, or so large that their squares leave the range of numbers."""
-    for row, reward in enumerate(rewards):
-        if not abs(reward) <= LARGEST_REWARD:
-            most = f" and at most {LARGEST_REWARD:g} in size" if math.isfinite(reward) else ""
-            raise ValueError(f"reward of row {row} is {reward}, it must be finite{most}")
+    if entropy is not None:
+        check_tokens(entropy, response_mask)
+    dtype = torch.float64 if reward.dtype == torch.float64 else torch.float32
+    advantages = torch.zeros(response_mask.shape, dtype=dtype, device=response_mask.device)
+    metrics = CreditMetrics()
+    with one_thread(response_mask.device):
+        for members in groups_of(response_mask, group, verdict):
+            metrics.add_group(members.ends, verdict[members.rows])
+            if entropy is not None:
+                H = torch.where(members.mask, members.take(entropy).double(), 0.0)
+                check_entropies(H, members, entropy.dtype)
+                metrics.add_entropies(members, H, members.mask)
+            check_rewards(reward, members.rows)
+            R = reward[members.rows, None].double()
+            plus, minus = (Moments.of(R[side]) for side in members.sides)
+            metrics.add_rewards((plus, minus))
+            A = Normalizer.over(plus.join(minus), torch.finfo(dtype).eps).advantages(R)  # DAPO (9)
+            metrics.add_sign_flips(members, A, torch.ones_like(A, dtype=torch.bool))
+            members.put(torch.where(members.mask, A, 0.0), advantages)
+    return AdvantageOutput(advantages, reward.detach().to(dtype), metrics.found())
 
 
 @dataclass(frozen=True)
@@ -100,10 +76,8 @@ DAPO = Algorithm(
     config=GRPOConfig,
     compute=_compute,
     verl_estimator="grpo",
-    loss="vanilla",
-    aggregation="token-mean",
     guide="alike",
-    advantage_ns=8.0,
+    advantage_ns=18.0,
     style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
 )
 

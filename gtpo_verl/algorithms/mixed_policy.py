@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from gtpo_verl.algorithms._packed.moments import STD_EPSILON, Moments
 from gtpo_verl.algorithms.base import dapo_advantages, shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, config_from, number
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
+from gtpo_verl.algorithms.normalization import STD_EPSILON, Moments
 from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
 from gtpo_verl.algorithms.registry import Algorithm
 from gtpo_verl.errors import UserError
@@ -44,8 +44,8 @@ class GuideConfig:
     clip: of guide rows, the run's clip range and dual clip (`dapo`), or `none`.
     shape_gamma: γ > 0 of the shaping f(r̂) = r̂ / (r̂ + γ) in place of r̂, without a clip; None for none.
     adv_scope: mean and standard deviation of a group over all its rows (`union`) or its own alone (`on_only`).
-    in_entropy_stats: a method that weighs tokens by entropies treats guide rows like any other; else they have a flat
-    reward, and own rows are compared with each other alone (`guided_advantages`).
+    in_entropy_stats: a method that weighs tokens by entropies treats guide rows like any other; else they have an
+    unshaped reward, and own rows are compared with each other alone (`guided_advantages`).
     drop_wrong: a response of the guide that the verifier calls wrong is replaced by one of the policy's own.
     last_step: the last step in which the guide takes part; None for no end.
     """
@@ -154,7 +154,7 @@ def on_only_advantages(
     A = torch.zeros_like(rewards)
     for ident in group.unique():
         rows = (group == ident).nonzero().squeeze(1)
-        own = Moments.of(rewards[rows[~guide[rows]]].tolist())
+        own = Moments.of(rewards[rows[~guide[rows]]])
         if not own.count:
             continue
         std = own.std(torch.finfo(rewards.dtype).eps)
@@ -177,7 +177,7 @@ def guided_advantages(
     entry, batch, config: as in `Algorithm.advantages`. guide: (B,) bool.
     The rule is `entry.guide`. `alike`: rows of either kind are the same to a method of rewards alone. `dapo`: guide
     rows have DAPO's advantage A0, and the method reshapes that of own rows, seeing no entropy or probability of the
-    others; A0 is over the rows that `settings.adv_scope` says. `flat`: GTPO and GRPO-S, `gtpo_advantages`.
+    others; A0 is over the rows that `settings.adv_scope` says. `unshaped`: GTPO and GRPO-S, `gtpo_advantages`.
     Metrics of the method are of own rows, unless the rule is `alike`.
     Raises ValueError for a method without a rule, and for GTPO and GRPO-S with `adv_scope=on_only`: where own rows have
     one verdict, their shaped rewards differ by entropies alone, and say nothing about the size of an advantage.
@@ -186,7 +186,7 @@ def guided_advantages(
         raise ValueError(f"{entry.label} has no rule for rows of a guide with adv_scope={settings.adv_scope}")
     if entry.guide == "alike" or settings.in_entropy_stats:
         return entry.advantages(batch, config)
-    if entry.guide == "flat":
+    if entry.guide == "unshaped":
         return entry.advantages(replace(batch, guide=guide), config)
     mask = batch.response_mask != 0
     A0 = dapo_advantages(replace(batch, entropy=None))

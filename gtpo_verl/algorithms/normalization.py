@@ -1,8 +1,67 @@
 """From shaped rewards to advantages: A = (R - mean) / (std + 1e-6), and the sets over which mean and std are taken."""
 
+import math
 from dataclasses import dataclass
+from typing import Self
 
-from gtpo_verl.algorithms._packed.moments import Moments
+import torch
+
+STD_EPSILON = 1e-6  # added to the standard deviation, as in verl's own estimators
+ROUND_OFF = 16  # a set whose range is within this many eps of its largest value differs by round-off only
+
+
+@dataclass(frozen=True)
+class Moments:
+    """A set of numbers by its count, mean, sum of squared deviations and range; sets are joined without seeing the
+    numbers again.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+
+    @classmethod
+    def of(cls, values: torch.Tensor, mask: torch.Tensor | None = None) -> Self:
+        """The moments of values of any shape, or of those inside a mask of that shape, in float64."""
+        values = values.double()
+        mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+        count = int(mask.sum())
+        if not count:
+            return cls()
+        mean = torch.where(mask, values, 0.0).sum().item() / count
+        deviations = torch.where(mask, values - mean, 0.0)
+        low, high, m2 = torch.stack([*deviations.aminmax(), deviations.square().sum()]).tolist()
+        return cls(count, mean, m2, mean + low, mean + high)
+
+    @classmethod
+    def zeros(cls, count: int) -> Self:
+        """A set of `count` zeros."""
+        return cls(count)
+
+    def join(self, other: "Moments") -> "Moments":
+        """Both sets together (Chan, Golub and LeVeque): no difference of large sums, so nothing cancels."""
+        if not self.count or not other.count:
+            return self if self.count else other
+        count = self.count + other.count
+        delta = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + delta * (other.count / count),
+            self.m2 + other.m2 + delta * delta * (self.count * other.count / count),
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    def std(self, eps: float) -> float:
+        """Unbiased standard deviation; 0 for fewer than two values and for a set that differs by round-off only.
+
+        eps: of the type of the inputs. Without the rule 1e-6 in the denominator would magnify round-off to advantages.
+        """
+        if self.count < 2 or self.high - self.low <= ROUND_OFF * eps * max(abs(self.low), abs(self.high)):
+            return 0.0
+        return math.sqrt(self.m2 / (self.count - 1))
 
 
 @dataclass(frozen=True)
@@ -14,8 +73,13 @@ class Normalizer:
 
     @classmethod
     def over(cls, rewards: Moments, eps: float) -> "Normalizer":
-        """Normalise by this set of rewards."""
-        return cls(rewards.mean, rewards.scale(eps))
+        """Normalise by this set of rewards; eps: as for `Moments.std`."""
+        std = rewards.std(eps)
+        return cls(rewards.mean, 1.0 / (std + STD_EPSILON) if std else 0.0)
+
+    def advantages(self, R: torch.Tensor) -> torch.Tensor:
+        """A = (R - mean) / (std + 1e-6): early (4), (16), (17), late (6), DAPO (9)."""
+        return (R - self.mean) * self.scale
 
 
 def normalizers(
@@ -24,11 +88,11 @@ def normalizers(
     """The normalisers of the correct and of the wrong rewards.
 
     plus, minus: moments of the shaped rewards r⁺ of correct and r⁻ of wrong tokens (GTPO) or responses (GRPO-S).
-    normalization, negatives: as in `ShapingConfig`. eps: of the type the rewards were computed in.
+    normalization, negatives: as in `ShapingConfig`. eps: as for `Moments.std`.
     Source: arXiv 2508.04349, early eqs. 4, 16, 17 and late eq. 6; `joint` is ours.
     """
-    plus_and_zeros = plus.join(Moments.constant(0.0, minus.count))
-    minus_and_zeros = minus.join(Moments.constant(0.0, plus.count))
+    plus_and_zeros = plus.join(Moments.zeros(minus.count))
+    minus_and_zeros = minus.join(Moments.zeros(plus.count))
     if normalization == "all" and negatives == "zero":  # early (4): one set, in which wrong tokens have r = 0
         return Normalizer.over(plus_and_zeros, eps), Normalizer.over(plus_and_zeros, eps)
     if normalization == "all":  # early (16) for correct, (17) for wrong: each side with one 0 per token of the other

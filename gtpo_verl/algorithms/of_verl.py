@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from gtpo_verl.algorithms.base import groups, shaped_reward
+from gtpo_verl.algorithms.base import shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO, GRPOConfig
 
 ACTOR = "actor_rollout_ref.actor."
@@ -20,7 +21,7 @@ def _dr_grpo(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     """A = R - mean of the group, arXiv 2503.20783; the loss is the sum over tokens by a constant."""
     mask, R = batch.response_mask != 0, shaped_reward(batch)
     A = torch.zeros_like(R)
-    for rows in groups(batch):
+    for rows in group_rows(batch.group):
         rows = rows[mask[rows].any(1)]
         A[rows] = R[rows] - R[rows].mean()
     return AdvantageOutput(A[:, None] * mask, None, {})

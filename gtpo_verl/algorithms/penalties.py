@@ -4,9 +4,10 @@ D).
 
 import torch
 
-from gtpo_verl.algorithms._packed.layout import check_group_type, response_lengths
 from gtpo_verl.algorithms.batch import Batch
+from gtpo_verl.algorithms.checks import check_group_type, check_verdicts
 from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths
+from gtpo_verl.algorithms.groups import response_lengths
 
 
 def soft_overlong_penalty(
@@ -43,8 +44,7 @@ def group_relative_overlong_penalty(
     """
     check_gamma(gamma)
     check_group_type(group)
-    if correct.dtype != torch.bool:
-        raise ValueError(f"correct must be bool, the verdict of the verifier (acc >= threshold), got {correct.dtype}")
+    check_verdicts(correct)
     for name, tensor in (("correct", correct), ("group", group)):
         if tensor.shape != lengths.shape:
             raise ValueError(f"{name} must have the shape of lengths {tuple(lengths.shape)}, got {tuple(tensor.shape)}")

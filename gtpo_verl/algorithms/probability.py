@@ -38,8 +38,6 @@ AR = Algorithm(
     needs=frozenset({"rewards", "old_log_probs"}),
     config=ARConfig,
     compute=_ar,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=64.0,
 )
@@ -71,8 +69,6 @@ PROB_MASK = Algorithm(
     needs=frozenset({"rewards", "old_log_probs"}),
     config=ProbMaskConfig,
     compute=_prob_mask,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=74.0,
 )
@@ -133,8 +129,6 @@ STARE_O1 = Algorithm(
     needs=frozenset({"entropy", "rewards", "old_log_probs"}),
     config=StareConfig,
     compute=_stare,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=80.0,
 )
@@ -146,8 +140,6 @@ STARE_C2 = Algorithm(
     needs=STARE_O1.needs,
     config=StareC2Config,
     compute=_stare,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=80.0,
 )

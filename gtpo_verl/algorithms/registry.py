@@ -1,6 +1,6 @@
 """The registry of methods: one entry a method, read by training, planning, reports and plots.
 
-A method of this package is listed in `_BUILT_IN`; another package brings one by an entry point of the group
+A method of this package is listed in `_BUILT_IN`; another package adds one by an entry point of the group
 `gtpo_verl.algorithms` whose value is an `Algorithm`.
 """
 
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gtpo_verl.algorithms._packed.layout import check_batch, check_tokens
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.checks import check_batch, check_tokens
 from gtpo_verl.algorithms.config import config_from
 from gtpo_verl.errors import UserError, did_you_mean
 
 ENTRY_POINTS = "gtpo_verl.algorithms"
 LEVELS = ("token", "sequence", "outcome")
-GUIDE_RULES = ("alike", "dapo", "flat")
+GUIDE_RULES = ("alike", "dapo", "unshaped")
 INPUTS = ("entropy", "rewards", "old_log_probs")
 
 # The order is that of tables and plots: the baseline first.
@@ -76,14 +76,14 @@ class Algorithm:
     config: its dataclass; `config()` is the published setting. Its fields are the keys `algorithm.<name>.*` of a run.
     compute: the function behind `advantages`.
     verl_estimator: the estimator of verl's own that training runs in place of `compute`, or None.
-    loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective.
+    loss, aggregation: `policy_loss.loss_mode` and `loss_agg_mode` of its objective; the default is DAPO's.
     changes: further configuration keys, or prefixes ending with a dot, in which an arm with this method may differ from
     another.
     needs_several_updates: at ratios of 1, that is with one update a step, its loss is DAPO's but for the aggregation.
     trains_without_contrast: it trains on groups of one polarity too, which dynamic sampling would take from it.
     guide: how rows of a guiding policy get their advantages (`mixed_policy.guided_advantages`): `alike`, as any other
-    row; `dapo`, DAPO's, and the method sees the other rows alone; `flat`, the method reads `Batch.guide`; None: it has
-    no rule for them.
+    row; `dapo`, DAPO's, and the method sees the other rows alone; `unshaped`, the method reads `Batch.guide` and gives
+    them a reward that entropy does not shape; None: it has no rule for them.
     advantage_ns: nanoseconds a valid token on one CPU core, for `plan` (benchmarks/bench_methods.py).
     style: in plots; None takes the next free one.
     """
@@ -94,8 +94,8 @@ class Algorithm:
     needs: frozenset[str]
     config: type
     compute: Callable[[Batch, Any], AdvantageOutput]
-    loss: str
-    aggregation: str
+    loss: str = "vanilla"
+    aggregation: str = "token-mean"
     verl_estimator: str | None = None
     changes: tuple[str, ...] = ()
     needs_several_updates: bool = False

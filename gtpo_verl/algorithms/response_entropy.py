@@ -17,7 +17,7 @@ from gtpo_verl.algorithms.base import (
     scopes,
 )
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import number, within
+from gtpo_verl.algorithms.config import interval, within
 from gtpo_verl.algorithms.registry import Algorithm
 
 FLOOR = 1e-6  # nats, of a mean entropy that is divided by
@@ -37,9 +37,9 @@ class EDAConfig:
         check_scope(self.scope, "group", "batch")
         if self.clamp is None:
             return
-        bounds = () if isinstance(self.clamp, str) or not hasattr(self.clamp, "__iter__") else tuple(self.clamp)
-        if len(bounds) != 2 or not 0 < number("clamp", bounds[0]) <= number("clamp", bounds[1]):
-            raise ValueError(f"clamp must be [lo, hi] with 0 < lo <= hi, or null, got {self.clamp!r}")
+        bounds = interval("clamp", self.clamp)
+        if bounds[0] == 0:
+            raise ValueError(f"clamp needs lo above 0, got {self.clamp!r}")
         object.__setattr__(self, "clamp", bounds)
 
 
@@ -68,8 +68,6 @@ EDA = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=EDAConfig,
     compute=_eda,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="dapo",
     advantage_ns=81.0,
 )
@@ -110,7 +108,5 @@ EMPG = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=EMPGConfig,
     compute=_empg,
-    loss="vanilla",
-    aggregation="token-mean",
     advantage_ns=90.0,
 )

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms._packed.moments import Moments
 from gtpo_verl.algorithms.base import (
     check_scope,
     dapo_advantages,
     dtype_of,
     entropies,
-    groups,
     output,
     over_scope,
     shaped_reward,
 )
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import within
+from gtpo_verl.algorithms.groups import group_rows
+from gtpo_verl.algorithms.normalization import Moments, Normalizer
 from gtpo_verl.algorithms.registry import Algorithm
 
 DYNAMIC_SAMPLING = "algorithm.filter_groups.enable"
@@ -70,8 +70,6 @@ W_REINFORCE = Algorithm(
     needs=frozenset(),
     config=WReinforceConfig,
     compute=_w_reinforce,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="alike",
     advantage_ns=10.0,
     changes=(DYNAMIC_SAMPLING,),
@@ -104,13 +102,13 @@ def _qae(batch: Batch, config: QAEConfig) -> AdvantageOutput:
     assert batch.rewards is not None
     mask, R = batch.response_mask != 0, shaped_reward(batch)
     rewards, A = batch.rewards.detach().to(R.dtype), torch.zeros_like(R)
-    for rows in groups(batch):
+    for rows in group_rows(batch.group):
         rows = rows[mask[rows].any(1)]
         if not len(rows):
             continue
         place = math.ceil(config.K * len(rows) - 1e-9)
         baseline = rewards[rows].sort().values[max(place, 1) - 1]
-        A[rows] = (R[rows] - baseline) * Moments.of(R[rows].tolist()).scale(torch.finfo(R.dtype).eps)
+        A[rows] = (R[rows] - baseline) * Normalizer.over(Moments.of(R[rows]), torch.finfo(R.dtype).eps).scale
     return AdvantageOutput(A[:, None] * mask, None, {})
 
 
@@ -121,8 +119,6 @@ QAE = Algorithm(
     needs=frozenset({"rewards"}),
     config=QAEConfig,
     compute=_qae,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="alike",
     advantage_ns=8.0,
 )
@@ -163,8 +159,6 @@ RL_ZVP = Algorithm(
     needs=frozenset({"entropy", "rewards"}),
     config=ZVPConfig,
     compute=_rl_zvp,
-    loss="vanilla",
-    aggregation="token-mean",
     advantage_ns=94.0,
     changes=(DYNAMIC_SAMPLING,),
     trains_without_contrast=True,

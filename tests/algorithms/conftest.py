@@ -1,10 +1,8 @@
 """Random batches and settings for the tests of the algorithms, as hypothesis strategies behind session fixtures."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -136,15 +134,3 @@ def grpo_s_settings() -> Callable[..., st.SearchStrategy[dict[str, Any]]]:
         return st.fixed_dictionaries(grid | {name: st.just(value) for name, value in fixed.items()})
 
     return build
-
-
-@pytest.fixture(scope="session")
-def dense() -> ModuleType:
-    """The straightforward dense implementation that the benchmark measures against."""
-    path = HERE.parents[1] / "benchmarks" / "dense.py"
-    spec = importlib.util.spec_from_file_location("gtpo_verl_benchmarks_dense", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -64,7 +64,7 @@ HAND = [
 
 
 @pytest.mark.parametrize(("name", "correct", "expected"), HAND)
-def test_flat_rewards_by_hand(name: str, correct: list[bool], expected: list[list[float]]) -> None:
+def test_unshaped_rewards_by_hand(name: str, correct: list[bool], expected: list[list[float]]) -> None:
     found = guided(name, three_rows(correct), GUIDE, **SHARES[name]).advantages
     for row, values in zip(found.tolist(), expected, strict=True):
         assert row == pytest.approx(values, abs=2e-6)
@@ -110,7 +110,7 @@ def random_batch(seed: int, with_penalty: bool) -> tuple[Batch, torch.Tensor]:
 
 
 def expected_advantages(name: str, batch: Batch, guide: torch.Tensor, options: Any) -> list[list[float]]:
-    """By loops: weights of own tokens (or responses) alone, flat rewards of the guide's, all in the normalisation."""
+    """By loops: weights of own tokens (or responses) alone, unshaped rewards of the guide's, all normalised."""
     mask, group, correct = batch.response_mask.tolist(), batch.group.tolist(), batch.correct.tolist()
     of_guide = guide.tolist()
     penalty = [0.0] * len(group) if batch.length_penalty is None else batch.length_penalty.tolist()
@@ -150,7 +150,7 @@ def expected_advantages(name: str, batch: Batch, guide: torch.Tensor, options: A
 
 
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
-def test_flat_rewards_against_loops(name: str) -> None:
+def test_unshaped_rewards_against_loops(name: str) -> None:
     scales = ("alpha1", "alpha2") if name == "gtpo" else ("beta1", "beta2")
     for number, point in enumerate(POINTS[name]):
         for seed in (number, 1000 + number):
