@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 HUB_TIMEOUT = 5.0  # seconds
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 NOT_FINITE = ("stop", "skip")
-GUIDED_LOSSES = ("vanilla", "gtpo", "mixed", "grpo_s")
 ON_BUDGET = ("train_smaller", "stop")
 NORM_BY_STD_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")  # verl's, which read norm_adv_by_std_in_grpo
 
@@ -149,12 +148,7 @@ def _check_algorithm(config: DictConfig) -> list[str]:
         _, unusual = entry.configure(config.algorithm.get(name) or {})
         if config.algorithm.adv_estimator == entry.estimator:
             notes.extend(f"algorithm.{name}: {note}" for note in unusual)
-    actor = config.actor_rollout_ref.actor
-    if actor.policy_loss.loss_mode == "grpo_s" and actor.loss_agg_mode != "seq-mean-token-mean":
-        raise UserError(
-            "actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s averages over sequences: set "
-            f"actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean (it is {actor.loss_agg_mode})."
-        )
+    _check_loss(config.actor_rollout_ref.actor)
     chosen = algorithm_of(config)
     _check_ignored(config, chosen)
     _check_penalty(config, chosen)
@@ -230,6 +224,25 @@ def _check_penalty(config: DictConfig, chosen: Algorithm | None) -> None:
         )
 
 
+def _check_loss(actor: DictConfig) -> None:
+    from gtpo_verl.algorithms import algorithm
+
+    key, loss = "actor_rollout_ref.actor.policy_loss.loss_mode", actor.policy_loss.loss_mode
+    grpo_s = algorithm("grpo_s")
+    if loss == grpo_s.loss and actor.loss_agg_mode != grpo_s.aggregation:
+        raise UserError(
+            f"{key}={loss} averages over sequences: set actor_rollout_ref.actor.loss_agg_mode={grpo_s.aggregation} (it "
+            f"is {actor.loss_agg_mode})."
+        )
+    if loss == "gtpo":  # of earlier versions
+        raise UserError(f"{key}=gtpo is now verl's own, which computes the same: set it to vanilla.")
+    if loss == "vanilla" and not (actor.clip_ratio_c or 0) > 1:
+        raise UserError(
+            f"actor_rollout_ref.actor.clip_ratio_c={_written(actor.clip_ratio_c)} (dual clip) must be above 1 with "
+            f"{key}=vanilla: set it to 1e9 to switch the dual clip off."
+        )
+
+
 def _check_guide(config: DictConfig) -> None:
     """Check that this run can have rows of a guide, and divide by their probabilities."""
     from gtpo_verl.algorithms.mixed_policy import guide_config  # imports torch
@@ -295,14 +308,14 @@ def _check_guide(config: DictConfig) -> None:
 def _check_guided_method(config: DictConfig, guide: GuideConfig) -> None:
     """Check that the run's advantages and loss say what a guide's row is to them."""
     from gtpo_verl.algorithms import algorithm_of
-    from gtpo_verl.algorithms.mixed_policy import has_rule
+    from gtpo_verl.algorithms.mixed_policy import GUIDED_LOSSES, has_rule
 
     key, estimator = f"algorithm.guide.mode={guide.mode}", config.algorithm.adv_estimator
     loss, chosen = config.actor_rollout_ref.actor.policy_loss.loss_mode, algorithm_of(config)
     if loss not in GUIDED_LOSSES:
         raise UserError(
             f"{key} does not go with actor_rollout_ref.actor.policy_loss.loss_mode={loss}, which has no rule for the "
-            f"guide's rows: choose {', '.join(GUIDED_LOSSES[:-1])} or {GUIDED_LOSSES[-1]}."
+            f"guide's rows: choose one of {', '.join(GUIDED_LOSSES)}."
         )
     if chosen is None or chosen.guide is None:
         raise UserError(

@@ -168,10 +168,9 @@ FAULTS = (
         "clip-higher",
         "the upper clip range is the lower one, in all losses",
         "algorithms/losses.py",
-        "1 + clip_ratio_high)",
-        "1 + clip_ratio_low)",
+        "ratio.clamp(1 - low, 1 + high)",
+        "ratio.clamp(1 - low, 1 + low)",
         ("tests/algorithms/test_losses.py",),
-        count=4,
     ),
     Fault(
         "eapo-blame",

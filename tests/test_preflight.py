@@ -166,6 +166,8 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("algorithm.entropy.check_every=-1", "it must be a number of steps"),
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "processed_logprobs"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "seq-mean-token-mean"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gtpo", "set it to vanilla"),
+        ("actor_rollout_ref.actor.clip_ratio_c=null", "must be above 1 with"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:
@@ -209,7 +211,7 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
     [
         (
             "algo=gspo",
-            "policy_loss.loss_mode=gspo, which has no rule for the guide's rows: choose vanilla, gtpo, mixed",
+            "policy_loss.loss_mode=gspo, which has no rule for the guide's rows: choose one of vanilla, mixed, grpo_s",
         ),
         ("algo=rl_zvp", "algorithm.adv_estimator=rl_zvp, which has no rule for the guide's rows"),
         ("algo=empg", "algorithm.adv_estimator=empg, which has no rule for the guide's rows"),
@@ -438,7 +440,7 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
         ("reward.custom_reward_function.name=absent", "could not be loaded"),
         ("reward.custom_reward_function.path=null", "no verifier for the first prompt of data_source='sums'"),
         ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=gttpo", "did you mean gtpo?"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo-s", "did you mean grpo_s?"),
     ],
 )
 def test_what_only_verl_knows_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:

@@ -112,7 +112,7 @@ def test_a_one_node_recipe_prints_the_configuration_that_it_would_run() -> None:
     done = call("recipe/smoke_one_gpu.sh", "--cfg", tools=Path(sys.executable).parent)
     assert done.returncode == 0, done.stderr
     assert "path: Qwen/Qwen2.5-0.5B" in done.stdout
-    assert "loss_mode: gtpo" in done.stdout
+    assert "adv_estimator: gtpo" in done.stdout
 
 
 @pytest.fixture

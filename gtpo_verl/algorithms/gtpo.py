@@ -160,7 +160,6 @@ GTPO = Algorithm(
     needs=frozenset({"entropy"}),
     config=GTPOConfig,
     compute=_compute,
-    loss="gtpo",
     guide="unshaped",
     advantage_ns=44.0,
     style=Style(light="#0072b2", dark="#56b4e9", marker="o"),

@@ -1,4 +1,4 @@
-"""The clipped surrogates: per token (GTPO, DAPO) and per sequence (GRPO-S, GSPO), and variants of the former that treat
+"""The clipped surrogates: per token (DAPO, GTPO) and per sequence (GRPO-S, GSPO), and variants of the former that treat
 clipped tokens otherwise (CE-GPPO, ASPO), have a clip range for each (DCPO), or rows of a guiding policy (mixed).
 
 All return losses that are not yet averaged, so that whoever calls them decides over which batch the mean goes, and
@@ -34,18 +34,14 @@ def token_loss(
     the dual clip.
     Raises ValueError for impossible clip ratios.
     Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages, under a number that
-    is not identified (docs/equations.md); dual clip arXiv 1912.09729.
+    is not identified (docs/equations.md); dual clip arXiv 1912.09729. A training has verl's own, `vanilla`.
     """
-    _check_clip(clip_ratio_low, clip_ratio_high)
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ValueError(f"clip_ratio_c (dual clip) must be above 1, got {clip_ratio_c}")
     mask = response_mask != 0
     A = torch.where(mask, advantages, 0.0).detach()
     log_ratio = _log_ratio(log_prob, old_log_prob, mask)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)  # type: ignore[arg-type]  # numbers or tensors
-    losses = torch.maximum(-A * ratio, -A * clipped)
-    metrics = _metrics(ratio, A, mask, clip_ratio_low, clip_ratio_high)
+    losses, metrics = _clipped(log_ratio.exp(), A, mask, clip_ratio_low, clip_ratio_high)
     metrics["ppo_kl"] = _mean(-log_ratio.detach(), mask)
     metrics["clipfrac_lower"] = torch.zeros_like(metrics["ppo_kl"])
     if clip_ratio_c is not None:
@@ -73,16 +69,13 @@ def sequence_loss(
     Raises ValueError for impossible clip ratios or an unknown `ratio`.
     Source: arXiv 2508.04349, objective of GRPO-S; geometric: GSPO (arXiv 2507.18071) eq. 7.
     """
-    _check_clip(clip_ratio_low, clip_ratio_high)
     if ratio not in ("arithmetic", "geometric"):
         raise ValueError(f"ratio must be arithmetic or geometric, got {ratio!r}")
     mask = response_mask != 0
     alive = mask.any(dim=1)
     A = torch.where(alive, advantages, 0.0).detach()
     log_ratio = _log_ratio(log_prob, old_log_prob, mask)
-    ratios = _sequence_ratios(log_ratio, mask, ratio)
-    losses = torch.maximum(-A * ratios, -A * ratios.clamp(1 - clip_ratio_low, 1 + clip_ratio_high))
-    metrics = _metrics(ratios, A, alive, clip_ratio_low, clip_ratio_high)
+    losses, metrics = _clipped(_sequence_ratios(log_ratio, mask, ratio), A, alive, clip_ratio_low, clip_ratio_high)
     metrics["ppo_kl"] = _mean(-log_ratio.detach(), mask)
     return losses, metrics
 
@@ -131,7 +124,6 @@ def aspo_loss(
     Arguments, metrics and errors as for `token_loss`; clip_ratio_c bounds c without cutting the gradient off.
     Source: ASPO (arXiv 2510.06062), as the code of Archer 2.0 has it, without its clip ranges by entropy.
     """
-    _check_clip(clip_ratio_low, clip_ratio_high)
     mask = response_mask != 0
     ratio, A = _ratio_and_advantages(log_prob, old_log_prob, advantages, response_mask)
     w = ratio.detach()
@@ -198,17 +190,13 @@ def mixed_loss(
     """
     mask = response_mask != 0
     on_guide = guide[:, None] & mask
-    losses, metrics = token_loss(
-        log_prob, old_log_prob, advantages, mask & ~on_guide, clip_ratio_low, clip_ratio_high, clip_ratio_c
-    )
+    clips = clip_ratio_low, clip_ratio_high, clip_ratio_c
+    losses, metrics = token_loss(log_prob, old_log_prob, advantages, mask & ~on_guide, *clips)
     if clip == "dapo":
-        of_guide, _ = token_loss(
-            log_prob, old_log_prob, advantages, on_guide, clip_ratio_low, clip_ratio_high, clip_ratio_c
-        )
+        of_guide, _ = token_loss(log_prob, old_log_prob, advantages, on_guide, *clips)
     else:
-        A = torch.where(on_guide, advantages, 0.0).detach()
-        weight = _log_ratio(log_prob, old_log_prob, on_guide).exp()
-        of_guide = -A * (weight if shape_gamma is None else weight / (weight + shape_gamma))
+        ratio, A = _ratio_and_advantages(log_prob, old_log_prob, advantages, on_guide)
+        of_guide = -A * _shaped(ratio, shape_gamma)
     return torch.where(on_guide, of_guide, losses), metrics
 
 
@@ -234,15 +222,19 @@ def mixed_sequence_loss(
     """
     mask = response_mask != 0
     on_guide = guide[:, None] & mask
-    clip_ratios = clip_ratio_low, clip_ratio_high
-    losses, metrics = sequence_loss(log_prob, old_log_prob, advantages, mask & ~on_guide, *clip_ratios, ratio)
+    clips = clip_ratio_low, clip_ratio_high
+    losses, metrics = sequence_loss(log_prob, old_log_prob, advantages, mask & ~on_guide, *clips, ratio)
     if clip == "dapo":
-        of_guide, _ = sequence_loss(log_prob, old_log_prob, advantages, on_guide, *clip_ratios, ratio)
+        of_guide, _ = sequence_loss(log_prob, old_log_prob, advantages, on_guide, *clips, ratio)
     else:
-        weight = _sequence_ratios(_log_ratio(log_prob, old_log_prob, on_guide), on_guide, ratio)
-        weight = weight if shape_gamma is None else weight / (weight + shape_gamma)
-        of_guide = torch.where(on_guide.any(1), -advantages.detach() * weight, 0.0)
+        ratios = _sequence_ratios(_log_ratio(log_prob, old_log_prob, on_guide), on_guide, ratio)
+        of_guide = torch.where(on_guide.any(1), -advantages.detach() * _shaped(ratios, shape_gamma), 0.0)
     return torch.where(guide, of_guide, losses), metrics
+
+
+def _shaped(ratio: torch.Tensor, gamma: float | None) -> torch.Tensor:
+    """LUFFY's shaping f(r̂) = r̂ / (r̂ + γ), or r̂ without a γ."""
+    return ratio if gamma is None else ratio / (ratio + gamma)
 
 
 def _sequence_ratios(log_ratio: torch.Tensor, mask: torch.Tensor, ratio: str) -> torch.Tensor:
@@ -251,6 +243,15 @@ def _sequence_ratios(log_ratio: torch.Tensor, mask: torch.Tensor, ratio: str) ->
     if ratio == "arithmetic":
         return torch.where(mask, log_ratio.exp(), 0.0).sum(dim=1) / divisor
     return (log_ratio.sum(dim=1) / divisor).exp()
+
+
+def _clipped(
+    ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: Epsilon, high: Epsilon
+) -> tuple[torch.Tensor, Metrics]:
+    """-min(w A, clip(w, 1 - ε_low, 1 + ε_high) A) of tokens (B, T) or sequences (B,), and its metrics."""
+    metrics = _metrics(ratio, A, mask, low, high)
+    clipped = ratio.clamp(1 - low, 1 + high)  # type: ignore[arg-type]  # numbers or tensors
+    return torch.maximum(-A * ratio, -A * clipped), metrics
 
 
 def _ratio_and_advantages(
@@ -267,11 +268,13 @@ def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.T
 
 
 def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: Epsilon, high: Epsilon) -> Metrics:
-    """Shares of entries where the clip binds, on either side, and location and spread of the ratio.
+    """Shares of entries where the clip binds, on either side, and location and spread of the ratio. Impossible clip
+    ranges are refused.
 
     The spread is the root mean square distance from 1, where both policies agree: unlike a standard deviation it means
     something for a micro-batch of one sequence.
     """
+    _check_clip(low, high)
     with torch.no_grad():
         below = ((ratio < 1 - low) & (A < 0)).to(ratio.dtype)
         above = ((ratio > 1 + high) & (A > 0)).to(ratio.dtype)

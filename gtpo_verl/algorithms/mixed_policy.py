@@ -21,6 +21,10 @@ from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
 from gtpo_verl.algorithms.registry import Algorithm
 from gtpo_verl.errors import UserError
 
+# `policy_loss.loss_mode` of a run that may have a guide, and the loss that tells the guide's rows from the others: that
+# of tokens, `mixed`, is verl's `vanilla` on the others.
+GUIDED_LOSSES = {"vanilla": "mixed", "mixed": "mixed", "grpo_s": "grpo_s"}
+
 _CHOICES = {
     "mode": ("off", "mix", "zero", "both"),
     "source": ("traces", "server"),

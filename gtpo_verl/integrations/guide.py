@@ -21,8 +21,9 @@ from verl.protocol import DataProto
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.debug.metrics import calculate_debug_metrics
 
+from gtpo_verl.algorithms.grpo_s import GRPO_S
 from gtpo_verl.algorithms.losses import sequence_loss
-from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_metrics, on_only_advantages
+from gtpo_verl.algorithms.mixed_policy import GUIDED_LOSSES, GuideConfig, guide_metrics, on_only_advantages
 from gtpo_verl.data.traces import Trace
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss, one_per_response
@@ -39,8 +40,6 @@ from gtpo_verl.integrations.transfer_queue import (
 from gtpo_verl.integrations.vllm.agent_loop import RolloutEntropyOutput
 from gtpo_verl.runs.correctness import is_correct, verdict
 
-TOKEN_LOSSES = ("vanilla", "gtpo", "mixed")  # `policy_loss.loss_mode` of which own rows have the same loss
-SEQUENCE_LOSS = "grpo_s"
 FIRST_SESSION = 1_000_000  # of the guide's rows; those of the policy are numbered from 0
 
 
@@ -163,13 +162,9 @@ class GuideRows:
         return self.config.mode != "off"
 
     def loss(self) -> Any:
-        """What the actor's workers call in place of verl's ``ppo_loss``.
-
-        `vanilla` and `gtpo` are DAPO's loss of tokens, and so is `mixed` on own rows: it takes their place.
-        """
+        """What the actor's workers call in place of verl's ``ppo_loss``."""
         settings = copy.deepcopy(self._run.actor_rollout_ref.actor)
-        if settings.policy_loss.loss_mode in TOKEN_LOSSES:
-            settings.policy_loss.loss_mode = "mixed"
+        settings.policy_loss.loss_mode = GUIDED_LOSSES[settings.policy_loss.loss_mode]
         actor = omega_conf_to_dataclass(settings)
         return partial(guided_ppo_loss, config=actor, clip=self.config.clip, shape_gamma=self.config.shape_gamma)
 
@@ -257,7 +252,7 @@ class GuideRows:
         actor, on_guide = self._run.actor_rollout_ref.actor, mask & of_guide[:, None]
         found = guide_metrics(policy, denominators, advantages, on_guide, actor.clip_ratio_low, actor.clip_ratio_high)
         loss = actor.policy_loss
-        if loss.loss_mode == SEQUENCE_LOSS:
+        if loss.loss_mode == GRPO_S.loss:
             clip_ratios = loss.seq_clip_ratio_low, loss.seq_clip_ratio_high
             A = one_per_response(advantages, on_guide)
             _, of_sequences = sequence_loss(policy, denominators, A, on_guide, *clip_ratios, loss.seq_ratio)

@@ -1,4 +1,4 @@
-"""Policy losses `gtpo`, `grpo_s`, `ce_gppo`, `aspo`, `dcpo_clip` and `mixed` in verl's registry, averaged by verl's own
+"""Policy losses `grpo_s`, `ce_gppo`, `aspo`, `dcpo_clip` and `mixed` in verl's registry, averaged by verl's own
 `agg_loss`.
 
 verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to
@@ -18,6 +18,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
+from gtpo_verl.algorithms.grpo_s import GRPO_S
 from gtpo_verl.algorithms.losses import (
     Metrics,
     aspo_loss,
@@ -25,13 +26,11 @@ from gtpo_verl.algorithms.losses import (
     dcpo_clip_loss,
     mixed_loss,
     mixed_sequence_loss,
-    token_loss,
 )
 from gtpo_verl.errors import UserError
 
-GRPO_S_AGG_MODE = "seq-mean-token-mean"
 KEY = "actor_rollout_ref.actor.policy_loss"
-GUIDE_MASK = "guide_mask"  # TransferQueue's column, beside response_mask: 1 on the tokens of the guide's rows
+GUIDE_MASK = "guide_mask"  # TransferQueue's column, next to response_mask: 1 on the tokens of the guide's rows
 
 
 @dataclass
@@ -60,13 +59,13 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
             raise UserError(f"{KEY}.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
 
 
-@register_policy_loss("grpo_s")
+@register_policy_loss(GRPO_S.loss)
 def grpo_s_policy_loss(
     old_log_prob: torch.Tensor,
     log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    loss_agg_mode: str = GRPO_S_AGG_MODE,
+    loss_agg_mode: str = GRPO_S.aggregation,
     config: DictConfig | ActorConfig | None = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, float]]:
@@ -79,11 +78,10 @@ def grpo_s_policy_loss(
     estimator.
     """
     assert config is not None
-    if loss_agg_mode != GRPO_S_AGG_MODE:
+    if loss_agg_mode != GRPO_S.aggregation:
         raise UserError(
             "policy loss grpo_s is a mean over sequences: set "
-            f"actor_rollout_ref.actor.loss_agg_mode={GRPO_S_AGG_MODE}, "
-            f"not {loss_agg_mode}"
+            f"actor_rollout_ref.actor.loss_agg_mode={GRPO_S.aggregation}, not {loss_agg_mode}"
         )
     settings = config.policy_loss
     if not isinstance(settings, GTPOPolicyLossConfig):
@@ -145,7 +143,6 @@ def _register_token_loss(
     return policy_loss
 
 
-gtpo_policy_loss = _register_token_loss("gtpo", token_loss)
 _register_token_loss("ce_gppo", ce_gppo_loss, "beta1", "beta2")
 _register_token_loss("aspo", aspo_loss)
 _register_token_loss("dcpo_clip", dcpo_clip_loss)
@@ -224,8 +221,7 @@ def one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> t
     if bool(((advantages != values) & mask).any()):
         raise UserError(
             "policy loss grpo_s got advantages that differ inside a response: set algorithm.adv_estimator to grpo_s or "
-            "grpo, "
-            "or actor_rollout_ref.actor.policy_loss.loss_mode=gtpo for token-level advantages"
+            "grpo, or actor_rollout_ref.actor.policy_loss.loss_mode=vanilla for token-level advantages"
         )
     return values.squeeze(1)
 

@@ -367,11 +367,13 @@ def actor_config(**policy_loss):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_registered_token_loss_agrees_with_the_loops(seed):
+@pytest.mark.parametrize("name", ["vanilla", "mixed"])
+def test_the_registered_token_losses_agree_with_the_loops(name, seed):
+    """The one that GTPO trains with, verl's, and ours, which is the same where no row is a guide's."""
     core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
     old, new, advantages, mask = draw_loss_batch(seed)
-    config = actor_config(loss_mode="gtpo")
-    loss, _ = core_algos.get_policy_loss_fn("gtpo")(old, new, advantages, mask, "token-mean", config)
+    config = actor_config(loss_mode=name)
+    loss, _ = core_algos.get_policy_loss_fn(name)(old, new, advantages, mask, "token-mean", config)
     want = reference.token_level_loss(new, old, advantages, mask, dual_clip=10.0)
     assert want != pytest.approx(reference.token_level_loss(new, old, advantages, mask), rel=1e-3)
     assert loss.item() == pytest.approx(want, rel=1e-9)

@@ -31,7 +31,7 @@ def composed(name: str):
 def test_preset_is_the_published_version(name: str):
     config, (kind, settings) = composed(name), TABLE[name]
     estimator, loss_mode, aggregation = (
-        ("gtpo", "gtpo", "token-mean") if kind is GTPOConfig else ("grpo_s", "grpo_s", "seq-mean-token-mean")
+        ("gtpo", "vanilla", "token-mean") if kind is GTPOConfig else ("grpo_s", "grpo_s", "seq-mean-token-mean")
     )
     assert config.algorithm.adv_estimator == estimator
     assert config.actor_rollout_ref.actor.policy_loss.loss_mode == loss_mode

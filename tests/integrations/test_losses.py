@@ -9,18 +9,20 @@ from actor_config import actor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 import gtpo_verl.integrations.losses as losses_module
+from gtpo_verl.algorithms import algorithm
+from gtpo_verl.algorithms.losses import token_loss
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.losses import GRPO_S_AGG_MODE, GTPOPolicyLossConfig
+from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
 
 FEWER = settings(max_examples=30, deadline=None)
-AGG_MODES = {"gtpo": "token-mean", "grpo_s": GRPO_S_AGG_MODE, "vanilla": "token-mean", "gspo": GRPO_S_AGG_MODE}
-CLIPPING = ("ce_gppo", "aspo", "dcpo_clip")
-AGG_MODES |= dict.fromkeys(CLIPPING, "token-mean")
+TOKEN_LOSSES = ("ce_gppo", "aspo", "dcpo_clip", "mixed")
+AGG_MODES = dict.fromkeys(("vanilla", *TOKEN_LOSSES), "token-mean")
+AGG_MODES |= dict.fromkeys(("grpo_s", "gspo"), algorithm("grpo_s").aggregation)
 
 
 def batch(seed: int, rows: int = 8, columns: int = 12, distance: float = 0.4):
@@ -49,7 +51,7 @@ def run(name: str, config: ActorConfig, new, old, advantages, mask, **kwargs):
     )
 
 
-@pytest.mark.parametrize("name", ["gtpo", "grpo_s", *CLIPPING])
+@pytest.mark.parametrize("name", ["grpo_s", *TOKEN_LOSSES])
 @FEWER
 @given(st.data())
 def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient(name, data):
@@ -82,14 +84,17 @@ def test_any_split_into_micro_batches_and_ranks_gives_the_same_loss_and_gradient
 
 @FEWER
 @given(st.integers(0, 2**31), st.sampled_from(["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]))
-def test_gtpo_is_verls_own_clipped_loss_on_the_same_advantages(seed, mode):
+def test_the_loss_of_tokens_is_verls_own(seed, mode):
+    """The one that GTPO trains with is verl's; the losses here are built on `token_loss`."""
     new, old, advantages, mask = batch(seed)
-    arguments = {"old_log_prob": old, "advantages": advantages, "response_mask": mask, "loss_agg_mode": mode}
-    ours, our_metrics = get_policy_loss_fn("gtpo")(log_prob=new, config=actor(), **arguments)
-    theirs, their_metrics = get_policy_loss_fn("vanilla")(log_prob=new, config=actor(), **arguments)
+    config = actor()
+    losses, metrics = token_loss(new, old, advantages, mask, 0.2, 0.28, 10.0)
+    ours = agg_loss(loss_mat=losses, loss_mask=mask, loss_agg_mode=mode, **config.global_batch_info)
+    theirs, their_metrics = get_policy_loss_fn("vanilla")(old, new, advantages, mask, mode, config)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(loss, new)[0] for loss in (ours, theirs)))
-    assert {name: our_metrics[name] for name in their_metrics} == pytest.approx(their_metrics)
+    named = losses_module._named(metrics)
+    assert {name: named[name] for name in their_metrics} == pytest.approx(their_metrics)
 
 
 @FEWER
@@ -117,13 +122,14 @@ def test_grpo_s_has_a_clip_range_of_its_own():
 def test_the_dual_clip_can_be_switched_off():
     new, old = torch.full((1, 1), 20.0).log(), torch.zeros(1, 1)
     advantages, mask = torch.full((1, 1), -1.0), torch.ones(1, 1, dtype=torch.bool)
-    assert run("gtpo", actor(), new, old, advantages, mask)[0].item() == pytest.approx(10)
-    assert run("gtpo", actor(clip_ratio_c=None), new, old, advantages, mask)[0].item() == pytest.approx(20)
+    for name, off in (("vanilla", 1e9), ("mixed", None)):
+        assert run(name, actor(), new, old, advantages, mask)[0].item() == pytest.approx(10)
+        assert run(name, actor(clip_ratio_c=off), new, old, advantages, mask)[0].item() == pytest.approx(20)
 
 
 def test_rollout_weights_scale_the_terms():
     new, old, advantages, mask = batch(1)
-    for name in ("gtpo", "grpo_s"):
+    for name in ("mixed", "grpo_s"):
         plain, _ = run(name, actor(), new, old, advantages, mask)
         scaled, _ = run(name, actor(), new, old, advantages, mask, rollout_is_weights=torch.full_like(old, 0.5))
         torch.testing.assert_close(scaled, 0.5 * plain)
@@ -131,7 +137,7 @@ def test_rollout_weights_scale_the_terms():
 
 def test_metrics_have_verls_names_and_are_numbers():
     names = {"pg_clipfrac", "pg_clipfrac_low", "pg_clipfrac_high", "ppo_kl", "ratio_mean", "ratio_spread"}
-    for name, extra in (("gtpo", {"pg_clipfrac_lower"}), ("grpo_s", set())):
+    for name, extra in (("mixed", {"pg_clipfrac_lower"}), ("grpo_s", set())):
         _, metrics = run(name, actor(), *batch(2))
         assert metrics.keys() == {f"actor/{metric}" for metric in names | extra}
         assert all(isinstance(value, float) for value in metrics.values())
@@ -204,7 +210,7 @@ def test_the_module_can_be_imported_again():
     program = (
         "import importlib, gtpo_verl.integrations.losses as m; importlib.reload(m);"
         "from verl.trainer.ppo.core_algos import get_policy_loss_fn as get;"
-        "assert get('gtpo') is m.gtpo_policy_loss and get('grpo_s') is m.grpo_s_policy_loss"
+        "assert get('grpo_s') is m.grpo_s_policy_loss"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
-    assert get_policy_loss_fn("gtpo") is losses_module.gtpo_policy_loss
+    assert get_policy_loss_fn("grpo_s") is losses_module.grpo_s_policy_loss

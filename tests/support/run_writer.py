@@ -272,7 +272,7 @@ class RunWriter:
             "algorithm": {"adv_estimator": estimator, "gamma": 1.0, "correct_threshold": 1.0},
             "actor_rollout_ref": {
                 "actor": {
-                    "policy_loss": {"loss_mode": "vanilla" if algorithm == "dapo" else algorithm},
+                    "policy_loss": {"loss_mode": "grpo_s" if algorithm == "grpo_s" else "vanilla"},
                     "loss_agg_mode": "token-mean",
                     "optim": {"lr": 3e-4},
                 },
