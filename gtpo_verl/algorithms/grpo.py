@@ -77,7 +77,7 @@ DAPO = Algorithm(
     compute=_compute,
     verl_estimator="grpo",
     guide="alike",
-    advantage_ns=8.0,
+    advantage_ns=18.0,
     style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
 )
 

@@ -133,6 +133,6 @@ GRPO_S = Algorithm(
         "actor_rollout_ref.actor.policy_loss.seq_clip_ratio_high",
     ),
     guide="unshaped",
-    advantage_ns=10.0,
+    advantage_ns=29.0,
     style=Style(light="#d55e00", dark="#ff9448", marker="D"),
 )

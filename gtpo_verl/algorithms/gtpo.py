@@ -161,6 +161,6 @@ GTPO = Algorithm(
     config=GTPOConfig,
     compute=_compute,
     guide="unshaped",
-    advantage_ns=20.0,
+    advantage_ns=44.0,
     style=Style(light="#0072b2", dark="#56b4e9", marker="o"),
 )

@@ -84,8 +84,10 @@ class ShapedBatch:
                 continue
             H, own, valid = self._compared(group, H, own)
             R = self._rewards(group, H, own, totals)
-            metrics.add_rewards(_moments(group, R, own))
-            A = self._normalized(group, R, rewards_of_batch or _moments(group, R, valid), eps)
+            rewards_of_own = _moments(group, R, own)
+            rewards_of_group = rewards_of_own if self.guide is None else _moments(group, R, valid)
+            metrics.add_rewards(rewards_of_own)
+            A = self._normalized(group, R, rewards_of_batch or rewards_of_group, eps)
             metrics.add_sign_flips(group, A, own)
             if self.config.preserve_sign:
                 plus, minus = group.sides

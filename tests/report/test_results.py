@@ -318,7 +318,7 @@ def test_differing_settings_are_those_of_the_algorithm(runs):
     assert found is not None
     settings, bookkeeping = found
     assert settings == {
-        "actor_rollout_ref.actor.policy_loss.loss_mode": ["vanilla", "gtpo", "grpo_s"],
+        "actor_rollout_ref.actor.policy_loss.loss_mode": ["vanilla", "vanilla", "grpo_s"],
         "algorithm.adv_estimator": ["grpo", "gtpo", "grpo_s"],
     }
     assert list(bookkeeping) == [
