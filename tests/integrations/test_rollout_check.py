@@ -11,10 +11,12 @@ import pytest
 import torch
 from step_trainer import Row, clear, put, read, run_trainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.step import health
 from gtpo_verl.integrations.trainer import RunTrainer
+from gtpo_verl.integrations.validation import ValidatingTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -143,12 +145,11 @@ def test_what_other_engines_left_is_not_used(monkeypatch: pytest.MonkeyPatch, tm
     """With several engines verl goes on with fewer responses when one has died."""
     trainer = run_trainer(tmp_path)
     trainer.global_steps, trainer._in_training = 5, True
-    trainer.replay_buffer = SimpleNamespace(sample=None)
-    trainer.agent_loop_manager = SimpleNamespace(generate_sequences=None)
     trainer.llm_server_manager = SimpleNamespace(server_handles=["a", "b"])
     dead: list[str] = []
     monkeypatch.setattr(health, "dead_servers", lambda servers: dead if servers else [])
-    monkeypatch.setattr(PPOTrainer, moment, lambda self: {"val": 1.0})
+    for verls in (PPOTrainerSync, ValidatingTrainer):
+        monkeypatch.setattr(verls, moment, lambda self: {"val": 1.0}, raising=False)
     end = getattr(RunTrainer, moment)
     end(trainer)
     dead.append("server 1: gone")
