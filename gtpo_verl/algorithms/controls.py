@@ -9,11 +9,10 @@ import torch
 from gtpo_verl.algorithms.base import check_scope, dapo_advantages, entropies, output, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, within
-from gtpo_verl.algorithms.gtpo import GTPO, GTPOConfig
+from gtpo_verl.algorithms.gtpo import GTPO
 from gtpo_verl.algorithms.registry import Algorithm
 
-# The setting of the preset `gtpo`: at the published floor of 1e-6 nat the rounding of float32 moves advantages.
-AS_PRESET = GTPOConfig(entropy_floor=1e-3)
+AS_PRESET = {"entropy_floor": 1e-3}  # of `gtpo`: at the published 1e-6 nat the rounding of float32 moves advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +49,8 @@ def _gtpo_shuffled(batch: Batch, config: ShuffledConfig) -> AdvantageOutput:
     """GTPO's advantages in random order over the tokens of one verdict and scope: their sizes stay, and what they have
     to do with the entropy of their tokens goes.
     """
-    A0 = GTPO.advantages(replace(batch, entropy=entropies(batch)), AS_PRESET).advantages
+    settings, _ = GTPO.configure(AS_PRESET)
+    A0 = GTPO.advantages(replace(batch, entropy=entropies(batch)), settings).advantages
     A, mask = A0.clone(), batch.response_mask != 0
     generator = torch.Generator().manual_seed(batch.seed)
     for rows in scopes(batch, config.scope):
@@ -82,7 +82,7 @@ GTPO_SHUFFLED = Algorithm(
     needs=frozenset({"entropy"}),
     config=ShuffledConfig,
     compute=_gtpo_shuffled,
-    loss="gtpo",
+    loss="vanilla",
     aggregation="token-mean",
     advantage_ns=60.0,
 )

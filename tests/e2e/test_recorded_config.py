@@ -67,6 +67,8 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.policy_loss.kl_cov_ratio": f"{_LOSSES}:1884",
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": f"{_LOSSES}:1885",
     # GPUs
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": f"{_MEGATRON}:266",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:123",
     "actor_rollout_ref.actor.megatron.param_offload": f"{_MEGATRON}:197",
     "actor_rollout_ref.actor.megatron.optimizer_offload": f"{_MEGATRON}:198",
     "actor_rollout_ref.actor.megatron.seed": f"{_MEGATRON}:195",
@@ -74,6 +76,7 @@ ELSEWHERE = {
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",
     # environment variables
+    "ray_kwargs.ray_init.runtime_env.env_vars.GTPO_VERL_RUN": "gtpo_verl/integrations/plugin.py",
     "ray_kwargs.ray_init.runtime_env.env_vars.TORCHDYNAMO_DISABLE": "torch/_dynamo/eval_frame.py:1752",
     "ray_kwargs.ray_init.runtime_env.env_vars.TQ_NUM_THREADS": "transfer_queue/client.py:42",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_DEVICE": "verl/workers/engine/base.py:406",

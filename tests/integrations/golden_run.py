@@ -27,6 +27,7 @@ from replay_batch import free_port, run_rank
 
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations.launch import export_environment
+from gtpo_verl.integrations.weights import size_bucket
 from gtpo_verl.tasks import model as tiny
 
 ALGORITHMS = ("dapo", "gtpo", "grpo_s")
@@ -66,6 +67,7 @@ def config_of(algorithm: str, model: Path) -> DictConfig:
     ]
     config = compose_config(overrides)
     prepare(config, overrides)
+    size_bucket(config)
     return config
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from gtpo_verl.algorithms.registry import algorithm
 from gtpo_verl.commands import report
 from gtpo_verl.errors import UserError
-from gtpo_verl.report import figures, plots
+from gtpo_verl.report import figures
 from gtpo_verl.report.page import print_table, write_report
 
 
@@ -201,8 +201,7 @@ def test_several_data_sources_are_never_pooled(runs):
     summary = json.loads(result.summary.read_text())
     assert [comparison["source"] for comparison in summary["over_prompts"]] == ["aime", "math"]
     assert {len(one["sources"]) for arm in summary["arms"] for one in arm["trainings"]} == {2}
-    figure = figures.draw_headline(result.arms, plots.LIGHT)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["aime", "math"]
+    assert [panel.title for panel in figures._accuracy_panels(result.arms)] == ["aime", "math"]
 
 
 @pytest.mark.slow

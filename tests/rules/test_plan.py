@@ -245,7 +245,7 @@ def test_settings_of_every_method_but_the_trained_one_have_no_effect(run: Run) -
     overrides = [f"+algorithm.{name}.x=1" for name in algorithms()]
     found = messages(run("setting=paper_gtpo_7b", "algo=gtpo"), "warning", overrides)
     reason = "has no effect: this run trains GTPO."
-    assert found == [f"{override} {reason}" for override in overrides if "gtpo" not in override]
+    assert found == [f"{override} {reason}" for override in overrides if ".gtpo." not in override]
 
 
 def test_a_training_says_so_too_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

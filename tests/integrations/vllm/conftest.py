@@ -160,6 +160,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any
         request_file, answer_file = folder / "request.json", folder / "answer.json"
         request_file.write_text(json.dumps(request))
         common = {
+            "GTPO_VERL_RUN": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # the scripts send functions to the workers

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm.names import SOCKET_TOKEN
-from gtpo_verl.integrations.vllm.weight_socket import with_token
+from gtpo_verl.integrations.vllm.weight_socket import NamedSocketAdapter, with_token
 from gtpo_verl.integrations.vllm.worker_extension import PolicyWorkerExtension
 
 
@@ -48,7 +47,7 @@ def connect(monkeypatch):
 
     def connect(custom):
         config = RolloutConfig(name="vllm", custom=custom)
-        sender = get_rollout_class("vllm")(config=config, model_config=None, device_mesh=None, replica_rank=0)
+        sender = NamedSocketAdapter(config=config, model_config=None, device_mesh=None, replica_rank=0)
         sender.server_handle = SimpleNamespace(collective_rpc=SimpleNamespace(remote=collective_rpc))
         asyncio.run(sender.update_weights("weights", global_steps=3))
         ((weights, kwargs, listening),) = updated
