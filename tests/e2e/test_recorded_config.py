@@ -68,7 +68,7 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": f"{_LOSSES}:1885",
     # GPUs
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": f"{_MEGATRON}:266",
-    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:123",
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": f"{_MEGATRON}:266",
     "actor_rollout_ref.actor.megatron.param_offload": f"{_MEGATRON}:197",
     "actor_rollout_ref.actor.megatron.optimizer_offload": f"{_MEGATRON}:198",
     "actor_rollout_ref.actor.megatron.seed": f"{_MEGATRON}:195",
