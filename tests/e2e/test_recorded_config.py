@@ -55,6 +55,8 @@ ELSEWHERE = {
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": f"{_FSDP}:394",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype": f"{_FSDP}:395",
     "actor_rollout_ref.actor.policy_loss._target_": "hydra/_internal/instantiate/_instantiate2.py:35",
+    "actor_rollout_ref.actor.optim.lr": "verl/workers/config/optimizer.py:327",
+    "actor_rollout_ref.actor.optim.weight_decay": "verl/workers/config/optimizer.py:328",
     "actor_rollout_ref.model.external_lib": "verl/workers/config/model.py:149",
     "actor_rollout_ref.model.override_config.attn_implementation": "verl/workers/config/model.py:185",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "verl/utils/config.py:200",  # which checks the temperature then
