@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from gtpo_verl.config import (
 )
 from gtpo_verl.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+CONFIGS = Path(str(files("gtpo_verl.configs")))  # where Hydra reads them: a checkout's, or those of a wheel
 SETTINGS = choices("setting")
 
 
@@ -61,7 +62,7 @@ def composed(name: str) -> DictConfig:
 
 def preset(name: str) -> dict[str, object]:
     """Dotted keys to values of a preset and those it builds on, without Hydra."""
-    document = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "algo" / f"{name}.yaml"), resolve=False)
+    document = OmegaConf.to_container(OmegaConf.load(CONFIGS / "algo" / f"{name}.yaml"), resolve=False)
     assert isinstance(document, dict)
     parents = [parent for parent in document.pop("defaults", []) if parent != "_self_"]
     return {key: value for parent in parents for key, value in preset(parent).items()} | flat(
@@ -131,7 +132,7 @@ def test_a_preset_of_another_version_is_recognised_and_another_estimator_is_not(
 @pytest.mark.parametrize("name", EACH)
 def test_a_dataclass_is_the_only_place_of_a_default(name: str) -> None:
     """No file in configs/ repeats one, and what is composed is what the dataclass says."""
-    base = (ROOT / "configs" / "base.yaml").read_text()
+    base = (CONFIGS / "base.yaml").read_text()
     settings = run_settings(algorithm(name).config)
     assert not [key for key in settings if f"  {key}:" in base]
     found = composed({"gtpo": "gtpo_v6"}.get(name, name)).algorithm.get(name)
