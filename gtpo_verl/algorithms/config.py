@@ -12,6 +12,7 @@ from gtpo_verl.errors import did_you_mean
 
 Config = TypeVar("Config")
 
+USUAL_SUMS = (1.0, 1.1)  # of base reward and entropy weight: the total is conserved; the late experiments of 2508.04349
 LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float32
 # A field that a run does not list under `algorithm.<name>`, because it keeps the value elsewhere.
 GIVEN_BY_RUN = {"given_by_run": True}
@@ -153,16 +154,16 @@ def within(name: str, value: Any, low: float, high: float, *, open_ends: bool = 
 
 
 def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
-    """Refuse a base reward and an entropy weight that are negative or both 0; warn where they do not sum to 1."""
+    """Refuse a base reward and an entropy weight that are negative or both 0; warn of a sum that is not a usual one."""
     for name, value in ((base_name, base), (weight_name, weight)):
         if number(name, value) < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     if base + weight == 0:
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
-    if abs(base + weight - 1) > 1e-9:
+    if all(abs(base + weight - usual) > 1e-9 for usual in USUAL_SUMS):
         warnings.warn(
-            f"{base_name} + {weight_name} = {base + weight:.6g}: rewards of correct responses average that, not 1, as "
-            "in the late experiments of arXiv 2508.04349 (1.1).",
+            f"{base_name} + {weight_name} = {base + weight:.6g}: rewards of correct responses average that, not 1 or "
+            "the 1.1 of the late experiments of arXiv 2508.04349.",
             stacklevel=2,  # here, not at the caller: once a process is enough
         )
 
