@@ -17,7 +17,9 @@ from gtpo_verl.planning.shapes import ModelShape
 
 GIB = 1024**3
 BF16, FP32 = 2, 4
-DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+# {name: bytes} of what verl's FSDP engines take, and of what vLLM does; `auto` is the model's own, here 16 bits
+MODEL_DTYPES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+ENGINE_DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 
 # Constants that do not follow from shapes, in bytes; printed with every plan.
 CONTEXT = 2 * GIB  # CUDA context, NCCL buffers, memory that the allocator cannot use
@@ -142,7 +144,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
 
 def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    each = DTYPE_BYTES[fsdp.model_dtype]
+    each = MODEL_DTYPES[fsdp.model_dtype]
     share = 0.0 if fsdp.offload_policy else shape.parameters / parallel.shard  # FSDP2's policy keeps it in host memory
     # sharded: the current layer, the prefetched one, embedding and head; on one GPU: the bfloat16 copy of a layer
     layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
@@ -241,7 +243,7 @@ def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: 
 def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Engine:
     """vLLM's share of a GPU: weights, workspace, and the rest as KV cache."""
     rollout = config.actor_rollout_ref.rollout
-    each = DTYPE_BYTES[rollout.dtype]
+    each = ENGINE_DTYPES[rollout.dtype]
     budget = rollout.gpu_memory_utilization * capacity
     weights = each * shape.parameters / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
     sampler = FP32 * 2 * rollout.max_num_seqs * shape.vocabulary  # logits of a full batch, and their log-softmax

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.standalone import guide_of
-from gtpo_verl.planning.memory import DTYPE_BYTES, ENGINE_WORKSPACE, GIB, entropy_bytes, micro_batch_tokens
+from gtpo_verl.planning.memory import ENGINE_DTYPES, ENGINE_WORKSPACE, GIB, entropy_bytes, micro_batch_tokens
 from gtpo_verl.planning.plan import Plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.transfers import checkpoint_bytes
@@ -127,7 +127,7 @@ def guide_devices(config: DictConfig, plan: Plan) -> Iterator[Problem]:
     if plan.memory is None or not guide.served:
         return
     rollout, shape = config.actor_rollout_ref.rollout, load_shape(guide.model)
-    weights = DTYPE_BYTES[rollout.dtype] * shape.parameters / guide.tensor_parallel_size
+    weights = ENGINE_DTYPES[rollout.dtype] * shape.parameters / guide.tensor_parallel_size
     budget = rollout.gpu_memory_utilization * plan.memory.capacity
     room = (
         f"its weights take about {weights / GIB:.1f} GiB on each, of the {budget / GIB:.1f} GiB that "
