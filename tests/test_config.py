@@ -255,7 +255,7 @@ def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: s
         ("sett=default", "did you mean setting?"),
         ("layout=megatron_paper_dapo_32", "did you mean megatron_paper_dapo_32b?"),
         ("layout=megatron_paper_dapo_32b", "is not for backend=fsdp"),
-        ("trainer.nnodes={", "do not compose"),
+        ("trainer.nnodes={", "do not parse"),
     ],
 )
 def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: str) -> None:
@@ -405,6 +405,20 @@ def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
     assert name == directory
     assert names("algo=ladder/6_dapo", f"trainer.run_dir={tmp_path}/x") == ("x", "ladder-6_dapo-seed0-x")
     assert names("trainer.experiment_name=mine", f"trainer.run_dir={tmp_path}/x") == ("x", "mine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], 100),
+        (["trainer.total_epochs=2"], None),
+        (["trainer.total_epochs=2", "trainer.total_training_steps=7"], 7),
+    ],
+)
+def test_epochs_of_the_users_are_not_cut_off_by_our_number_of_steps(overrides: list[str], steps: int | None) -> None:
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    assert config.trainer.total_training_steps == steps
 
 
 SEEDS = (

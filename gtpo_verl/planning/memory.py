@@ -7,7 +7,9 @@ largest one decides.
 """
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -252,3 +254,44 @@ def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     cache = max(budget - weights - workspace, 0.0)
     per_replica = cache / per_token * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     return Engine(budget, weights, workspace, cache, per_token, int(per_replica))
+
+
+# -------------------------------------------------------------------- a run without GPUs
+
+# What stays whatever the model is, in bytes; the proportional set sizes of a quickstart training, 5.7 GiB of one rank.
+RUN_PROCESSES = 4 * GIB  # command, Ray, task runner, TransferQueue, agent loops, reward workers
+RANK_PROCESSES = 1.75 * GIB  # trainer, vLLM server and engine of a rank, without weights and cache
+
+
+def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> dict[str, float]:
+    """The most memory that a run without GPUs takes, in bytes by component, of all its processes together.
+
+    Nothing is offloaded or put to sleep there, and sequences are padded: the peak is that of an update in which a
+    response reaches its limit. Types are float32 but for the engine's.
+    """
+    rollout, variables = config.actor_rollout_ref.rollout, config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    trained = MODEL_DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype] * shape.parameters
+    copies = parallel.gpus / parallel.shard
+    tokens = micro_batch_tokens(config, parallel, update=True) * parallel.gpus
+    activations = 2 * shape.layers * layer_activation_bytes(shape)  # those of bfloat16, twice as wide
+    if checkpoints_activations(config, parallel):
+        activations = FP32 * shape.hidden * shape.layers
+    cache = float(variables.get("VLLM_CPU_KVCACHE_SPACE") or 4)  # vLLM's default
+    return {
+        "processes": RUN_PROCESSES + RANK_PROCESSES * parallel.gpus,
+        "parameters": trained * copies,
+        "gradients": trained * copies,
+        "optimizer": 2 * trained * copies,
+        "activations": float(tokens * activations),
+        "logits": float(tokens * shape.vocabulary * 3 * FP32),  # with their gradient and the softmax behind it
+        "rollout engines": (ENGINE_DTYPES[rollout.dtype] * shape.parameters + cache * GIB) * parallel.replicas,
+    }
+
+
+def machine_memory() -> float:
+    """Bytes that this machine, or the container around this process, has."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(file).read_text().strip() if Path(file).is_file() else "max"
+        limits += [float(text)] if text.isdigit() else []
+    return min(limits)
