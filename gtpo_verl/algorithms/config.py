@@ -93,7 +93,7 @@ class ShapingConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.name in _CHOICES:
-                _check_choice(item.name, getattr(self, item.name))
+                choice(item.name, getattr(self, item.name), _CHOICES[item.name])
         if not isinstance(self.preserve_sign, bool):
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
@@ -119,7 +119,7 @@ class ShapingConfig:
 
 def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
     """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
-    _check_choice("length_denominator", denominator)
+    choice("length_denominator", denominator, _CHOICES["length_denominator"])
     for name, value in (("max_length", max_length), ("cache_length", cache_length)):
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ValueError(f"{name} must be a positive number of tokens, got {value!r}")
@@ -131,10 +131,6 @@ def check_gamma(gamma: float) -> None:
     """Refuse a γ1 outside (0.5, 1]: easy (share >= γ1) and hard (share <= 1 - γ1) groups would overlap."""
     if not 0.5 < number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must be in (0.5, 1], else easy and hard groups overlap, got {gamma}")
-
-
-def _check_choice(name: str, value: Any) -> None:
-    choice(name, value, _CHOICES[name])
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
