@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,12 @@ def verl_config_dir() -> Path:
 
 def choices(group: str) -> list[str]:
     """The options of one of our config groups, by name."""
-    spec = importlib.util.find_spec(f"gtpo_verl.configs.{group}")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return sorted(path.stem for place in spec.submodule_search_locations for path in Path(place).glob("*.yaml"))
+    return sorted(path.stem for path in _directory(group).glob("*.yaml"))
+
+
+def _directory(group: str) -> Path:
+    """Where the files of a config group are, in a checkout or a wheel."""
+    return Path(str(files("gtpo_verl.configs"))) / group
 
 
 def option_keys(group: str, option: str) -> set[str]:
@@ -87,11 +90,8 @@ def option_keys(group: str, option: str) -> set[str]:
 
     Empty for an option that is not one of this package's files.
     """
-    root = importlib.util.find_spec(f"gtpo_verl.configs.{group}")
-    assert root is not None
-    files = [Path(place) / f"{option}.yaml" for place in root.submodule_search_locations or ()]
-    file = next((file for file in files if file.is_file()), None)
-    if file is None:
+    file = _directory(group) / f"{option}.yaml"
+    if not file.is_file():
         return set()
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     defaults = content.pop("defaults", [])
@@ -122,10 +122,17 @@ def parse_overrides(overrides: Sequence[str]) -> list[Override]:
     Raises:
         UserError: one does not parse.
     """
-    try:
+    with hydras_errors("parse"):
         return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise UserError(f"these overrides do not compose: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def hydras_errors(verb: str) -> Iterator[None]:
+    """What Hydra and OmegaConf say of overrides in the block becomes one line: that they do not `verb`, and why."""
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"these overrides do not {verb}: {' '.join(str(error).split())}") from error
 
 
 def line_of(item: Override) -> str:
@@ -185,10 +192,8 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    try:
+    with hydras_errors("compose"):
         return compose(TRAIN, overrides=list(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"these overrides do not compose: {' '.join(str(error).split())}") from error
 
 
 def print_config(overrides: Sequence[str], what: str, *, package: str | None = None, resolve: bool = False) -> None:
@@ -351,7 +356,9 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
         UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
             ``rules.ranges`` to name.
     """
-    _check_interpolations(config, overrides)
+    if any("${" in override for override in overrides):
+        with hydras_errors("compose"):  # one may take its value from a key that does not exist
+            OmegaConf.to_container(config, resolve=True)
     _check_paths(config)
     for name in OUTPUTS:
         place = config.trainer.get(name)
@@ -361,20 +368,20 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
                 "mount, and copy to remote storage from there."
             )
     _name_run(config, chosen(overrides, "algo") or "gtpo")
+    keys = {item.key_or_group for item in parse_overrides(overrides)}
+    if "trainer.total_epochs" in keys and "trainer.total_training_steps" not in keys:
+        config.trainer.total_training_steps = None  # verl counts them; our default would end the run before
     environment = "ray_kwargs.ray_init.runtime_env.env_vars"
     set_value(config, f"{environment}.TENSORBOARD_DIR", f"{config.trainer.run_dir}/tensorboard")
     set_value(config, f"{environment}.{seeds.VARIABLE}", str(config.seed))
 
-    model = config.actor_rollout_ref.model
-    if model.path is not None and Path(model.path).expanduser().is_dir():
-        model.path = str(Path(model.path).expanduser().resolve())  # Ray's workers have a working directory of their own
-    guide = config.algorithm.guide
-    if isinstance(guide.model, str) and Path(guide.model).expanduser().is_dir():
-        guide.model = str(Path(guide.model).expanduser().resolve())
+    # absolute: Ray's workers have a working directory of their own
+    for section, name in ((config.actor_rollout_ref.model, "path"), (config.algorithm.guide, "model")):
+        if isinstance(section[name], str) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
+            section[name] = _absolute(section[name])
     for name in ("train_files", "val_files"):
-        if config.data[name] is not None:
-            files = config.data[name]
-            config.data[name] = _absolute(files) if isinstance(files, str) else [_absolute(file) for file in files]
+        if (given := config.data[name]) is not None:
+            config.data[name] = _absolute(given) if isinstance(given, str) else [_absolute(file) for file in given]
 
     nodes = [config.trainer.nnodes]
     if config.trainer.v1.trainer_mode == "separate_async":
@@ -392,16 +399,6 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     if config.algorithm.entropy.source == "rollout":
         # verl's name for "old log-probs are the rollout's": the pass that would compute the actor's is skipped.
         config.algorithm.rollout_correction.bypass_mode = True
-
-
-def _check_interpolations(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse an override that takes its value from a key that does not exist."""
-    if not any("${" in override for override in overrides):
-        return
-    try:
-        OmegaConf.to_container(config, resolve=True)
-    except OmegaConfBaseException as error:
-        raise UserError(f"these overrides do not compose: {' '.join(str(error).split())}") from error
 
 
 def _check_paths(config: DictConfig) -> None:

@@ -5,6 +5,7 @@ Only the standard library is needed.
 
 import argparse
 import json
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -39,10 +40,19 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def file_in_the_way(directory: Path) -> Path | None:
-    """What keeps a directory from being made: it, or one above it, is a file; None where nothing does."""
-    places = (directory, *directory.parents)
-    return next((place for place in places if place.exists() and not place.is_dir()), None)
+def obstacle(directory: Path) -> str | None:
+    """What keeps files from being written to a directory that need not be there yet, in words; None where nothing does.
+
+    Nothing stays behind: the first place that exists is tried with a temporary file.
+    """
+    place = next(place for place in (directory, *directory.parents) if place.exists())
+    if not place.is_dir():
+        return f"{place} is a file, not a directory"
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        return f"nothing can be written in {place} ({error.strerror})"
+    return None
 
 
 def write_text(file: Path, text: str) -> None:

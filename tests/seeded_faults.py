@@ -216,8 +216,8 @@ FAULTS = (
         "alignment",
         "tokens of a tool get an entropy",
         "integrations/vllm/agent_loop.py",
-        "entropies[outside], versions[outside] = 0.0, -1",
-        "entropies[outside], versions[outside] = 1.0, -1",
+        "np.where(outside, np.float32(0), entropies)",
+        "np.where(outside, np.float32(1), entropies)",
         ("tests/integrations/vllm/test_agent_loop.py",),
     ),
     Fault(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from gtpo_verl.config import (
 )
 from gtpo_verl.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+CONFIGS = Path(str(files("gtpo_verl.configs")))  # where Hydra reads them: a checkout's, or those of a wheel
 SETTINGS = choices("setting")
 
 
@@ -61,7 +62,7 @@ def composed(name: str) -> DictConfig:
 
 def preset(name: str) -> dict[str, object]:
     """Dotted keys to values of a preset and those it builds on, without Hydra."""
-    document = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / "algo" / f"{name}.yaml"), resolve=False)
+    document = OmegaConf.to_container(OmegaConf.load(CONFIGS / "algo" / f"{name}.yaml"), resolve=False)
     assert isinstance(document, dict)
     parents = [parent for parent in document.pop("defaults", []) if parent != "_self_"]
     return {key: value for parent in parents for key, value in preset(parent).items()} | flat(
@@ -131,7 +132,7 @@ def test_a_preset_of_another_version_is_recognised_and_another_estimator_is_not(
 @pytest.mark.parametrize("name", EACH)
 def test_a_dataclass_is_the_only_place_of_a_default(name: str) -> None:
     """No file in configs/ repeats one, and what is composed is what the dataclass says."""
-    base = (ROOT / "configs" / "base.yaml").read_text()
+    base = (CONFIGS / "base.yaml").read_text()
     settings = run_settings(algorithm(name).config)
     assert not [key for key in settings if f"  {key}:" in base]
     found = composed({"gtpo": "gtpo_v6"}.get(name, name)).algorithm.get(name)
@@ -254,7 +255,7 @@ def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: s
         ("sett=default", "did you mean setting?"),
         ("layout=megatron_paper_dapo_32", "did you mean megatron_paper_dapo_32b?"),
         ("layout=megatron_paper_dapo_32b", "is not for backend=fsdp"),
-        ("trainer.nnodes={", "do not compose"),
+        ("trainer.nnodes={", "do not parse"),
     ],
 )
 def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: str) -> None:
@@ -404,6 +405,20 @@ def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
     assert name == directory
     assert names("algo=ladder/6_dapo", f"trainer.run_dir={tmp_path}/x") == ("x", "ladder-6_dapo-seed0-x")
     assert names("trainer.experiment_name=mine", f"trainer.run_dir={tmp_path}/x") == ("x", "mine")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], 100),
+        (["trainer.total_epochs=2"], None),
+        (["trainer.total_epochs=2", "trainer.total_training_steps=7"], 7),
+    ],
+)
+def test_epochs_of_the_users_are_not_cut_off_by_our_number_of_steps(overrides: list[str], steps: int | None) -> None:
+    config = compose_config(overrides)
+    prepare(config, overrides)
+    assert config.trainer.total_training_steps == steps
 
 
 SEEDS = (

@@ -13,7 +13,7 @@ from metrics_doc import documented, undocumented
 from gtpo_verl.algorithms import Batch
 from gtpo_verl.algorithms.losses import aspo_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.registry import algorithms
-from gtpo_verl.evaluation import Sample, logged, summarize
+from gtpo_verl.evaluation.summary import Sample, logged, summarize
 from gtpo_verl.integrations.losses import _named
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.generation import Generation, GroupVerdict

@@ -8,35 +8,16 @@ from dataclasses import replace
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE
 
+_CLIPPED = replace(DAPO, guide=None, needs_several_updates=True, style=None)
+
 CE_GPPO = replace(
-    DAPO,
+    _CLIPPED,
     name="ce_gppo",
     label="CE-GPPO",
     loss="ce_gppo",
-    guide=None,
     changes=(CLIP_RANGE[1], f"{ACTOR}policy_loss.beta1", f"{ACTOR}policy_loss.beta2"),
-    needs_several_updates=True,
-    style=None,
 )
 
-ASPO = replace(
-    DAPO,
-    name="aspo",
-    label="ASPO",
-    loss="aspo",
-    guide=None,
-    changes=(CLIP_RANGE[1], f"{ACTOR}clip_ratio_c"),
-    needs_several_updates=True,
-    style=None,
-)
+ASPO = replace(_CLIPPED, name="aspo", label="ASPO", loss="aspo", changes=(CLIP_RANGE[1], f"{ACTOR}clip_ratio_c"))
 
-DCPO_CLIP = replace(
-    DAPO,
-    name="dcpo_clip",
-    label="DCPO clip",
-    loss="dcpo_clip",
-    guide=None,
-    changes=CLIP_RANGE,
-    needs_several_updates=True,
-    style=None,
-)
+DCPO_CLIP = replace(_CLIPPED, name="dcpo_clip", label="DCPO clip", loss="dcpo_clip", changes=CLIP_RANGE)

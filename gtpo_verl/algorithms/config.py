@@ -12,6 +12,7 @@ from gtpo_verl.errors import did_you_mean
 
 Config = TypeVar("Config")
 
+USUAL_SUMS = (1.0, 1.1)  # of base reward and entropy weight: the total is conserved; the late experiments of 2508.04349
 LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float32
 # A field that a run does not list under `algorithm.<name>`, because it keeps the value elsewhere.
 GIVEN_BY_RUN = {"given_by_run": True}
@@ -92,7 +93,7 @@ class ShapingConfig:
     def __post_init__(self) -> None:
         for item in fields(self):
             if item.name in _CHOICES:
-                _check_choice(item.name, getattr(self, item.name))
+                choice(item.name, getattr(self, item.name), _CHOICES[item.name])
         if not isinstance(self.preserve_sign, bool):
             raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
         if self.entropy_clip is not None:
@@ -118,7 +119,7 @@ class ShapingConfig:
 
 def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
     """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
-    _check_choice("length_denominator", denominator)
+    choice("length_denominator", denominator, _CHOICES["length_denominator"])
     for name, value in (("max_length", max_length), ("cache_length", cache_length)):
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ValueError(f"{name} must be a positive number of tokens, got {value!r}")
@@ -130,10 +131,6 @@ def check_gamma(gamma: float) -> None:
     """Refuse a γ1 outside (0.5, 1]: easy (share >= γ1) and hard (share <= 1 - γ1) groups would overlap."""
     if not 0.5 < number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must be in (0.5, 1], else easy and hard groups overlap, got {gamma}")
-
-
-def _check_choice(name: str, value: Any) -> None:
-    choice(name, value, _CHOICES[name])
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -153,16 +150,16 @@ def within(name: str, value: Any, low: float, high: float, *, open_ends: bool = 
 
 
 def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
-    """Refuse a base reward and an entropy weight that are negative or both 0; warn where they do not sum to 1."""
+    """Refuse a base reward and an entropy weight that are negative or both 0; warn of a sum that is not a usual one."""
     for name, value in ((base_name, base), (weight_name, weight)):
         if number(name, value) < 0:
             raise ValueError(f"{name} must not be negative, got {value}")
     if base + weight == 0:
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
-    if abs(base + weight - 1) > 1e-9:
+    if all(abs(base + weight - usual) > 1e-9 for usual in USUAL_SUMS):
         warnings.warn(
-            f"{base_name} + {weight_name} = {base + weight:.6g}: rewards of correct responses average that, not 1, as "
-            "in the late experiments of arXiv 2508.04349 (1.1).",
+            f"{base_name} + {weight_name} = {base + weight:.6g}: rewards of correct responses average that, not 1 or "
+            "the 1.1 of the late experiments of arXiv 2508.04349.",
             stacklevel=2,  # here, not at the caller: once a process is enough
         )
 

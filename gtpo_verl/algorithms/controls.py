@@ -69,8 +69,6 @@ DAPO_BLAME = Algorithm(
     needs=frozenset({"rewards"}),
     config=BlameConfig,
     compute=_dapo_blame,
-    loss="vanilla",
-    aggregation="token-mean",
     guide="alike",
     advantage_ns=30.0,
 )
@@ -82,7 +80,5 @@ GTPO_SHUFFLED = Algorithm(
     needs=frozenset({"entropy"}),
     config=ShuffledConfig,
     compute=_gtpo_shuffled,
-    loss="vanilla",
-    aggregation="token-mean",
     advantage_ns=60.0,
 )

@@ -1,9 +1,11 @@
 """GRPO-S: sequence-level reward shaping by policy entropy (arXiv 2508.04349).
 
 The formulas are on the responses of one polarity in one group, (n, 1), one number for each, in this order: mean
-entropies Ĥ -> values V (Ĥ, or 1/Ĥ in wrong responses) -> weights w -> shaped rewards r̂ -> advantages Â. β1, β2 are
-`config.beta1`, `config.beta2`; P are the n correct responses to a prompt, N the m wrong ones. "early" is arXiv v1 to
-v4, "late" is v5 and v6. The last step is in normalization.py, and the loop over groups in shaping.py.
+entropies Ĥ -> values V (Ĥ, or 1/Ĥ in wrong responses) -> weights w -> shaped rewards r̂ -> advantages Â. V and w are
+GTPO's, of responses in place of tokens: w = Ĥ[i] / mean_{k∈P} Ĥ[k] for correct ones, and for wrong ones
+w = (1/Ĥ[j]) / mean_{k∈N} (1/Ĥ[k]). β1, β2 are `config.beta1`, `config.beta2`; P are the n correct responses to a
+prompt, N the m wrong ones. "early" is arXiv v1 to v4, "late" is v5 and v6. The last step is in normalization.py, and
+the loop over groups in shaping.py.
 """
 
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import ShapingConfig, check_shares
+from gtpo_verl.algorithms.gtpo import values, weights
 from gtpo_verl.algorithms.penalties import named_penalty
 from gtpo_verl.algorithms.registry import Algorithm, Style
 from gtpo_verl.algorithms.shaping import Formulas, ShapedBatch, Totals
@@ -44,24 +47,10 @@ def mean_entropies(H: torch.Tensor, mask: torch.Tensor, config: GRPOSConfig) -> 
     return mean if config.entropy_mean == "arithmetic" else mean.exp()
 
 
-def values(H: torch.Tensor, correct: bool) -> torch.Tensor:
-    """V = Ĥ of correct responses, 1/Ĥ of wrong ones."""
-    return H if correct else 1 / H
-
-
 def totals(V: torch.Tensor, mask: torch.Tensor, config: GRPOSConfig) -> Totals:
     """Σ V, or Σ log V for the geometric mean, over the responses that are compared, and how many they are: (1, 1)."""
     terms = V if config.mean == "arithmetic" else V.log()
     return torch.where(mask, terms, 0.0).sum(0, keepdim=True), mask.sum(0, keepdim=True)
-
-
-def weights(V: torch.Tensor, totals: Totals, config: GRPOSConfig) -> torch.Tensor:
-    """w = V / mean of V, arithmetic or geometric: it averages 1 over the responses that are compared.
-
-    Correct: w = Ĥ[i] / mean_{k∈P} Ĥ[k]. Wrong: w = (1/Ĥ[j]) / mean_{k∈N} (1/Ĥ[k]).
-    """
-    mean = totals[0] / totals[1]
-    return V / (mean if config.mean == "arithmetic" else mean.exp())
 
 
 def rewards_of_correct(W: torch.Tensor, penalty: torch.Tensor | None, config: GRPOSConfig) -> torch.Tensor:

@@ -77,7 +77,7 @@ def totals(V: torch.Tensor, mask: torch.Tensor, config: GTPOConfig) -> Totals:
     return torch.where(mask, terms, 0.0).sum(axis, keepdim=True), mask.sum(axis, keepdim=True)
 
 
-def weights(V: torch.Tensor, totals: Totals, config: GTPOConfig) -> torch.Tensor:
+def weights(V: torch.Tensor, totals: Totals, config: ShapingConfig) -> torch.Tensor:
     """W = V / mean of V: it averages 1 over the tokens that are compared.
 
     Arithmetic, correct: early (2), late (3): w⁺ = H[i,t] / Σ_{k∈P} H[k,t] · d[t].

@@ -17,8 +17,9 @@ examples:
   gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              output for programs
 
 The overrides are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed;
-the shapes of Qwen2.5 ship with the package, other models are read from their directory. Numbers under "Assumptions" are
-not in the configuration: --assume NAME=VALUE replaces one. The exit code is 1 if the run would fail.
+the shapes of Qwen2.5 ship with the package, those of other dense models are read from their directory or the hub's
+cache. Numbers under "Assumptions" are not in the configuration: --assume NAME=VALUE replaces one.
+The exit code is 1 if the run would fail.
 """
 
 

@@ -12,7 +12,7 @@ from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
 from gtpo_verl.evaluation.subject import configuration, find_subject
-from gtpo_verl.files import file_in_the_way, local_path
+from gtpo_verl.files import local_path, obstacle
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.runs.terminal import progress_over
@@ -89,8 +89,8 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
     check_path_in_job("--output", output)
     if output == source:
         raise UserError(f"--output {output} is the input file: give another name.")
-    if blocked := file_in_the_way(output.parent):
-        raise UserError(f"--output {output}: {blocked} is a file, not a directory.")
+    if blocked := obstacle(output.parent):
+        raise UserError(f"--output {output}: {blocked}.")
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
     if args.samples < 1:

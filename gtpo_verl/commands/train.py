@@ -145,6 +145,7 @@ def devices(config: DictConfig) -> str:
 def launch(config: DictConfig, args: argparse.Namespace) -> int:
     """Check the run, start Ray, run the job and shut Ray down; returns the exit code."""
     from gtpo_verl.integrations.launch import export_environment, run_job, validate
+    from gtpo_verl.planning.step import total_steps
     from gtpo_verl.rules.start import find_start
 
     export_environment(config)
@@ -154,22 +155,22 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
     run_dir = Path(config.trainer.run_dir)
     command = shlex.join(["gtpo-verl", "train", *args.overrides])
     resolved = OmegaConf.to_yaml(config, resolve=True)
+    steps = total_steps(config)
     with training_session(run_dir, config=resolved, command=command, overrides=args.overrides):
         start = find_start(config)  # again, now that no other training writes to the directory
         if start.message and start.folder:
             repair_tracker(start.folder)
         if start.folder:
-            print(f"Resuming from {start.folder.name} of {config.trainer.total_training_steps} steps.", flush=True)
+            print(f"Resuming from {start.folder.name} of {steps or '?'} steps.", flush=True)
         again = set_aside(run_dir, start.step)
         if again:
-            steps = f"steps {again[0]} to {again[-1]}" if len(again) > 1 else f"step {again[0]}"
-            print(f"note: training again from here; what was logged of {steps} is in *.replaced.jsonl now.", flush=True)
+            which = f"steps {again[0]} to {again[-1]}" if len(again) > 1 else f"step {again[0]}"
+            print(f"note: training again from here; what was logged of {which} is in *.replaced.jsonl now.", flush=True)
         print(
             f"Run: {run_dir}\nTo resume it, repeat the command with trainer.run_dir={run_dir}\n"
             f"Starting Ray, the trainer and vLLM; all they print is in {run_dir / LOG_FILE}",
             flush=True,
         )
-        steps = config.trainer.total_training_steps
         with printing_to(run_dir / LOG_FILE), following(run_dir, steps, verbose=args.verbose):
             run_job(config, wait=args.wait)
     return 0

@@ -36,6 +36,23 @@ class ParquetFile:
                 found[value] = batch.slice(values.index(value), 1).to_pylist()[0]
         return found
 
+    def empty_row(self, column: str) -> int | None:
+        """The first row, counted from 0, whose value is null or an empty list; None where all have one."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        before = 0
+        for batch in self._batches([column]):
+            values = batch.column(0)
+            empty = values.is_null()
+            if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+                empty = pc.or_(empty, pc.equal(pc.fill_null(pc.list_value_length(values), 0), 0))
+            place = pc.index(empty, True).as_py()
+            if place >= 0:
+                return int(before + place)
+            before += len(values)
+        return None
+
     def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         present = [name for name in columns if name in self.schema.names]
         yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
@@ -75,6 +92,10 @@ class JsonFile:
         for row in self.rows([key, *columns]):
             found.setdefault(row[key], row)
         return found
+
+    def empty_row(self, column: str) -> int | None:
+        """The first row, counted from 0, whose value is missing, null or an empty list; None where all have one."""
+        return next((number for number, row in enumerate(self._rows) if row.get(column) in (None, [])), None)
 
 
 def open_table(file: str) -> ParquetFile | JsonFile:

@@ -120,26 +120,22 @@ class ProblemFile:
 
 def _values(record: ProblemRecord) -> Any:
     """A record as plain JSON; what a data set holds besides (dates, decimals) is written as text."""
-    responses = [_response_values(response) for response in record.responses]
+    responses = [
+        {"acc": response.acc, "answer": response.answer, "length": response.length, "response": response.text}
+        | ({"verifier_failure": response.verifier_failure} if response.verifier_failure else {})
+        for response in record.responses
+    ]
     return json.loads(json.dumps(asdict(record) | {"responses": responses}, default=str))
 
 
-def _response_values(response: Response) -> dict[str, Any]:
-    values = {"acc": response.acc, "answer": response.answer, "length": response.length, "response": response.text}
-    return values | ({"verifier_failure": response.verifier_failure} if response.verifier_failure else {})
-
-
 def _record(values: Mapping[str, Any]) -> ProblemRecord:
+    of_row = {"problem": values["problem"], "data_source": values["data_source"], "cluster": values.get("cluster")}
     responses = tuple(
         Response(
-            problem=values["problem"],
-            data_source=values["data_source"],
-            acc=response["acc"],
-            answer=response["answer"],
-            length=response["length"],
+            **of_row,
+            **{name: response[name] for name in ("acc", "answer", "length")},
             text=response["response"],
             verifier_failure=response.get("verifier_failure", ""),
-            cluster=values.get("cluster"),
         )
         for response in values["responses"]
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.config import GROUPS, compose_config, prepare, with_hardware
+from gtpo_verl.config import GROUPS, compose_config, parse_overrides, prepare, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE, hf_weights
@@ -114,14 +114,7 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     Raises:
         UserError: an override does not parse, chooses a group, or names a key that does not exist.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise UserError(f"these overrides do not parse: {' '.join(str(error).split())}") from error
-    for item in parsed:
+    for item in parse_overrides(overrides):
         key = item.key_or_group
         if key in GROUPS:
             raise UserError(

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import gpus_of
 from gtpo_verl.planning.plan import make_plan
+from gtpo_verl.planning.step import total_steps
 
 
 @dataclass(frozen=True)
@@ -16,14 +17,14 @@ class Cost:
 
     devices: int
     on_cpu: bool
-    steps: int
+    steps: int | None
     hours: float | None
 
     def __str__(self) -> str:
         plural = "s" * (self.devices > 1)
         devices = f"{self.devices} rank{plural} on CPUs" if self.on_cpu else f"{self.devices} GPU{plural}"
         time = "" if self.hours is None else f", {self.hours:,.1f} h"
-        return f"{devices}, {self.steps} steps{time}"
+        return f"{devices}, {self.steps or 'an unknown number of'} steps{time}"
 
 
 def cost_of(config: DictConfig, *, gpu: str, measured: Path | None) -> Cost:
@@ -35,11 +36,11 @@ def cost_of(config: DictConfig, *, gpu: str, measured: Path | None) -> Cost:
         measured: a run to take lengths, yield and speeds from; on a CPU there is no estimate without one.
     """
     try:
-        time = make_plan(config, gpu=gpu, measured=measured).time
-    except UserError:  # the shape of its model is not known here
-        time = None
-    steps = config.trainer.total_training_steps
-    hours = None if time is None else time.total * steps / 3600
+        plan = make_plan(config, gpu=gpu, measured=measured)
+        hours = None if plan.time is None else plan.time.total * plan.total_steps / 3600
+    except UserError:  # the shape of its model is not known here, or its number of steps
+        hours = None
+    steps = total_steps(config)
     return Cost(gpus_of(config), config.trainer.device == "cpu", steps, hours)
 
 

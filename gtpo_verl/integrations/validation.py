@@ -13,8 +13,8 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-from gtpo_verl.evaluation import Sample, logged, summarize
 from gtpo_verl.evaluation.records import Problem, Response, to_sample
+from gtpo_verl.evaluation.summary import Sample, logged, summarize
 from gtpo_verl.integrations.streams import assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import parse_key, reward_info

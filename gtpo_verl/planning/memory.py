@@ -7,7 +7,9 @@ largest one decides.
 """
 
 import math
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -17,7 +19,9 @@ from gtpo_verl.planning.shapes import ModelShape
 
 GIB = 1024**3
 BF16, FP32 = 2, 4
-DTYPE_BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+# {name: bytes} of what verl's FSDP engines take, and of what vLLM does; `auto` is the model's own, here 16 bits
+MODEL_DTYPES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+ENGINE_DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 
 # Constants that do not follow from shapes, in bytes; printed with every plan.
 CONTEXT = 2 * GIB  # CUDA context, NCCL buffers, memory that the allocator cannot use
@@ -142,7 +146,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
 
 def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    each = DTYPE_BYTES[fsdp.model_dtype]
+    each = MODEL_DTYPES[fsdp.model_dtype]
     share = 0.0 if fsdp.offload_policy else shape.parameters / parallel.shard  # FSDP2's policy keeps it in host memory
     # sharded: the current layer, the prefetched one, embedding and head; on one GPU: the bfloat16 copy of a layer
     layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
@@ -241,7 +245,7 @@ def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: 
 def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Engine:
     """vLLM's share of a GPU: weights, workspace, and the rest as KV cache."""
     rollout = config.actor_rollout_ref.rollout
-    each = DTYPE_BYTES[rollout.dtype]
+    each = ENGINE_DTYPES[rollout.dtype]
     budget = rollout.gpu_memory_utilization * capacity
     weights = each * shape.parameters / (rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size)
     sampler = FP32 * 2 * rollout.max_num_seqs * shape.vocabulary  # logits of a full batch, and their log-softmax
@@ -250,3 +254,44 @@ def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     cache = max(budget - weights - workspace, 0.0)
     per_replica = cache / per_token * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
     return Engine(budget, weights, workspace, cache, per_token, int(per_replica))
+
+
+# -------------------------------------------------------------------- a run without GPUs
+
+# What stays whatever the model is, in bytes; the proportional set sizes of a quickstart training, 5.7 GiB of one rank.
+RUN_PROCESSES = 4 * GIB  # command, Ray, task runner, TransferQueue, agent loops, reward workers
+RANK_PROCESSES = 1.75 * GIB  # trainer, vLLM server and engine of a rank, without weights and cache
+
+
+def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> dict[str, float]:
+    """The most memory that a run without GPUs takes, in bytes by component, of all its processes together.
+
+    Nothing is offloaded or put to sleep there, and sequences are padded: the peak is that of an update in which a
+    response reaches its limit. Types are float32 but for the engine's.
+    """
+    rollout, variables = config.actor_rollout_ref.rollout, config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    trained = MODEL_DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype] * shape.parameters
+    copies = parallel.gpus / parallel.shard
+    tokens = micro_batch_tokens(config, parallel, update=True) * parallel.gpus
+    activations = 2 * shape.layers * layer_activation_bytes(shape)  # those of bfloat16, twice as wide
+    if checkpoints_activations(config, parallel):
+        activations = FP32 * shape.hidden * shape.layers
+    cache = float(variables.get("VLLM_CPU_KVCACHE_SPACE") or 4)  # vLLM's default
+    return {
+        "processes": RUN_PROCESSES + RANK_PROCESSES * parallel.gpus,
+        "parameters": trained * copies,
+        "gradients": trained * copies,
+        "optimizer": 2 * trained * copies,
+        "activations": float(tokens * activations),
+        "logits": float(tokens * shape.vocabulary * 3 * FP32),  # with their gradient and the softmax behind it
+        "rollout engines": (ENGINE_DTYPES[rollout.dtype] * shape.parameters + cache * GIB) * parallel.replicas,
+    }
+
+
+def machine_memory() -> float:
+    """Bytes that this machine, or the container around this process, has."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = Path(file).read_text().strip() if Path(file).is_file() else "max"
+        limits += [float(text)] if text.isdigit() else []
+    return min(limits)

@@ -7,12 +7,13 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtpo_verl.algorithms.registry import Algorithm, algorithms
+from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.measured import measured_assumptions
-from gtpo_verl.planning.memory import GIB, Memory, engine_of, memory_of
+from gtpo_verl.planning.memory import GIB, Memory, engine_of, host_memory, memory_of
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
-from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob, step_of
+from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob, step_of, total_steps
 from gtpo_verl.planning.timing import (
     Assumptions,
     StepTime,
@@ -44,7 +45,9 @@ class ArmCost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about one configuration. On a CPU ``memory`` is None, and ``time`` too unless it was measured."""
+    """Everything about one configuration. On a CPU ``memory`` is None, and ``time`` too unless it was measured; with
+    GPUs ``host_memory``, in bytes by component, is None.
+    """
 
     algorithm: str
     shape: ModelShape
@@ -52,6 +55,7 @@ class Plan:
     step: Step
     total_steps: int
     memory: Memory | None
+    host_memory: dict[str, float] | None
     time: StepTime | None
     arms: list[ArmCost]
     assumptions: Assumptions
@@ -65,6 +69,7 @@ class Plan:
             "step": asdict(self.step),
             "total_steps": self.total_steps,
             "memory": None if self.memory is None else self.memory.to_dict(),
+            "host_memory_gib": self.host_memory and {part: size / GIB for part, size in self.host_memory.items()},
             "time_s": None if self.time is None else self.time.to_dict(),
             "arms": [asdict(arm) for arm in self.arms],
             "assumptions": {name: asdict(item) for name, item in sorted(self.assumptions.items())},
@@ -83,8 +88,15 @@ def make_plan(
         measured: directory of a run to take assumptions from.
 
     Raises:
-        UserError: parallel sizes that do not divide, an unknown model, an assumption out of range.
+        UserError: parallel sizes that do not divide, an unknown model, an assumption out of range, an unknown number of
+            steps.
     """
+    steps = total_steps(config)
+    if steps is None:
+        raise UserError(
+            f"trainer.total_epochs={config.trainer.total_epochs}: how many steps that is depends on data.train_files, "
+            "which are not here: add trainer.total_training_steps=N to plan with."
+        )
     parallel = parallelism(config)
     shape = load_shape(config.actor_rollout_ref.model.path)
     assumptions = default_assumptions(config, gpu)
@@ -104,8 +116,9 @@ def make_plan(
         shape=shape,
         parallel=parallel,
         step=step,
-        total_steps=config.trainer.total_training_steps,
+        total_steps=steps,
         memory=memory_of(config, shape, parallel, capacity) if on_gpu else None,
+        host_memory=None if on_gpu else host_memory(config, shape, parallel),
         time=time,
         arms=_arms(config, shape, parallel, step, assumptions),
         assumptions=assumptions,

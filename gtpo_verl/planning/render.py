@@ -1,7 +1,7 @@
 """Prints a plan as tables."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.console import Console
@@ -23,10 +23,8 @@ def show(plan: Plan, problems: Sequence[Problem]) -> None:
         console.print(_memory(plan), _engine_line(plan), "", sep="\n")
     if plan.time is not None:
         console.print(_time(plan), _run_line(plan), "", sep="\n")
-    if plan.memory is None:
-        console.print(
-            "Memory is estimated for GPUs only, and this run has none. For its time, measure a run: --measured RUN.\n"
-        )
+    if plan.host_memory is not None:
+        console.print(_host_memory(plan.host_memory), "For the time of a run without GPUs: --measured RUN.\n")
     console.print(_arms(plan))
     console.print("The pass computes verl's old log-probs; algorithm.entropy.source=rollout skips it.\n")
     console.print(_assumed(plan))
@@ -46,47 +44,38 @@ def _table(title: str, *columns: str, numbers: bool = False) -> Table:
 
 def _step(plan: Plan) -> Table:
     step, shape, parallel = plan.step, plan.shape, plan.parallel
-    table = _table("One step", "", "", "")
-
-    def row(name: str, value: str, comment: str = "") -> None:
-        table.add_row(name, value, comment)
-
-    row("model", shape.name, f"{shape.parameters:,} parameters; {shape.layers} layers; config {shape.source}")
-    kinds = {
-        "data": parallel.data,
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "context": parallel.context,
-        "sequence": parallel.sequence,
-    }
-    spread = " × ".join(f"{size} {kind}" for kind, size in kinds.items() if size > 1 or kind == "data")
+    kinds = ("data", "tensor", "pipeline", "context", "sequence")
+    sizes = {kind: getattr(parallel, kind) for kind in kinds}
+    spread = " × ".join(f"{size} {kind}" for kind, size in sizes.items() if size > 1 or kind == "data")
     sharded = "" if parallel.megatron else f"; parameters sharded over {parallel.shard}"
-    row("GPUs", f"{parallel.gpus}", f"{'Megatron' if parallel.megatron else 'FSDP'}: {spread}{sharded}")
-    row("rollout engines", f"{parallel.replicas}", f"{parallel.rollout} GPU{'s' * (parallel.rollout > 1)} each")
-    row("responses", f"{step.responses:,}", f"{step.prompts} prompts × {step.responses_per_prompt}")
-    row(
-        "mini-batch",
-        f"{step.mini_batch_responses:,}",
-        f"{step.mini_batch_prompts} prompts × {step.responses_per_prompt}",
-    )
-    row("optimizer updates", f"{step.updates}", f"{step.updates * plan.total_steps:,} in {plan.total_steps} steps")
-    row(
-        "micro-batches per rank",
-        f"{step.micro_batches_per_step}",
-        f"{step.micro_batches_per_update} per update; {step.old_log_prob_micro_batches} in the old-log-prob pass",
-    )
-    row(
-        "tokens trained on",
-        _count(step.tokens),
-        f"prompts and responses; longest sequence {step.longest_sequence:,}",
-    )
-    budget = "" if step.budget_prompts is None else f"; at most {step.budget_prompts:,} prompts"
-    row(
-        "tokens generated",
-        _count(step.generated_tokens),
-        f"{step.generated_prompts:,} prompts, {step.sampling_overhead:+.0%} at a yield of "
-        f"{step.sampling_yield:g}{budget}",
-    )
+    budget = f"at a yield of {step.sampling_yield:g}"
+    budget += "" if step.budget_prompts is None else f"; at most {step.budget_prompts:,} prompts"
+    each = f"prompts × {step.responses_per_prompt}"
+    table = _table("One step", "", "", "")
+    for row in (
+        ("model", shape.name, f"{shape.parameters:,} parameters; {shape.layers} layers; config {shape.source}"),
+        ("GPUs", f"{parallel.gpus}", f"{'Megatron' if parallel.megatron else 'FSDP'}: {spread}{sharded}"),
+        ("rollout engines", f"{parallel.replicas}", f"{parallel.rollout} GPU{'s' * (parallel.rollout > 1)} each"),
+        ("responses", f"{step.responses:,}", f"{step.prompts} {each}"),
+        ("mini-batch", f"{step.mini_batch_responses:,}", f"{step.mini_batch_prompts} {each}"),
+        ("optimizer updates", f"{step.updates}", f"{step.updates * plan.total_steps:,} in {plan.total_steps} steps"),
+        (
+            "micro-batches per rank",
+            f"{step.micro_batches_per_step}",
+            f"{step.micro_batches_per_update} per update; {step.old_log_prob_micro_batches} in the old-log-prob pass",
+        ),
+        (
+            "tokens trained on",
+            _count(step.tokens),
+            f"prompts and responses; longest sequence {step.longest_sequence:,}",
+        ),
+        (
+            "tokens generated",
+            _count(step.generated_tokens),
+            f"{step.generated_prompts:,} prompts, {step.sampling_overhead:+.0%} {budget}",
+        ),
+    ):
+        table.add_row(*row)
     return table
 
 
@@ -103,6 +92,15 @@ def _memory(plan: Plan) -> Table:
     table.add_row(
         f"total, of {memory.capacity / GIB:.0f}", *(f"{phase.total / GIB:.1f}" for phase in memory.phases), style="bold"
     )
+    return table
+
+
+def _host_memory(parts: Mapping[str, float]) -> Table:
+    table = _table("Memory of the run, GiB", "", "", numbers=True)
+    for name, size in parts.items():
+        table.add_row(name, f"{size / GIB:.1f}")
+    table.add_section()
+    table.add_row("total", f"{sum(parts.values()) / GIB:.1f}", style="bold")
     return table
 
 

@@ -120,7 +120,9 @@ def _count(name: str, config_json: str, source: str) -> ModelShape:
         if experts or len({_numel(layer) for layer in layers}) != 1 or not hasattr(text, "intermediate_size"):
             raise UserError(f"{source}: a plan needs a dense decoder with identical layers, and {kind} is not one.")
     except (KeyError, ValueError, AttributeError) as error:
-        raise UserError(f"{source}: transformers cannot build a decoder from model_type={kind}: {error}") from error
+        raise UserError(
+            f"{source}: transformers cannot build a decoder from model_type={kind}: {first_line(error):.200}"
+        ) from error
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     return ModelShape(

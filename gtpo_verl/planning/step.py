@@ -6,9 +6,12 @@ train_batch_size / ppo_mini_batch_size × ppo_epochs optimizer updates. Nothing 
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from omegaconf import DictConfig
 
+from gtpo_verl.config import files_of
+from gtpo_verl.data.table import open_table
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.parallel import Parallelism
 
@@ -107,3 +110,16 @@ def token_micro_batches(rows: int, mean_length: float, limit: int) -> int:
 def skips_old_log_prob(config: DictConfig) -> bool:
     """Whether the old-log-prob pass is skipped (verl's bypass mode)."""
     return entropy_source(config).skips_actor_pass or config.algorithm.rollout_correction.bypass_mode
+
+
+def total_steps(config: DictConfig) -> int | None:
+    """Steps of a run; where its epochs say it, by the rows of its training data, of which verl may leave out overlong
+    ones. None where these are not here.
+    """
+    trainer, files = config.trainer, config.data.train_files
+    if trainer.total_training_steps is not None:
+        return int(trainer.total_training_steps)
+    if files is None or not all(Path(file).is_file() for file in files_of(files)):
+        return None
+    rows = sum(len(open_table(file)) for file in files_of(files))
+    return rows // config.data.train_batch_size * int(trainer.total_epochs)

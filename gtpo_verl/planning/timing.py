@@ -184,15 +184,14 @@ def step_time(
     update = passes_of_update(config, parallel) * forward / (peak * values["update_efficiency"])
     old_log_prob = 0.0 if skips_old_log_prob(config) else forward / (peak * values["log_prob_efficiency"])
     advantage = step.responses * lengths.response * values["advantage_ns"] * 1e-9
-    transfers, guide = (0.0, 0.0, 0.0), 0.0
+    transfers, guide, concurrent = (0.0, 0.0, 0.0), 0.0, 0
     if "generated_tokens_per_gpu" in values:  # measured: its phases hold the transfers
-        concurrent = 0
         generate = step.generated_tokens / (values["generated_tokens_per_gpu"] * parallel.gpus)
     else:
-        concurrent = _concurrent(config, parallel, step, engine, lengths)
-        decoder = _Decoder.of(shape, parallel, engine, values)
-        generate = _generation(config, shape, parallel, step, lengths, decoder, concurrent)
-        guide = _guide_wait(config, parallel, step, lengths, decoder, generate, values)
+        decoder = _Decoder(config, shape, engine, lengths, values, parallel.replicas, parallel.rollout_tensor)
+        concurrent = decoder.concurrent(min(_window(config, step), step.generated_prompts) * step.responses_per_prompt)
+        generate = _generation(decoder, step, concurrent)
+        guide = _guide_wait(decoder, parallel, step, generate)
         network = Network.of(config, values)
         update = update_pass(config, shape, parallel, step, network).seconds(update)
         if old_log_prob:
@@ -209,35 +208,38 @@ def step_time(
 
 @dataclass(frozen=True)
 class _Decoder:
-    """One rollout replica: bytes and operations of a decoding iteration, and its speeds in bytes/s and FLOP/s."""
+    """Rollout replicas that decode responses of these mean lengths; `values` are the assumptions."""
 
-    weight_bytes: float
-    kv_bytes_per_token: int
-    flops_per_token: float
-    bandwidth: float
-    flops: float
-    overhead: float  # seconds per iteration
+    config: DictConfig
+    shape: ModelShape
+    engine: Engine
+    lengths: Lengths
+    values: dict[str, float]
+    replicas: int
+    tensor: int
 
-    @classmethod
-    def of(cls, shape: ModelShape, parallel: Parallelism, engine: Engine, values: dict[str, float]) -> "_Decoder":
-        return cls(
-            weight_bytes=engine.weights,
-            kv_bytes_per_token=engine.kv_bytes_per_token,
-            flops_per_token=2 * shape.matmul_parameters,
-            bandwidth=values["gpu_bandwidth"] * 1e9 * values["decode_bandwidth"],
-            flops=values["gpu_tflops"] * 1e12 * values["log_prob_efficiency"] * parallel.rollout_tensor,
-            overhead=values["decode_overhead"],
-        )
+    @property
+    def flops(self) -> float:
+        """Of one replica, FLOP/s."""
+        return self.values["gpu_tflops"] * 1e12 * self.values["log_prob_efficiency"] * self.tensor
+
+    def concurrent(self, responses: float) -> int:
+        """Responses that a replica decodes at once: limited by those in flight, max_num_seqs and the KV cache."""
+        in_cache = int(self.engine.kv_tokens / self.lengths.whole)
+        most = self.config.actor_rollout_ref.rollout.max_num_seqs
+        return max(1, min(math.ceil(responses / self.replicas), most, in_cache))
 
     def iteration(self, running: int, context: float) -> float:
         """Seconds to decode one token of each running response; the weights and every response's cache are read."""
-        reading = (self.weight_bytes + running * context * self.kv_bytes_per_token) / self.bandwidth
-        return self.overhead + max(reading, self.flops_per_token * running / self.flops)
+        read = self.engine.weights + running * context * self.engine.kv_bytes_per_token
+        reading = read / (self.values["gpu_bandwidth"] * 1e9 * self.values["decode_bandwidth"])
+        computing = 2 * self.shape.matmul_parameters * running / self.flops
+        return self.values["decode_overhead"] + max(reading, computing)
 
-    def bulk(self, responses: float, concurrent: int, lengths: Lengths) -> float:
+    def bulk(self, responses: float, concurrent: int) -> float:
         """Seconds to decode so many responses of mean length, ``concurrent`` of them at once."""
-        iterations = responses * lengths.response / concurrent
-        return iterations * self.iteration(concurrent, lengths.prompt + lengths.response / 2)
+        iterations = responses * self.lengths.response / concurrent
+        return iterations * self.iteration(concurrent, self.lengths.prompt + self.lengths.response / 2)
 
 
 def _window(config: DictConfig, step: Step) -> int:
@@ -246,70 +248,40 @@ def _window(config: DictConfig, step: Step) -> int:
     return groups.max_inflight_gen_batches * step.prompts if groups.enable else step.generated_prompts
 
 
-def _concurrent(config: DictConfig, parallel: Parallelism, step: Step, engine: Engine, lengths: Lengths) -> int:
-    """Responses that a replica decodes at once: limited by the prompts in flight, max_num_seqs and the KV cache."""
-    prompts = min(_window(config, step), step.generated_prompts)
-    in_flight = math.ceil(prompts * step.responses_per_prompt / parallel.replicas)
-    in_cache = int(engine.kv_tokens / lengths.whole)
-    return max(1, min(in_flight, config.actor_rollout_ref.rollout.max_num_seqs, in_cache))
-
-
-def _generation(
-    config: DictConfig,
-    shape: ModelShape,
-    parallel: Parallelism,
-    step: Step,
-    lengths: Lengths,
-    decoder: _Decoder,
-    concurrent: int,
-) -> float:
+def _generation(decoder: _Decoder, step: Step, concurrent: int) -> float:
     """Seconds of generation: prefill, the bulk of the decoding, and the tail in which the longest response runs alone.
 
     If all prompts start together, the tail is what the longest response has left when an average one is done. If
     prompts are refilled, the last one submitted may be the longest, and the tail is its whole length.
     """
-    share = math.ceil(step.generated_responses / parallel.replicas)
-    limit = config.data.max_response_length
-    bulk = decoder.bulk(share, concurrent, lengths)
-    alone = limit - lengths.response if _window(config, step) >= step.generated_prompts else limit
+    lengths, limit = decoder.lengths, decoder.config.data.max_response_length
+    bulk = decoder.bulk(math.ceil(step.generated_responses / decoder.replicas), concurrent)
+    alone = limit - lengths.response if _window(decoder.config, step) >= step.generated_prompts else limit
     tail = alone * decoder.iteration(1, lengths.prompt + limit / 2)
-    prefill = forward_flops(shape, step.generated_prompts / parallel.replicas, lengths.prompt) / decoder.flops
-    return bulk + tail + prefill
+    prefilled = forward_flops(decoder.shape, step.generated_prompts / decoder.replicas, lengths.prompt)
+    return bulk + tail + prefilled / decoder.flops
 
 
-def _guide_wait(
-    config: DictConfig,
-    parallel: Parallelism,
-    step: Step,
-    lengths: Lengths,
-    decoder: _Decoder,
-    generate: float,
-    values: dict[str, float],
-) -> float:
+def _guide_wait(decoder: _Decoder, parallel: Parallelism, step: Step, generate: float) -> float:
     """Seconds that a guide adds to a step's generation.
 
     The last rows of a group are generated when its first ones are judged, so a response of mean length follows the
     last of these, by the policy or by the guide's servers, whichever is slower. And the servers may not keep up with
     the policy; for that, all rows that a group may give to the guide count as its.
     """
-    guide = guide_of(config)
+    guide, served, values = guide_of(decoder.config), guide_servers(decoder.config), decoder.values
     if not guide.reserved:
         return 0.0
-
-    by_policy = 0.0 if guide.mixed == guide.reserved else decoder.bulk(1, 1, lengths)
-    served = guide_servers(config)
+    by_policy = 0.0 if guide.mixed == guide.reserved else decoder.bulk(1, 1)
     if served is None:
         return by_policy
-    size = guide.tensor_parallel_size
+    size, shape = guide.tensor_parallel_size, load_shape(str(guide.model))
     servers = replace(parallel, rollout=size, rollout_tensor=size, replicas=guide.replicas)
-    shape = load_shape(str(guide.model))
     engine = engine_of(served, shape, servers, values["gpu_memory"] * GIB)
-    decoder = _Decoder.of(shape, servers, engine, values)
-    rows = values["guided_share"] * step.generated_prompts * guide.reserved / servers.replicas
-    in_cache = int(engine.kv_tokens / lengths.whole)
-    concurrent = max(1, min(math.ceil(rows), config.actor_rollout_ref.rollout.max_num_seqs, in_cache))
-    busy = decoder.bulk(rows, concurrent, lengths)
-    return max(busy - generate, 0.0) + max(decoder.bulk(1, 1, lengths), by_policy)
+    decoder = replace(decoder, shape=shape, engine=engine, replicas=guide.replicas, tensor=size)
+    rows = values["guided_share"] * step.generated_prompts * guide.reserved
+    busy = decoder.bulk(rows / decoder.replicas, decoder.concurrent(rows))
+    return max(busy - generate, 0.0) + max(decoder.bulk(1, 1), by_policy)
 
 
 def given_assumptions(assumptions: Assumptions, given: dict[str, float]) -> Assumptions:

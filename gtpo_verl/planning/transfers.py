@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from gtpo_verl.planning.memory import BF16, DTYPE_BYTES, FP32, checkpoints_activations
+from gtpo_verl.planning.memory import BF16, FP32, MODEL_DTYPES, checkpoints_activations
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
 from gtpo_verl.planning.step import Step
@@ -150,7 +150,7 @@ def checkpoint_bytes(
     if parallel.megatron:
         each = {"model": BF16, "optimizer": MASTER_AND_ADAM, "hf_model": 0 if "model" in saved else BF16}
     else:
-        weight = DTYPE_BYTES[actor.fsdp_config.model_dtype]
+        weight = MODEL_DTYPES[actor.fsdp_config.model_dtype]
         each = {"model": weight, "optimizer": 2 * weight, "hf_model": weight}
     return float(shape.parameters * sum(each[name] for name in saved & each.keys() & set(contents or each)))
 

@@ -1,15 +1,21 @@
-"""Rules of the models of a run: they are here or on the hub, whole, and the bucket of a weight sync holds them."""
+"""Rules of the models of a run: they are here or on the hub, whole, and the bucket of a weight sync and the memory of a
+machine without GPUs hold them.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl.errors import first_line, within
+from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import read_json
-from gtpo_verl.integrations.weights import header, needed_bucket
-from gtpo_verl.problems import Problem
+from gtpo_verl.integrations.launch import joined_cluster
+from gtpo_verl.integrations.weights import header, model_directory, needed_bucket
+from gtpo_verl.planning.memory import GIB, host_memory, machine_memory
+from gtpo_verl.planning.parallel import parallelism
+from gtpo_verl.planning.shapes import load_shape
+from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.ranges import ROLLOUT
 
 HUB_TIMEOUT = 5.0  # seconds
@@ -106,20 +112,54 @@ def _weights_fault(file: Path) -> str | None:
 
 
 def _on_hub(key: str, name: str) -> Iterator[Problem]:
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    """A model on the hub is whole in its cache on this machine, or the hub has it."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError
 
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+    cached = model_directory(name)
+    missing = "no such directory" if cached is None else next(_files(str(cached), cached, cached), None)
+    if missing is None:
         return
+    what = missing if isinstance(missing, str) else f"in the hub's cache, {missing.message.rstrip('.')}"
     try:
         within(HUB_TIMEOUT, lambda: get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT))
     except HfHubHTTPError as error:
-        yield Problem(f"{key}={name}: no such directory, and the hub says: {first_line(error)}")
+        yield Problem(f"{key}={name}: {what}, and the hub says: {first_line(error)}")
     except Exception as error:
         yield Problem(
-            f"{key}={name}: no such directory, and the hub could not be asked within {HUB_TIMEOUT:.0f} s "
+            f"{key}={name}: {what}, and the hub could not be asked within {HUB_TIMEOUT:.0f} s "
             f"({type(error).__name__}): give a local directory."
         )
 
 
-RULES = (model, guide_model)
+def memory(config: DictConfig) -> Iterator[Problem]:
+    """A run without GPUs that starts a Ray of its own fits into this machine."""
+    if config.trainer.device != "cpu" or joined_cluster(config) or config.actor_rollout_ref.model.path is None:
+        return
+    try:
+        shape, parallel = load_shape(config.actor_rollout_ref.model.path), parallelism(config)
+    except UserError:  # its shape is not known here, or another rule says what is wrong
+        return
+    yield from beyond_the_machine(host_memory(config, shape, parallel))
+
+
+_REMEDIES = {
+    "activations": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "logits": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "rollout engines": "lower VLLM_CPU_KVCACHE_SPACE, or use fewer ranks",
+}
+
+
+def beyond_the_machine(parts: Mapping[str, float]) -> Iterator[Problem]:
+    """The memory of a run, in bytes by component, is there."""
+    needed, there = sum(parts.values()), machine_memory()
+    if needed > there:
+        largest = max(parts, key=lambda part: parts[part])
+        yield warning(
+            f"where responses reach their limit this run needs about {needed / GIB:.0f} GiB, most of it for {largest} "
+            f"({parts[largest] / GIB:.0f} GiB), and this machine has {there / GIB:.0f}: "
+            f"{_REMEDIES.get(largest, 'use a smaller model')}."
+        )
+
+
+RULES = (model, guide_model, memory)

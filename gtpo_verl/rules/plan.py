@@ -6,12 +6,19 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.standalone import guide_of
-from gtpo_verl.planning.memory import DTYPE_BYTES, ENGINE_WORKSPACE, GIB, entropy_bytes, micro_batch_tokens
+from gtpo_verl.planning.memory import (
+    ENGINE_DTYPES,
+    ENGINE_WORKSPACE,
+    GIB,
+    entropy_bytes,
+    micro_batch_tokens,
+)
 from gtpo_verl.planning.plan import Plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.transfers import checkpoint_bytes
 from gtpo_verl.problems import SEVERITIES, Problem, evaluate, note, warning
 from gtpo_verl.rules import ranges, sizes, stages
+from gtpo_verl.rules.model import beyond_the_machine
 from gtpo_verl.rules.ranges import ACTOR, GROUPS, ROLLOUT
 
 RANK_RATE = 1.0  # GB/s at which one process writes: an assumption, not measured
@@ -121,13 +128,19 @@ def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
             )
 
 
+def machine(config: DictConfig, plan: Plan) -> Iterator[Problem]:
+    """A run without GPUs fits into this machine."""
+    if plan.host_memory is not None:
+        yield from beyond_the_machine(plan.host_memory)
+
+
 def guide_devices(config: DictConfig, plan: Plan) -> Iterator[Problem]:
     """The devices of a guide's servers, and whether its weights leave them room."""
     guide = guide_of(config)
     if plan.memory is None or not guide.served:
         return
     rollout, shape = config.actor_rollout_ref.rollout, load_shape(guide.model)
-    weights = DTYPE_BYTES[rollout.dtype] * shape.parameters / guide.tensor_parallel_size
+    weights = ENGINE_DTYPES[rollout.dtype] * shape.parameters / guide.tensor_parallel_size
     budget = rollout.gpu_memory_utilization * plan.memory.capacity
     room = (
         f"its weights take about {weights / GIB:.1f} GiB on each, of the {budget / GIB:.1f} GiB that "
@@ -187,7 +200,7 @@ def left_out(config: DictConfig, plan: Plan) -> Iterator[Problem]:
         )
 
 
-RULES = (splits, positions, updates, sampling_budget, memory, guide_devices, checkpoints, left_out)
+RULES = (splits, positions, updates, sampling_budget, memory, machine, guide_devices, checkpoints, left_out)
 
 
 def plannable(config: DictConfig) -> bool:

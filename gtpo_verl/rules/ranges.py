@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtpo_verl.errors import first_line
+from gtpo_verl.planning.memory import ENGINE_DTYPES, MODEL_DTYPES
 from gtpo_verl.problems import Problem
 from gtpo_verl.seeds import LARGEST
 
@@ -119,6 +120,7 @@ SAMPLING = (
         "it must be a finite number",
         null=True,
     ),
+    Range((f"{ROLLOUT}.dtype",), one_of(*ENGINE_DTYPES), f"choose of {', '.join(ENGINE_DTYPES)}"),
     Range(("trainer.test_freq", "trainer.save_freq"), whole(-inf), "it must be a number of steps"),
     Range(("algorithm.entropy.check_every",), whole(0), "it must be a number of steps, or 0 for never"),
 )
@@ -132,6 +134,9 @@ TRAINING = (
     ),
     Range(
         ("guards.max_failed_share",), real(lambda value: 0 < value <= 1), "it must be a number above 0 and at most 1"
+    ),
+    Range(
+        (f"{ACTOR}.fsdp_config.model_dtype",), one_of(*MODEL_DTYPES), f"choose of {', '.join(MODEL_DTYPES)}", null=True
     ),
     Range(("guards.not_finite",), one_of("stop", "skip"), "choose stop or skip"),
     Range(

@@ -9,10 +9,10 @@ from functools import partial
 from omegaconf import DictConfig
 
 from gtpo_verl.problems import Problem, Rule, evaluate, refuse
-from gtpo_verl.rules import algorithm, data, guide, model, overrides, ranges, rollout, sizes, start
+from gtpo_verl.rules import algorithm, data, guide, loggers, model, overrides, ranges, rollout, sizes, start
 
 CONFIGURATION = (*algorithm.RULES, *guide.RULES, *rollout.RULES, *sizes.RULES)
-MACHINE = (*start.RULES, *model.RULES, *data.RULES, *rollout.MACHINE)
+MACHINE = (*start.RULES, *loggers.RULES, *model.RULES, *data.RULES, *rollout.MACHINE)
 
 
 def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule] = CONFIGURATION) -> list[Problem]:

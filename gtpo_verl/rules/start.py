@@ -7,7 +7,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import file_in_the_way
+from gtpo_verl.files import obstacle
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.runs import checkpoints
@@ -15,11 +15,11 @@ from gtpo_verl.runs.checkpoints import Layout, Start
 
 
 def run_dir(config: DictConfig) -> Iterator[Problem]:
-    """No file is where the run directory would be made."""
+    """The run directory can be made, and written to."""
     if config.trainer.run_dir is None:  # a plan has none
         return
-    if blocked := file_in_the_way(Path(config.trainer.run_dir)):
-        yield Problem(f"trainer.run_dir={config.trainer.run_dir}: {blocked} is a file, not a directory.")
+    if blocked := obstacle(Path(config.trainer.run_dir)):
+        yield Problem(f"trainer.run_dir={config.trainer.run_dir}: {blocked}.")
 
 
 def checkpoint(config: DictConfig) -> Iterator[Problem]:
@@ -71,11 +71,11 @@ def check_output(directory: Path) -> Path:
     """The absolute path of a directory for results, which need not be there yet.
 
     Raises:
-        UserError: it would be lost with a submitted job, or a file is in the way.
+        UserError: it would be lost with a submitted job, or nothing can be written there.
     """
     check_path_in_job("--output", directory)
-    if blocked := file_in_the_way(directory.resolve()):
-        raise UserError(f"--output {directory}: {blocked} is a file, not a directory.")
+    if blocked := obstacle(directory.resolve()):
+        raise UserError(f"--output {directory}: {blocked}.")
     return directory.resolve()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gtpo_verl.config import option_keys
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.runs.directory import is_bookkeeping
 from gtpo_verl.runs.provenance import FILE_KEYS
 from gtpo_verl.runs.reader import Run, Training, registry_rank
@@ -88,6 +88,11 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     trainings = [training for run in runs for training in run.trainings]
     keys = dict(zip(trainings, _arm_keys(trainings, allow), strict=True))
     facts = {training: _facts(training) for training in trainings}
+    known = {*_RECORDED, *(key for training in trainings for key in (*facts[training], *training.config))}
+    for key in allow:
+        if not any(_matches(one, [key]) for one in known):
+            hint = did_you_mean(key, known) or ": name one in which they differ."
+            raise UserError(f"--allow {key}: no run has such a setting{hint}")
     _refuse_differences(facts, keys, allow, _explained(trainings, sweeps))
     arms = _arms(keys)
     baseline = next((sweep.baseline for sweep in sweeps if sweep.baseline), None)

@@ -103,11 +103,11 @@ def progress_over(log: Path) -> "Iterator[Progress]":
 
 
 @contextmanager
-def following(run_dir: Path, steps: int, *, verbose: bool) -> Iterator[None]:
+def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[None]:
     """Show on the terminal what a training in ``run_dir`` does while the block runs.
 
     Args:
-        steps: how many it has in all.
+        steps: how many it has in all, None where that is not known.
         verbose: show its whole log instead.
     """
     if _redirected is None:  # the terminal is the log
@@ -131,7 +131,7 @@ def following(run_dir: Path, steps: int, *, verbose: bool) -> Iterator[None]:
                 say(f"warning: {text}")
         written, metrics = read_metrics_from(run_dir, metrics)
         for step in written:
-            say(f"step {step['step']}/{steps}: {describe(step['step'], step['data'])}")
+            say(f"step {step['step']}/{steps or '?'}: {describe(step['step'], step['data'])}")
 
     thread = threading.Thread(target=_repeat, args=(show, ended), name="terminal", daemon=True)
     thread.start()

@@ -48,9 +48,6 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 EPS = {torch.float64: reference.FLOAT64_EPS, torch.float32: reference.FLOAT32_EPS}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
-# The scales that do not add up to 1 are meant.
-pytestmark = pytest.mark.filterwarnings("ignore:(alpha|beta)1 \\+ (alpha|beta)2 = ")
-
 
 # ----------------------------------------------------------------------------------------------------- random batches
 

@@ -17,9 +17,6 @@ from reference_loops import GRID_AXES
 from gtpo_verl.algorithms import AdvantageOutput, Batch, algorithm, algorithms, grpo_s_advantages, gtpo_advantages
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guided_advantages, on_only_advantages
 
-# The scales that do not add up to 1 are meant.
-pytestmark = pytest.mark.filterwarnings("ignore:(alpha|beta)1 \\+ (alpha|beta)2 = ")
-
 MIX = GuideConfig(mode="mix")
 ON_ONLY = GuideConfig(mode="mix", adv_scope="on_only")
 RESHAPED = [name for name, entry in algorithms().items() if entry.guide == "dapo"]

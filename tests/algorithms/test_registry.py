@@ -75,9 +75,15 @@ def test_a_setting_that_cannot_be_names_the_rule() -> None:
         algorithm("gtpo").configure({"alpa2": 1})
     with pytest.raises(UserError, match=r"algorithm\.gtpo: alpha2 must not be negative"):
         algorithm("gtpo").configure({"alpha2": -1})
-    _, unusual = algorithm("gtpo").configure({})
-    assert len(unusual) == 1
-    assert "alpha1 + alpha2 = 1.1" in unusual[0]
+
+
+@pytest.mark.parametrize("name", algorithms())
+def test_an_unusual_setting_is_remarked_on_and_a_default_never(name: str) -> None:
+    assert algorithm(name).configure({})[1] == []
+    if name in ("gtpo", "grpo_s"):
+        key = {"gtpo": "alpha2", "grpo_s": "beta2"}[name]
+        (unusual,) = algorithm(name).configure({key: 0.5})[1]
+        assert f"{key} = 1.5" in unusual
 
 
 def test_an_entry_names_the_keys_that_it_may_change() -> None:

@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.cli import main
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation import summarize
 from gtpo_verl.evaluation.records import ProblemRecord, changes_since, open_evaluation
 from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import configuration, find_subject
+from gtpo_verl.evaluation.summary import summarize
 from gtpo_verl.report import plots
 from gtpo_verl.report.pass_at_k import pass_at_k_figure
 from gtpo_verl.runs.directory import differences

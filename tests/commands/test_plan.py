@@ -95,8 +95,9 @@ def test_what_cannot_be_planned_is_one_line(words: list[str], message: str, caps
     assert error.count("\n") == 1
 
 
-def test_a_cpu_has_arithmetic_and_no_gpu_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_has_arithmetic_and_the_memory_of_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "setting=small_gpu", "hardware=cpu", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["memory"], plan["time_s"]) == (None, None)
+    assert plan["host_memory_gib"]["optimizer"] == pytest.approx(2 * 4 * plan["model"]["parameters"] / 2**30)
     assert plan["step"]["updates"] == 4

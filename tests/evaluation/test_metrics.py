@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtpo_verl.evaluation import majority_at_k, pass_at_k, powers_of_two
+from gtpo_verl.evaluation.metrics import majority_at_k, pass_at_k, powers_of_two
 
 
 @pytest.mark.parametrize("n", range(1, 9))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation import summarize
 from gtpo_verl.evaluation.records import (
     PROBLEMS_FILE,
     RECORD_FILE,
@@ -18,6 +17,7 @@ from gtpo_verl.evaluation.records import (
     open_evaluation,
     problem_key,
 )
+from gtpo_verl.evaluation.summary import summarize
 
 Make = Callable[..., ProblemRecord]
 SETTINGS = {"actor_rollout_ref.rollout.val_kwargs.n": 8, "model": "abc"}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gtpo_verl.evaluation import Figure, Sample, logged, paired_changes, summarize
+from gtpo_verl.evaluation.summary import Figure, Sample, logged, paired_changes, summarize
 from gtpo_verl.runs.statistics import estimates
 
 

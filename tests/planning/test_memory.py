@@ -1,11 +1,22 @@
 """Memory against what torch allocates and saves, and against sums worked out by hand."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 from omegaconf import DictConfig
 
-from gtpo_verl.planning.memory import BF16, FP32, GIB, Memory, layer_activation_bytes, memory_of
+from gtpo_verl.planning.memory import (
+    BF16,
+    FP32,
+    GIB,
+    Memory,
+    host_memory,
+    layer_activation_bytes,
+    machine_memory,
+    memory_of,
+)
 from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 
@@ -137,3 +148,30 @@ def test_without_sleep_the_engine_stays_during_the_update(run: Run) -> None:
     awake = run("setting=paper_gtpo_7b", {"actor_rollout_ref.rollout.free_cache_engine": False})
     assert parts(awake, "update")["rollout engine"] == 0.75 * CAPACITY
     assert parts(run("setting=paper_gtpo_7b"), "update")["rollout engine"] == GIB
+
+
+def test_the_memory_of_a_run_without_gpus_is_that_of_all_its_processes(run: Run) -> None:
+    """Qwen2.5-0.5B, one rank, worked out by hand: 494,032,768 parameters, 24 layers, a vocabulary of 151,936."""
+    config = run("hardware=cpu", {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2})
+    shape = load_shape("Qwen/Qwen2.5-0.5B")
+    parts = host_memory(config, shape, parallelism(config))
+    weights, tokens = 4 * 494_032_768, 2 * (1024 + 2048)
+    assert (parts["parameters"], parts["gradients"], parts["optimizer"]) == (weights, weights, 2 * weights)
+    assert parts["logits"] == tokens * 151_936 * 12
+    assert parts["activations"] == tokens * 24 * 2 * layer_activation_bytes(shape)
+    assert parts["rollout engines"] == weights + 1 * GIB  # VLLM_CPU_KVCACHE_SPACE
+    two = run("hardware=cpu", {"trainer.n_gpus_per_node": 2})
+    more = host_memory(two, shape, parallelism(two))
+    assert more["parameters"] == parts["parameters"]  # sharded
+    assert more["rollout engines"] == 2 * parts["rollout engines"]
+    assert 0 < machine_memory() < 2**50
+
+
+def test_a_quickstart_takes_what_was_measured(run: Run, tmp_path: Path) -> None:
+    """The processes of one had proportional set sizes of 6.6 GiB together, with a model of 0.66 M parameters."""
+    from gtpo_verl.tasks.model import build_model
+
+    build_model(vocabulary_size=259, seed=0).save_pretrained(tmp_path)
+    config = run("setting=quickstart", "hardware=cpu", {"actor_rollout_ref.model.path": str(tmp_path)})
+    total = sum(host_memory(config, load_shape(str(tmp_path)), parallelism(config)).values())
+    assert total / GIB == pytest.approx(6.8, abs=0.5)

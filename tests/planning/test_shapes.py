@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from model_files import write_model
+from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.planning.shapes import known_models, load_shape
+from gtpo_verl.rules.model import model
 
 PARAMETERS = {  # as published with the weights
     "Qwen2.5-0.5B": 494_032_768,
@@ -92,3 +95,55 @@ def test_an_unknown_model_is_answered_with_the_known_ones(path: str | None) -> N
     with pytest.raises(UserError, match=r"Qwen2\.5-32B") as caught:
         load_shape(path)
     assert "\n" not in str(caught.value)
+
+
+PUBLISHED = {  # configurations as published, without what a plan does not read, and numbers of parameters
+    "Qwen/Qwen3-0.6B": (
+        {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+        | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 40960},
+        596_049_920,
+    ),
+    "meta-llama/Llama-3.2-1B": (
+        {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 131072},
+        1_235_814_400,
+    ),
+}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache on this machine, with the configurations of `PUBLISHED` alone."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name, (config, _) in PUBLISHED.items():
+        model = tmp_path / f"models--{name.replace('/', '--')}"
+        (model / "refs").mkdir(parents=True)
+        (model / "refs" / "main").write_text("c0ffee")
+        (model / "snapshots" / "c0ffee").mkdir(parents=True)
+        (model / "snapshots" / "c0ffee" / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.usefixtures("cache")
+def test_any_dense_model_in_the_hubs_cache_is_known(name: str) -> None:
+    assert load_shape(name).parameters == PUBLISHED[name][1]
+
+
+def test_a_model_in_the_cache_is_whole_or_the_hub_is_asked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(url: str, timeout: float) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", silent)
+    config = OmegaConf.create(
+        {"actor_rollout_ref": {"model": {"path": "Qwen/Qwen3-0.6B"}, "rollout": {"checkpoint_engine": {}}}}
+        | {"trainer": {"device": "cuda"}}
+    )
+    config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes = None
+    (problem,) = model(config)
+    assert "in the hub's cache, " in problem.message
+    assert "and the hub could not be asked" in problem.message
+    write_model(cache / "models--Qwen--Qwen3-0.6B" / "snapshots" / "c0ffee")
+    assert list(model(config)) == []

@@ -1,13 +1,17 @@
 """The arithmetic of a step: the papers' numbers, verl's own micro-batches, and every size that does not divide."""
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from omegaconf import DictConfig
 
+from gtpo_verl.errors import UserError
 from gtpo_verl.planning.parallel import parallelism
-from gtpo_verl.planning.step import Lengths, Step, step_of, token_micro_batches
+from gtpo_verl.planning.plan import make_plan
+from gtpo_verl.planning.step import Lengths, Step, step_of, token_micro_batches, total_steps
 
 Run = Callable[..., DictConfig]
 
@@ -103,3 +107,13 @@ def test_either_key_of_ulysses_is_read_as_verl_reads_it(run: Run) -> None:
     for key in ("fsdp_config.ulysses_sequence_parallel_size", "ulysses_sequence_parallel_size"):
         parallel = parallelism(run({f"actor_rollout_ref.actor.{key}": 2}))
         assert (parallel.sequence, parallel.data) == (2, 4)
+
+
+def test_the_steps_of_epochs_are_counted_in_the_data(run: Run, tmp_path: Path) -> None:
+    epochs = {"trainer.total_training_steps": None, "trainer.total_epochs": 3}
+    with pytest.raises(UserError, match=r"total_epochs=3: how many steps that is depends on data\.train_files"):
+        make_plan(run("setting=small_gpu", epochs))
+    pd.DataFrame({"prompt": range(200)}).to_parquet(tmp_path / "train.parquet")
+    config = run("setting=small_gpu", epochs, {"data.train_files": str(tmp_path / "train.parquet")})
+    assert (total_steps(config), make_plan(config).total_steps) == (9, 9)  # 200 prompts are 3 batches of 64
+    assert total_steps(run("setting=small_gpu")) == 200

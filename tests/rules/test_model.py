@@ -9,7 +9,10 @@ from model_files import write_model
 from omegaconf import DictConfig
 
 from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.problems import evaluate
+from gtpo_verl.rules import model as model_rules
+from gtpo_verl.rules import plan as plan_rules
 from gtpo_verl.rules.model import BUCKET, model
 
 Run = Callable[..., DictConfig]
@@ -68,3 +71,19 @@ def test_without_safetensors_the_embedding_of_the_configuration_counts(run: Run,
     config = run("setting=quickstart", "hardware=cpu", {"actor_rollout_ref.model.path": "organisation/not-here"})
     size_bucket(config)
     assert bucket(config) == 2048, "verl's, where the model is not known here"
+
+
+def test_a_run_that_the_machine_cannot_hold_is_warned_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_rules, "joined_cluster", lambda config: None)
+    config = run("hardware=cpu", {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B"})
+    monkeypatch.setattr(model_rules, "machine_memory", lambda: 80 * 2**30)
+    assert list(model_rules.memory(config)) == []
+    monkeypatch.setattr(model_rules, "machine_memory", lambda: 24 * 2**30)
+    (problem,) = model_rules.memory(config)
+    assert problem.severity == "warning"
+    assert "most of it for activations" in problem.message
+    assert "and this machine has 24: lower " in problem.message
+    (found,) = [each for each in evaluate([plan_rules.machine], config, make_plan(config)) if "GiB" in each.message]
+    assert found == problem
+    on_gpus = run("setting=small_gpu")
+    assert list(model_rules.memory(on_gpus)) == []

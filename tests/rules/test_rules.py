@@ -76,6 +76,15 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pd.DataFrame(rows[:3]).to_parquet(directory / "small.parquet")
     pd.DataFrame([row | {"prompt": "1+1"} for row in rows]).to_parquet(directory / "text_prompt.parquet")
     pd.DataFrame([row | {"reward_model": {"style": "rule"}} for row in rows]).to_parquet(directory / "no_truth.parquet")
+    for name, column, row, value in (
+        ("null_prompt", "prompt", 40, None),
+        ("empty_prompt", "prompt", 63, []),
+        ("null_source", "data_source", 1, None),
+    ):
+        changed = [dict(each) for each in rows]
+        changed[row][column] = value
+        pd.DataFrame(changed).to_parquet(directory / f"{name}.parquet")
+        (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in changed))
     (directory / "not.parquet").write_text("text")
     (directory / "not.jsonl").write_text('{"prompt":')
     (directory / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -714,6 +723,14 @@ def test_a_model_that_cannot_be_loaded_is_named(
         ("guards.max_skipped_steps=-1", "at least 0"),
         ("guards.bounds.entropy_low.action=end", "choose warn or stop"),
         ("trainer.run_dir=DIR/train.parquet/run", "train.parquet is a file"),
+        ("trainer.run_dir=/proc/1/x", r"trainer\.run_dir=/proc/1/x: nothing can be written in /proc/1 "),
+        ("trainer.logger=[console,bogus]", "trainer.logger=bogus: verl has no such logger"),
+        ("actor_rollout_ref.rollout.dtype=float9", "dtype=float9: choose of auto, half, float16, bfloat16, float, "),
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype=float9", "model_dtype=float9: choose of fp32, "),
+        ("data.train_files=DIR/null_prompt.parquet", r"null_prompt\.parquet: row 40 \(the first is 0\) has no prompt"),
+        ("data.val_files=DIR/null_prompt.jsonl", r"null_prompt\.jsonl: row 40 .* has no prompt"),
+        ("data.val_files=DIR/empty_prompt.parquet", r"empty_prompt\.parquet: row 63 .* has no prompt"),
+        ("data.val_files=DIR/null_source.parquet", r"null_source\.parquet: row 1 .* has no data_source"),
         ("data.train_files=DIR", "is a directory: name its files"),
     ],
 )

@@ -112,6 +112,20 @@ def test_an_allowed_fact_is_tolerated_and_stated(sweep: Path):
     assert set(designed(sweep, allow=("hardware", "versions")).allowed) == {"hardware", "versions.vllm"}
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("NONSENSE", "name one in which they differ"),
+        ("hardwar", r"did you mean hardware\?"),
+        ("trainer.experiment", "trainer.experiment_name"),
+    ],
+)
+def test_allowing_a_key_that_no_run_has_is_refused(sweep: Path, key: str, hint: str):
+    with pytest.raises(UserError, match=rf"^--allow {key}: no run has such a setting.*{hint}"):
+        designed(sweep, allow=(key,))
+    designed(sweep, allow=("code", "checksums"))
+
+
 def test_an_allowed_setting_makes_arms_of_its_own(runs):
     paths = [trained(runs, f"{algorithm}-{seed}", algorithm, seed) for algorithm in ("dapo", "gtpo") for seed in (0, 1)]
     faster = [trained(runs, f"fast-{algorithm}", algorithm, 0) for algorithm in ("dapo", "gtpo")]
