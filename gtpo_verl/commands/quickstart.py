@@ -23,7 +23,7 @@ from gtpo_verl.experiments.sweep import BASELINE, on_axes, task_overrides
 from gtpo_verl.files import local_path
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.sweep import Sweep, read
-from gtpo_verl.runs.terminal import LOG_FILE
+from gtpo_verl.runs.terminal import LOG_FILE, outlive_terminal
 from gtpo_verl.tasks import set_thread_waiting, task
 from gtpo_verl.tasks.prepare import prepare_task
 
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, train every arm, report; returns the exit code."""
     set_thread_waiting()
+    outlive_terminal()
     console = Console(highlight=False, soft_wrap=True)
     where = Where(local=True, parallel=args.parallel)
     embedded = task(chosen(args.overrides, "task") or TASK)

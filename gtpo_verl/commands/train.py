@@ -22,7 +22,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.runs.checkpoints import repair_tracker
 from gtpo_verl.runs.directory import set_aside
 from gtpo_verl.runs.session import training_session
-from gtpo_verl.runs.terminal import LOG_FILE, following, printing_to
+from gtpo_verl.runs.terminal import LOG_FILE, following, outlive_terminal, printing_to
 
 # Hydra's, the default first
 CFG = ("job", "hydra", "all")
@@ -147,6 +147,7 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
     from gtpo_verl.integrations.launch import export_environment, run_job, validate
     from gtpo_verl.rules.start import find_start
 
+    outlive_terminal()
     export_environment(config)
     validate(config, to_start=True)
     print(f"This run is valid: {devices(config)}.", flush=True)
