@@ -5,6 +5,7 @@ Only the standard library is needed.
 
 import argparse
 import json
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,12 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
         file: its directory is made if need be.
         write: takes the path to write to, for example ``lambda path: torch.save(state, path)``. What it raises is
             passed on, and ``file`` is as it was.
+
+    Raises:
+        UserError: something else than a file is there, such as a device.
     """
+    if file.exists() and not (file.is_file() or file.is_symlink()):
+        raise UserError(f"{file} is no file that could be replaced: choose another.")
     file.parent.mkdir(parents=True, exist_ok=True)
     # unique: on a shared file system two hosts may have the same process id
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
@@ -37,6 +43,21 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(directory: Path, place: str) -> None:
+    """Make a directory, and a file in it that is removed again.
+
+    Raises:
+        UserError: that cannot be done; begins with ``place``, the option that names it.
+    """
+    if blocked := file_in_the_way(directory):
+        raise UserError(f"{place}: {blocked} is a file, not a directory.")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise UserError(f"{place}: {directory} cannot be written to ({error.strerror}): choose another.") from error
 
 
 def file_in_the_way(directory: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gtpo_verl.errors import UserError, first_line
@@ -10,12 +11,30 @@ FORMATS = (".parquet", ".json", ".jsonl")
 ROWS_AT_ONCE = 256
 
 
+@contextmanager
+def reading_parquet(file: object) -> Iterator[None]:
+    """In the block a parquet file is read.
+
+    Raises:
+        UserError: it is damaged, or none.
+    """
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{file} is not a parquet file, or it is damaged ({first_line(error):.120}): make it again."
+        ) from error
+
+
 class ParquetFile:
     """A parquet file; rows are read as they are asked for."""
 
     def __init__(self, file: str) -> None:
         import pyarrow.parquet as pq
 
+        self._name = file
         self._file = pq.ParquetFile(file)
         self.schema = self._file.schema_arrow
 
@@ -38,7 +57,20 @@ class ParquetFile:
 
     def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         present = [name for name in columns if name in self.schema.names]
-        yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
+        with reading_parquet(self._name):
+            yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
+
+    def first_empty(self, column: str) -> int | None:
+        """The number of the first row without a value in a column of lists, from 0; None where there is none."""
+        import pyarrow.compute as pc
+
+        row = 0
+        for batch in self._batches([column]):
+            for length in pc.list_value_length(batch.column(column)).to_pylist():
+                if not length:
+                    return row
+                row += 1
+        return None
 
 
 class JsonFile:
@@ -68,6 +100,10 @@ class JsonFile:
         """The rows, of these columns those that there are."""
         for row in self._rows:
             yield {name: row[name] for name in columns if name in row}
+
+    def first_empty(self, column: str) -> int | None:
+        """The number of the first row without a value in a column, from 0; None where there is none."""
+        return next((number for number, row in enumerate(self._rows) if not row.get(column)), None)
 
     def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
         """{value of the column `key`: its first row}, of these columns those that there are."""

@@ -70,7 +70,11 @@ def _file(config: DictConfig, key: str, file: str) -> Iterator[Problem]:
             f"{', '.join(table.schema.names)}."
         )
     else:
-        yield from (Problem(f"{place}: {what}") for what in _schema_faults(table.schema, config.data.prompt_key))
+        faults = list(_schema_faults(table.schema, config.data.prompt_key))
+        yield from (Problem(f"{place}: {what}") for what in faults)
+        empty = None if faults else table.first_empty(config.data.prompt_key)  # a UserError of a damaged file
+        if empty is not None:
+            yield Problem(f"{place}: row {empty} has no {config.data.prompt_key}: leave it out.")
     if key == "train_files" and len(table) < config.data.train_batch_size and len(files_of(config.data[key])) == 1:
         yield Problem(
             f"{place} has {len(table)} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
