@@ -5,44 +5,47 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from gtpo_verl import __version__
 from gtpo_verl.errors import main_guard
 
-# name: (module with add_arguments(parser) and run(args), one line of help); imported when used, so that --help is fast
-COMMANDS = {
-    "quickstart": (
-        "gtpo_verl.commands.quickstart",
-        "train dapo, gtpo and grpo_s on an embedded task and write a report",
-    ),
-    "train": ("gtpo_verl.commands.train", "train one model: Hydra overrides over verl's configuration"),
-    "submit": (
-        "gtpo_verl.commands.submit",
-        "train on a Ray cluster: submit a job that carries this plugin, follow, list and stop jobs",
-    ),
-    "sweep": ("gtpo_verl.commands.sweep", "train every combination of several values, and go on where it was stopped"),
-    "status": ("gtpo_verl.commands.status", "where a training is, what it waits for, and why one that ended did"),
-    "plan": (
-        "gtpo_verl.commands.plan",
-        "what a configuration means, before a GPU is used: step arithmetic, memory, time",
-    ),
-    "eval": ("gtpo_verl.commands.eval", "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals"),
-    "audit": (
-        "gtpo_verl.commands.audit",
-        "measure which method's credit falls on the steps that decide, against Monte-Carlo truth",
-    ),
-    "traces": ("gtpo_verl.commands.traces", "let a guiding policy answer the prompts of a file, for algo=dapo_mixed"),
-    "export": ("gtpo_verl.commands.export", "the weights of a checkpoint in Hugging Face format"),
-    "prepare-data": (
-        "gtpo_verl.commands.prepare_data",
-        "convert a data set to verl's schema, checked for repetitions and overlap",
-    ),
-    "report": ("gtpo_verl.commands.report", "compare runs: an HTML page, plots and a table"),
-    "verify": ("gtpo_verl.commands.verify", "how far the two verifiers agree on the responses of a run"),
-    "doctor": ("gtpo_verl.commands.doctor", "check this installation, down to a Ray worker and a vLLM worker"),
-    "recipes": ("gtpo_verl.commands.recipes", "list the named experiments, or copy them with their launchers"),
-    "setup": ("gtpo_verl.commands.setup", "install the stack for this machine"),
+# Each a module of `gtpo_verl.commands` with add_arguments(parser) and run(args), imported when used: --help is fast.
+GROUPS = {
+    "train": {
+        "quickstart": "train dapo, gtpo and grpo_s on an embedded task and write a report",
+        "train": "train one model: Hydra overrides over verl's configuration",
+        "sweep": "train every combination of several values, and go on where it was stopped",
+        "submit": "train on a Ray cluster: submit a job that carries this plugin, follow and list jobs",
+    },
+    "while it trains": {
+        "status": "where a training, a sweep or a job is, what it waits for, and why one that ended did",
+        "stop": "let a training, a sweep or a job finish its step and save a checkpoint",
+    },
+    "before": {
+        "plan": "what a configuration means, before a GPU is used: step arithmetic, memory, time",
+        "methods": "list the methods, and what the groups of the configuration take",
+        "recipes": "list the named experiments, or copy them with their launchers",
+        "prepare-data": "convert a data set to verl's schema, checked for repetitions and overlap",
+        "traces": "let a guiding policy answer the prompts of a file, for algo=dapo_mixed",
+    },
+    "afterwards": {
+        "report": "compare runs: an HTML page, plots and a table",
+        "eval": "evaluate a model as validation does: mean@k, pass@k, maj@k, intervals",
+        "audit": "measure which method's credit falls on the steps that decide, against Monte-Carlo truth",
+        "verify": "how far the two verifiers agree on the responses of a run",
+        "export": "the weights of a checkpoint in Hugging Face format",
+    },
+    "installation": {
+        "doctor": "check this installation, down to a Ray worker and a vLLM worker",
+        "setup": "install the stack for this machine",
+    },
 }
+COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+
+
+def _module(command: str) -> ModuleType:
+    return importlib.import_module(f"gtpo_verl.commands.{command.replace('-', '_')}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,24 +55,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return main_guard(lambda: _complete(argv[1:]))
     parser = argparse.ArgumentParser(
         prog="gtpo-verl",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="GTPO, GRPO-S and DAPO on verl: credit assignment by policy entropy.",
-        epilog="`gtpo-verl COMMAND --help` explains a command. GTPO_VERL_TRACEBACK=1 shows stack traces. "
+        epilog=f"{_listed()}\n\n`gtpo-verl COMMAND --help` explains one. GTPO_VERL_TRACEBACK=1 shows stack traces.\n"
         'Shell completion, also of overrides: eval "$(gtpo-verl -sc install=bash)".',
     )
     parser.add_argument("--version", action="version", version=f"gtpo-verl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in argv if not word.startswith("-")), None)
-    for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".")
         if name == wanted:
-            importlib.import_module(module).add_arguments(command)
+            _module(name).add_arguments(command)
     args, rest = parser.parse_known_args(argv)
     if rest:  # argparse stops collecting KEY=VALUE at an option; what comes behind one belongs to the same list
         if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
             parser.error(f"unknown argument: {rest[0]}")
         args.overrides.extend(rest)
-    module, _ = COMMANDS[args.command]
-    return main_guard(lambda: importlib.import_module(module).run(args))
+    return main_guard(lambda: int(_module(args.command).run(args)))
+
+
+def _listed() -> str:
+    """The commands in groups."""
+    lines = []
+    for group, commands in GROUPS.items():
+        lines += [f"{group}:", *(f"  {name:13} {text}" for name, text in commands.items()), ""]
+    return "\n".join(lines[:-1])
 
 
 def _complete(arguments: Sequence[str]) -> int:

@@ -29,7 +29,12 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
         file: its directory is made if need be.
         write: takes the path to write to, for example ``lambda path: torch.save(state, path)``. What it raises is
             passed on, and ``file`` is as it was.
+
+    Raises:
+        UserError: something else than a file is there, such as a device.
     """
+    if file.exists() and not (file.is_file() or file.is_symlink()):
+        raise UserError(f"{file} is no file that could be replaced: choose another.")
     file.parent.mkdir(parents=True, exist_ok=True)
     # unique: on a shared file system two hosts may have the same process id
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
@@ -53,6 +58,12 @@ def obstacle(directory: Path) -> str | None:
     except OSError as error:
         return f"nothing can be written in {place} ({error.strerror})"
     return None
+
+
+def check_writable(directory: Path, place: str) -> None:
+    """Raise UserError where nothing can be written to a directory; ``place``, the option that names it, goes before."""
+    if blocked := obstacle(directory):
+        raise UserError(f"{place}: {blocked}.")
 
 
 def write_text(file: Path, text: str) -> None:

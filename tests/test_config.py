@@ -219,6 +219,7 @@ OURS = {  # keys that verl's YAML does not have, and who reads them
     "reward.reward_kwargs": "verl.experimental.reward_loop.reward_manager.dapo",
     "trainer.seed_requests": "streams",
     "trainer.run_dir": "train, trainer",
+    "trainer.allow_changes": "continuation",
     "trainer.credit_dump_freq": "trainer",
     "trainer.v1.sampler.sampler_kwargs.poll_interval": "sampling",
     "ray_kwargs.ray_init.num_gpus": "ray.init",

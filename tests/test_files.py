@@ -1,6 +1,7 @@
 """Atomic writes leave the old file or the new one; JSON lines survive a torn line."""
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def test_a_writer_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path
         files.write_atomically(file, fail)
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
+    """Not `/dev/null`, which root could."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe is no file that could be replaced"):
+        files.write_text(tmp_path / "pipe", "x")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("place", ["/proc/x", "/proc", "{file}/x"])
+def test_where_nothing_can_be_written_is_named_with_its_option(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    place = place.format(file=tmp_path / "file")
+    with pytest.raises(UserError, match=rf"^--output X: ({place} cannot be written to|.*file is a file)"):
+        files.check_writable(Path(place), "--output X")
 
 
 def test_json_is_read_back(tmp_path: Path) -> None:

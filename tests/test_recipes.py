@@ -286,7 +286,7 @@ def test_a_documented_launch_line_composes_and_plans_without_an_error(line: str)
 CLUSTER_TOOL = """#!/bin/bash
 case "$*" in
 "list nodes"*) printf '[{"node_id": "a"}, {"node_id": "b"}]' ;;
-*--stop*) echo "$@" >>"$CALLS"; touch "$CALLS.stopped" ;;
+"stop "*) echo "$@" >>"$CALLS"; touch "$CALLS.stopped" ;;
 submit*) echo "$@" >>"$CALLS"; until [ -e "$CALLS.stopped" ]; do sleep 0.05; done; exit 3 ;;
 *) echo "${0##*/} $*" "$RAY_AUTH_MODE" >>"$CALLS" ;;
 esac
@@ -321,7 +321,7 @@ def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_pa
     assert "srun --nodes=1 --ntasks=1 --exclude=n1 scripts/ray_node.sh worker n1 token" in lines
     (submitted,) = [line for line in lines if line.startswith("submit --environment")]
     assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo hardware=gpu")
-    assert lines[-2:] == ["submit --stop gtpo-7 --grace 780", "ray stop token"]
+    assert lines[-2:] == ["stop gtpo-7 --grace 780", "ray stop token"]
 
 
 def test_the_options_of_the_slurm_script_stand_before_its_first_command() -> None:

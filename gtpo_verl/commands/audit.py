@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from gtpo_verl.audit.plan import Plan
+from gtpo_verl.commands.options import renamed, share
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
-from gtpo_verl.files import local_path
 from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
@@ -38,7 +38,7 @@ MODEL is a run, a checkpoint or a model, as for gtpo-verl eval; prompts are thos
 training samples (actor_rollout_ref.rollout.temperature and so on).
 
 examples:
-  gtpo-verl audit outputs/gtpo-20260101-120000 --dry-run
+  gtpo-verl audit outputs/gtpo-20260101-120000 --check
   gtpo-verl audit outputs/gtpo-20260101-120000 --second-stage 12
   gtpo-verl audit Qwen/Qwen2.5-1.5B data.val_files=data/math-500.parquet trainer.n_gpus_per_node=8
   gtpo-verl audit outputs/gtpo-20260101-120000 --gradients 192 data.val_files=data/dapo-math-17k.parquet
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     default = Plan()
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a checkpoint or a model, see below")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for gtpo-verl train")
+    share(parser, {"overrides": ""})
     for name, what, value in (
         ("prompts", "prompts with contrast, some of whose responses are correct and some wrong", "64, or 2 N"),
         ("samples", "responses sampled to each", "8, or a training's"),
@@ -85,14 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of parameters with such a name alone (default: all)",
     )
     parser.add_argument("--methods", default="", metavar="A,B", help="presets of algo= to score (default: all)")
-    parser.add_argument(
-        "--output", type=local_path, metavar="DIR", help="default: RUN/audit/NAME, or outputs/audit-MODEL"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print cost and power, and stop")
-    parser.add_argument("--fresh", action="store_true", help="discard an earlier audit in the output directory")
+    share(parser, {"--output": "default: RUN/audit/NAME, or outputs/audit-MODEL", "--fresh": ""})
+    parser.add_argument("--check", dest="dry_run", action="store_true", help="print cost and power, and stop")
+    renamed(parser, "--dry-run", "--check", "dry_run")
     parser.add_argument("--reanalyse", type=Path, metavar="DIR", help="compute the figures of an audit again")
-    parser.add_argument("--before", action="store_true", help="of a run: the model that its training started from")
-    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room")
+    share(parser, {"--before": "", "--wait": ""})
 
 
 def _regular_expression(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from gtpo_verl.commands.options import overrides_of, share
 from gtpo_verl.evaluation.records import (
     SUMMARY_FILE,
     ProblemFile,
@@ -22,7 +23,6 @@ from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
-from gtpo_verl.files import local_path
 from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
@@ -61,13 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint or a model, see below")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for gtpo-verl train")
-    parser.add_argument(
-        "--output", type=local_path, metavar="DIR", help="default: RUN/evaluation/NAME, or outputs/eval-MODEL"
-    )
-    parser.add_argument("--before", action="store_true", help="of a run: the model that its training started from")
-    parser.add_argument("--fresh", action="store_true", help="discard an earlier evaluation in the output directory")
-    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room")
+    place = "default: RUN/evaluation/NAME, or outputs/eval-MODEL"
+    share(parser, {"overrides": "", "--config-dir": "", "--output": place, "--before": "", "--fresh": "", "--wait": ""})
     parser.add_argument(
         "--failures-as-wrong", action="store_true", help="count samples whose generation or verifier failed as wrong"
     )
@@ -76,8 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Evaluate; returns the exit code."""
     subject = find_subject(args.model, before=args.before)
-    config = configuration(subject, args.overrides)
-    check_evaluation(config, args.overrides)
+    overrides = overrides_of(args)
+    config = configuration(subject, overrides)
+    check_evaluation(config, overrides)
     output = check_output(args.output or subject.output)
     check_model(config)
     use_embedded_prompts(config)  # which takes minutes: what can be checked before is

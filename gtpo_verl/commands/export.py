@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gtpo_verl.commands.options import renamed
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.checkpoints import Layout, checkpoints, fault, tracked_step
-from gtpo_verl.runs.directory import MODEL_LINK, link_model
+from gtpo_verl.runs.checkpoints import MODEL_LINK, Layout, checkpoints, fault, link_model, newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", type=Path, help="a run's directory (its last checkpoint), or RUN/checkpoints/global_step_N"
     )
-    parser.add_argument("--cpu", action="store_true", help="initialise on the CPU, for models larger than its memory")
+    parser.add_argument(
+        "--init-on-cpu", action="store_true", help="initialise on the CPU, for models larger than a GPU's memory"
+    )
+    renamed(parser, "--cpu", "--init-on-cpu", "init_on_cpu")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +45,13 @@ def run(args: argparse.Namespace) -> int:
     merged = actor / ".export"
     shutil.rmtree(merged, ignore_errors=True)
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(actor), "--target_dir", str(merged), *["--use_cpu_initialization"] * args.cpu]
+    command += [
+        "--local_dir",
+        str(actor),
+        "--target_dir",
+        str(merged),
+        *["--use_cpu_initialization"] * args.init_on_cpu,
+    ]
     if subprocess.run(command, check=False, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode:
         raise UserError("verl's merger failed; its output above says why.")
     weights = actor / "huggingface"
@@ -61,14 +70,16 @@ def _checkpoint(given: Path) -> Path:
     if given.name.startswith("global_step_"):
         return given
     directory = given / "checkpoints"
+    found = ", ".join(folder.name for folder in checkpoints(directory).values())
     try:
-        step = tracked_step(directory)
+        folder = newest(directory)
     except ValueError as error:
-        raise UserError(f"{error}: name a checkpoint of {directory}, {_listed(directory)}.") from error
-    if step is None:
-        raise UserError(f"{given} has no finished checkpoint: name one of {directory}, {_listed(directory)}.")
-    return directory / f"global_step_{step}"
-
-
-def _listed(directory: Path) -> str:
-    return ", ".join(folder.name for folder in checkpoints(directory).values()) or "which is empty"
+        raise UserError(f"{error}: name a checkpoint of {directory}, {found}.") from error
+    if folder is not None:
+        return folder
+    if not given.is_dir():
+        raise UserError(f"{given}: no such directory; name a run's, or RUN/checkpoints/global_step_N.")
+    named = (
+        f"name one of {directory}: {found}." if found else "a training saves one at its end and at trainer.save_freq."
+    )
+    raise UserError(f"{given} has no finished checkpoint: {named}")

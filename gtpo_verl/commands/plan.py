@@ -3,9 +3,9 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from gtpo_verl.config import GROUPS, choices, compose_config, prepare
+from gtpo_verl.commands.options import overrides_of, share
+from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.problems import errors_of, refuse
 
@@ -25,15 +25,9 @@ The exit code is 1 if the run would fail.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
-    from gtpo_verl.planning.timing import GPUS
-
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    groups = "; ".join(f"{group}= {' | '.join(choices(group))}" for group in GROUPS)
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=f"as for `gtpo-verl train`. Groups: {groups}")
-    parser.add_argument(
-        "--gpu", choices=sorted(GPUS), default="h100", help="GPU whose data sheet is used (default: h100)"
-    )
+    share(parser, {"overrides": "", "--config-dir": "", "--gpu": "", "--measured": ""})
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory per GPU, instead of the data sheet's")
     parser.add_argument(
         "--yield",
@@ -44,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt-length", type=float, metavar="TOKENS", help="mean tokens of a prompt")
     parser.add_argument("--response-length", type=float, metavar="TOKENS", help="mean tokens of a response")
-    parser.add_argument("--measured", type=Path, metavar="RUN", help="take assumptions from a run directory")
     parser.add_argument(
         "--assume",
         action="append",
@@ -62,12 +55,13 @@ def run(args: argparse.Namespace) -> int:
     from gtpo_verl.rules.plan import plannable, problems
     from gtpo_verl.rules.stages import problems as problems_of
 
-    config = compose_config(args.overrides)
-    prepare(config, args.overrides)
+    overrides = overrides_of(args)
+    config = compose_config(overrides)
+    prepare(config, overrides)
     if not plannable(config):
-        refuse(problems_of(config, args.overrides))
+        refuse(problems_of(config, overrides))
     plan = make_plan(config, gpu=args.gpu, given=_given(args), measured=args.measured)
-    found = problems(config, plan, args.overrides)
+    found = problems(config, plan, overrides)
     if args.json:
         listed = [{"level": problem.severity, "message": problem.message} for problem in found]
         json.dump({"overrides": list(args.overrides), **plan.to_dict(), "findings": listed}, sys.stdout, indent=2)

@@ -15,7 +15,7 @@ from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS, Dataset
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import obstacle
+from gtpo_verl.files import check_writable
 from gtpo_verl.tasks import TASKS, set_thread_waiting, task
 from gtpo_verl.tasks.prepare import prepare_task
 
@@ -98,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--output {output} is one of the input files: give another name.")
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
-    if blocked := obstacle(output.parent):
-        raise UserError(f"--output {output}: {blocked}.")
+    check_writable(output.parent, f"--output {output}")
     request = Request(
         name=args.name,
         dataset=dataset,
@@ -141,8 +140,7 @@ def _prepare_task(args: argparse.Namespace) -> None:
             raise UserError(f"prepare-data {args.name} makes an embedded task: {option} is for data sets.")
     embedded = task(args.name)
     directory = (args.output or embedded.directory(Path("outputs"))).absolute()  # not resolved: the nodes' links differ
-    if blocked := obstacle(directory):
-        raise UserError(f"--output {directory}: {blocked}.")
+    check_writable(directory, f"--output {directory}")
     prepared = prepare_task(embedded, directory)
     paths = {
         "actor_rollout_ref.model.path": prepared.model_path,

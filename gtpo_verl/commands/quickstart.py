@@ -14,16 +14,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from gtpo_verl.commands.options import overrides_of, share
 from gtpo_verl.config import choices, chosen, compose_config
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.experiments.run import Where, launcher_for, locked, train_all
 from gtpo_verl.experiments.scheduler import Scheduler, unfinished
 from gtpo_verl.experiments.sweep import BASELINE, on_axes, task_overrides
-from gtpo_verl.files import local_path
 from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.sweep import Sweep, read
-from gtpo_verl.runs.terminal import LOG_FILE
+from gtpo_verl.runs.terminal import LOG_FILE, outlive_terminal
 from gtpo_verl.tasks import set_thread_waiting, task
 from gtpo_verl.tasks.prepare import prepare_task
 
@@ -35,8 +35,8 @@ LINE_EVERY = 30.0  # seconds between two lines of progress where there is no ter
 
 EPILOG = """\
 The run directory is DIR/quickstart-TIME: report.html, sweep.json, and for each arm metrics.jsonl, validation samples,
-checkpoints, TensorBoard files, the trained model in Hugging Face format and train.log. `gtpo-verl sweep status` shows
-how far it is, also from another terminal.
+checkpoints, TensorBoard files, the trained model in Hugging Face format and train.log. `gtpo-verl status` shows how
+far it is, also from another terminal.
 
 The report is there after the first arm and grows with every other. Ctrl-C stops after the current step and writes a
 report of what was trained; the same command resumes the run. Arms train side by side if there are two cores and 5 GiB
@@ -48,18 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for every arm")
+    share(parser, {"overrides": "Hydra overrides for every arm", "--config-dir": ""})
     parser.add_argument("--arms", default=",".join(ARMS), metavar="A,B", help="what to train (default: %(default)s)")
     parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps per arm (default: the setting's)")
-    parser.add_argument(
-        "--output",
-        type=local_path,
-        default=Path("outputs"),
-        metavar="DIR",
-        help="parent directory of the run (default: %(default)s)",
-    )
+    fresh = "start a new run even if an unfinished one could resume"
+    share(parser, {"--output": "parent directory of the run (default: %(default)s)", "--fresh": fresh})
+    parser.set_defaults(output=Path("outputs"))
     parser.add_argument("--parallel", type=int, metavar="N", help="arms at once (default: as many as fit)")
-    parser.add_argument("--fresh", action="store_true", help="start a new run even if an unfinished one could resume")
     parser.add_argument(
         "--random-verdicts",
         action="store_true",
@@ -70,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, train every arm, report; returns the exit code."""
     set_thread_waiting()
+    outlive_terminal()
+    args.overrides = overrides_of(args)
     console = Console(highlight=False, soft_wrap=True)
     where = Where(local=True, parallel=args.parallel)
     embedded = task(chosen(args.overrides, "task") or TASK)

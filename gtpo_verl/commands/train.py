@@ -7,22 +7,21 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from gtpo_verl.commands.options import overrides_of, share
 from gtpo_verl.config import (
-    GROUPS,
     check_path_in_job,
-    choices,
     compose_config,
     prepare,
     print_config,
     print_info,
-    with_config_dir,
     with_hardware,
 )
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.checkpoints import repair_tracker
+from gtpo_verl.runs.continuation import changes
 from gtpo_verl.runs.directory import set_aside
 from gtpo_verl.runs.session import training_session
-from gtpo_verl.runs.terminal import LOG_FILE, following, printing_to
+from gtpo_verl.runs.terminal import LOG_FILE, following, outlive_terminal, printing_to
 
 # Hydra's, the default first
 CFG = ("job", "hydra", "all")
@@ -53,13 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments on ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    groups = "; ".join(f"{group}= {' | '.join(choices(group))}" for group in GROUPS)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help=f"Hydra overrides over verl's configuration. Groups: {groups}"
-    )
-    parser.add_argument(
-        "--config-dir", "-cd", type=Path, metavar="DIR", help="your own configuration, on Hydra's search path"
-    )
+    share(parser, {"overrides": "", "--config-dir": ""})
     parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
     parser.add_argument("--package", "-p", metavar="KEY", help="with --cfg: print this section alone")
     what = parser.add_mutually_exclusive_group()
@@ -74,16 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--info", "-i", nargs="?", const="all", metavar="|".join(INFO), help="print how it is composed and stop"
     )
-    what.add_argument("--check", action="store_true", help="check all that can be checked without a GPU and stop")
+    share(what, {"--check": "check all that can be checked without a GPU and stop"})
     what.add_argument("--multirun", "-m", action="store_true", help="train every value: `gtpo-verl sweep --local`")
-    parser.add_argument("--wait", action="store_true", help="on a Ray cluster, wait until there is room for the run")
+    share(parser, {"--allow-changes": "", "--wait": ""})
     parser.add_argument("--verbose", action="store_true", help="show all that the run prints, from every process")
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
     _return_overrides(args)
-    given = with_config_dir(args.overrides, args.config_dir)
+    given = overrides_of(args)
     if args.multirun:
         from gtpo_verl.experiments.run import Where
         from gtpo_verl.experiments.run import train as train_all
@@ -148,6 +141,7 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
     from gtpo_verl.planning.step import total_steps
     from gtpo_verl.rules.start import find_start
 
+    outlive_terminal()
     export_environment(config)
     validate(config, to_start=True)
     print(f"This run is valid: {devices(config)}.", flush=True)
@@ -156,12 +150,14 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
     command = shlex.join(["gtpo-verl", "train", *args.overrides])
     resolved = OmegaConf.to_yaml(config, resolve=True)
     steps = total_steps(config)
-    with training_session(run_dir, config=resolved, command=command, overrides=args.overrides):
+    changed = changes(run_dir, config)
+    with training_session(run_dir, config=resolved, command=command, overrides=args.overrides) as record:
         start = find_start(config)  # again, now that no other training writes to the directory
         if start.message and start.folder:
             repair_tracker(start.folder)
         if start.folder:
             print(f"Resuming from {start.folder.name} of {steps or '?'} steps.", flush=True)
+            record.goes_on(start.step, changed)
         again = set_aside(run_dir, start.step)
         if again:
             which = f"steps {again[0]} to {again[-1]}" if len(again) > 1 else f"step {again[0]}"

@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from gtpo_verl.commands.options import renamed, share
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import write_json
+from gtpo_verl.files import check_writable, write_json
 from gtpo_verl.verifiers import RULES
 from gtpo_verl.verifiers.agreement import Agreement, read_samples, threshold_of, verified
 from gtpo_verl.verifiers.pool import VerifierPool
 
+REPORT_FILE = "agreement.json"
 SCHEMA = 1  # of the JSON report; raised when a key is removed or changes its meaning
 
 EPILOG = """\
@@ -24,7 +26,7 @@ the run's own verifier returned) are used where they exist.
 
 examples:
   gtpo-verl verify outputs/dapo/validation/100.jsonl
-  gtpo-verl verify rollouts/*.jsonl --json agreement.json --workers 8
+  gtpo-verl verify rollouts/*.jsonl --output agreement --workers 8
 
 Ctrl-C stops and reports on the responses verified so far.
 """
@@ -57,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--examples", type=int, default=10, metavar="N", help="disagreements to show (default: %(default)s)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the report as JSON")
+    share(parser, {"--output": f"also write {REPORT_FILE} there"})
+    parser.set_defaults(json=None)
+    renamed(parser, "--json", f"--output DIR, which gets {REPORT_FILE}", "json", kind=Path)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
     total = sum(1 for _ in read_samples(thresholds))  # every line is checked before the first is verified
     if total == 0:
         raise UserError(f"no response in {', '.join(map(str, args.files))}.")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UserError(f"--json={args.json}: there is no directory {args.json.parent}.")
+    file = args.output / REPORT_FILE if args.output else args.json
+    if file is not None:
+        check_writable(file.parent, f"--output {file.parent}")
     limits = {"workers": args.workers, "timeout": args.timeout, "memory_mb": args.memory_mb}
     agreement = Agreement()
     interrupted = False
@@ -90,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if agreement.samples == 0:
         raise KeyboardInterrupt
     print_report(agreement, total)
-    if args.json is not None:
-        _write_report(args.json, agreement, total, thresholds)
+    if file is not None:
+        _write_report(file, agreement, total, thresholds)
     return 130 if interrupted else 0
 
 
@@ -149,8 +154,5 @@ def _write_report(path: Path, agreement: Agreement, total: int, thresholds: dict
         "correct_thresholds": list(thresholds.values()),
         "responses": total,
     }
-    try:
-        write_json(path, report | agreement.as_dict())
-    except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror}): choose another --json.") from error
+    write_json(path, report | agreement.as_dict())
     print(f"report: {path}", file=sys.stderr)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gtpo_verl.data.table import reading_parquet
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines
 
@@ -135,21 +136,19 @@ def row_count(file: Path) -> int | None:
 
 
 def _parquet(file: Path) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with reading_parquet(file):
         return pq.ParquetFile(file)
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{file} is not a parquet file: {str(error).splitlines()[0]}") from error
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
     if file.suffix == ".parquet":
-        for batch in _parquet(file).iter_batches(batch_size=_BATCH):
-            yield from batch.to_pylist()
+        with reading_parquet(file):
+            for batch in _parquet(file).iter_batches(batch_size=_BATCH):
+                yield from batch.to_pylist()
         return
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: expected a .parquet or a .jsonl file.")

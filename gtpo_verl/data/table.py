@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gtpo_verl.errors import UserError, first_line
@@ -10,12 +11,30 @@ FORMATS = (".parquet", ".json", ".jsonl")
 ROWS_AT_ONCE = 256
 
 
+@contextmanager
+def reading_parquet(file: object) -> Iterator[None]:
+    """In the block a parquet file is read.
+
+    Raises:
+        UserError: it is damaged, or none.
+    """
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"{file} is not a parquet file, or it is damaged ({first_line(error):.120}): make it again."
+        ) from error
+
+
 class ParquetFile:
     """A parquet file; rows are read as they are asked for."""
 
     def __init__(self, file: str) -> None:
         import pyarrow.parquet as pq
 
+        self._name = file
         self._file = pq.ParquetFile(file)
         self.schema = self._file.schema_arrow
 
@@ -55,7 +74,8 @@ class ParquetFile:
 
     def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         present = [name for name in columns if name in self.schema.names]
-        yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
+        with reading_parquet(self._name):
+            yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
 
 
 class JsonFile:

@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.config import GROUPS, compose_config, parse_overrides, prepare, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
-from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE, hf_weights
+from gtpo_verl.runs.checkpoints import hf_weights
+from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE
 
 BEFORE = "before"  # the evaluation of the model that a run started from
 _MISSING = object()

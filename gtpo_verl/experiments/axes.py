@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException
 
 from gtpo_verl.config import hydra_app, line_of
@@ -30,25 +31,46 @@ def parse(overrides: Sequence[str]) -> list[Override]:
             raise UserError(f"these overrides do not parse: {' '.join(str(error).split())}") from error
 
 
-def split(parsed: Sequence[Override]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+def split(parsed: Sequence[Override], most: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Separate the axes, {key: values}, from the overrides that every run has.
 
+    Args:
+        parsed: overrides.
+        most: runs that the axes may make.
+
     Raises:
-        UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many.
+        UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many;
+            or there are too many runs.
     """
     swept = {item.get_key_element() for item in parsed if item.is_sweep_override()}
     count = Counter(item.get_key_element() for item in parsed)
     for key in sorted(swept):
         if count[key] > 1:
             raise UserError(f"{key} is given {count[key]} times: write the values of an axis once, as {key}=A,B.")
+    runs = 1.0
+    for item in parsed:
+        runs *= max(1, _count(item)) if item.is_sweep_override() else 1
+    if not runs <= most:  # before the values are listed
+        raise UserError(
+            f"{' '.join(line_of(item) for item in parsed if item.is_sweep_override())}: {runs:,.0f} runs, and at most "
+            f"sweep.max_runs={most:,} are begun. Leave some out, or raise sweep.max_runs."
+        )
     axes = {item.get_key_element(): _values(item) for item in parsed if item.is_sweep_override()}
     return axes, [line_of(item) for item in parsed if not item.is_sweep_override()]
 
 
-def _values(item: Override) -> tuple[str, ...]:
-    """The values of an axis, as Hydra's parser writes them."""
+def _count(item: Override) -> float:
+    """How many values an axis has, without listing them."""
     if not item.is_discrete_sweep():
         raise UserError(f"{item.input_line}: an interval has no end of values. Write the values, or range(A,B,STEP).")
+    values: Any = item.value()
+    if not isinstance(values, RangeSweep):
+        return sum(1 for _ in item.sweep_iterator())
+    return abs(float(values.stop or 0) - float(values.start or 0)) / (abs(float(values.step)) or 1.0)
+
+
+def _values(item: Override) -> tuple[str, ...]:
+    """The values of an axis, as Hydra's parser writes them."""
     found = list(item.sweep_iterator())
     texts = list(item.sweep_string_iterator())
     for value, text in zip(found, texts, strict=True):

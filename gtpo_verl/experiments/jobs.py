@@ -272,7 +272,7 @@ class Jobs:
         except (TimeoutError, OSError, requests.exceptions.RequestException) as error:
             raise UserError(
                 f"no Ray cluster answers at {self.address} ({first_line(error)[:120]}): name its dashboard by "
-                f"--address or {ADDRESS_VARIABLE}; `scripts/ray_node.sh head` starts one."
+                f"--address or {ADDRESS_VARIABLE}; `ray start --head` starts one."
             ) from error
 
 

@@ -29,6 +29,7 @@ from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import Sweep, load, write
+from gtpo_verl.runs.terminal import outlive_terminal
 from gtpo_verl.tasks.prepare import prepare_task
 
 REFRESH = 2.0  # seconds between two tables
@@ -58,6 +59,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     Raises:
         UserError: what is wrong with the sweep, its directory or the place where it runs.
     """
+    outlive_terminal()
     console = _console()
     sweep, task = embedded_task(define(overrides, directory, local=where.local))
     configs = _checked(sweep, console)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
@@ -19,13 +18,16 @@ from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.problems import Problem, errors_of, refuse
 from gtpo_verl.rules import overrides as given
 from gtpo_verl.rules.stages import problems
-from gtpo_verl.runs.directory import CONFIG_FILE, flatten, is_bookkeeping
+from gtpo_verl.runs.continuation import changes, in_words, refusal
+from gtpo_verl.runs.directory import flatten, is_bookkeeping
 from gtpo_verl.runs.lock import is_of_lock
+from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import RETRIES, Sweep, read
 from gtpo_verl.tasks import EmbeddedTask, task_of
 from gtpo_verl.tasks.prepare import locate
 
 GROUP = "sweep"
+STEPS = "trainer.total_training_steps"
 BASELINE = {"algo": "dapo"}  # of a sweep that names none
 
 
@@ -37,12 +39,14 @@ class SweepFile:
     overrides: of every run.
     baseline: the value on some axes of the runs that the others are compared with.
     retries: attempts at a run after one that failed without a new training step.
+    max_runs: more are refused before they are counted out.
     """
 
     axes: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     baseline: dict[str, str] = field(default_factory=dict)
     retries: int = RETRIES
+    max_runs: int = 1000
 
 
 # -------------------------------------------------------------------- definition
@@ -66,15 +70,16 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
     file = _read_file(settings, [line_of(item) for item in given if item.is_hydra_override()])
     keys = {item.get_key_element() for item in given}
     from_file = parse([*(f"{key}={values}" for key, values in file.axes.items()), *file.overrides])
-    _check_baseline(file.baseline, split(from_file)[0])
-    axes, common = split([*(item for item in from_file if item.get_key_element() not in keys), *given])
+    _check_baseline(file.baseline, split(from_file, file.max_runs)[0])
+    kept = [item for item in from_file if item.get_key_element() not in keys]
+    axes, common = split([*kept, *given], file.max_runs)
     if not axes:
         raise UserError(
             "a sweep needs an axis: give a key several values, as in algo=dapo,gtpo or seed='range(8)', or choose a "
             "file with sweep=NAME."
         )
     if chosen(common, "trainer.run_dir") is not None:
-        raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --dir names.")
+        raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --output names.")
     if local:
         common, _ = with_hardware(common)
     name = _name(chosen([line_of(item) for item in settings], GROUP), axes, chosen(common, "setting"))
@@ -173,12 +178,12 @@ def check_directory(sweep: Sweep) -> None:
     found = read(sweep.directory)
     if found is None:
         if sweep.directory.is_dir() and any(not is_of_lock(item) for item in sweep.directory.iterdir()):
-            raise UserError(f"{sweep.directory} is not empty and not a sweep: choose another --dir.")
+            raise UserError(f"{sweep.directory} is not empty and not a sweep: choose another --output.")
         return
     if sorted(found.axes) != sorted(sweep.axes):
         raise UserError(
             f"{sweep.directory} is a sweep over {', '.join(found.axes)}, not over {', '.join(sweep.axes)}: choose "
-            "another --dir."
+            "another --output."
         )
 
 
@@ -207,11 +212,12 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
             failing.setdefault(message, []).append(name)
     refuse(Problem(f"{_some(names)}: {message}") for message, names in failing.items())
     for name, config in configs.items():
-        trained = _trained(OmegaConf.to_yaml(config, resolve=True))
+        values: Any = OmegaConf.to_container(config, resolve=True)
+        trained = sorted((key, str(value)) for key, value in flatten(values) if not is_bookkeeping(key))
         twin = seen.setdefault(repr(trained), name)
         if twin != name:
             raise UserError(f"{name} and {twin} would be the same run: an axis has no effect there.")
-        _check_recorded(sweep, name, trained)
+        _check_recorded(sweep, name, config)
     return configs
 
 
@@ -221,31 +227,17 @@ def _some(names: Sequence[str]) -> str:
     return names[0] + (f" and {others} other run{'s' * (others > 1)}" if others else "")
 
 
-def _trained(text: str) -> dict[str, Any]:
-    """What a configuration in YAML trains: its values by dotted key, in order, without where the run is kept, how Ray
-    is started, and the device, which verl finds out.
-    """
-    values = flatten(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)))
-    place = ("ray_kwargs.", "trainer.device")
-    return dict(sorted((key, value) for key, value in values if not (key.startswith(place) or is_bookkeeping(key))))
-
-
-def _check_recorded(sweep: Sweep, name: str, trained: dict[str, Any]) -> None:
-    """Refuse a run whose directory holds a training with another configuration."""
-    file = sweep.run_dir(name) / CONFIG_FILE
-    if not file.is_file():
-        return
-    recorded = _trained(file.read_text(encoding="utf-8"))
-    missing = object()
-    for key in sorted(recorded.keys() | trained.keys()):
-        before, now = recorded.get(key, missing), trained.get(key, missing)
-        if before != now:
-            was = "absent" if before is missing else before
-            will_be = "absent" if now is missing else now
-            raise UserError(
-                f"{name}: {key} was {was} in {sweep.run_dir(name)} and would be {will_be}. Restore it, remove that "
-                "directory, or choose another --dir."
-            )
+def _check_recorded(sweep: Sweep, name: str, config: DictConfig) -> None:
+    """Refuse a run whose directory holds another training, or one of other length that is not trained again."""
+    run_dir = sweep.run_dir(name)
+    found = changes(run_dir, config, contents=False)
+    if message := refusal(found, list(config.trainer.allow_changes)):
+        raise UserError(f"{name} in {sweep.directory}: {message}")
+    if STEPS in found and state_of(run_dir).is_complete:
+        raise UserError(
+            f"{name}: {in_words({STEPS: found[STEPS]})}, and it is finished in {run_dir}. Restore it, remove that "
+            "directory, or choose another --output."
+        )
 
 
 def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
@@ -266,4 +258,4 @@ def few_seeds(sweep: Sweep) -> list[str]:
     if len(sweep.runs) == seeds or least <= 0.05:  # one arm, or enough
         return []
     arms = f"{seeds} seed{'s' * (seeds > 1)} for each arm"
-    return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}; see docs/statistics.md."]
+    return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}."]

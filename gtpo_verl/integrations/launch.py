@@ -72,7 +72,7 @@ def device(config: DictConfig) -> Iterator[Problem]:
     if not get_platform().is_available() and not joined_cluster(config):
         yield Problem(
             "this machine has no GPU: hardware=cpu trains without one. On a cluster, start Ray first "
-            "(scripts/ray_node.sh head) and submit the run there; --check validates it here."
+            "(`ray start --head`) and submit the run there; --check validates it here."
         )
 
 
@@ -135,11 +135,15 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     ports_lost = 0
 
     def admit() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         signal.signal(signal.SIGTERM, stop)  # Ray's start has replaced it
         prove_shared(Path(config.trainer.run_dir))
         enter_cluster(config, training=True, wait=wait)
 
     while True:
+        # Ray's processes inherit the mask, as Ray's own for SIGINT: a shell whose terminal is closed sends SIGHUP to
+        # all of them, and the step could not be finished.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
             run_ppo(config, task_runner_class=TaskRunnerClass(admit))
             return
@@ -158,6 +162,7 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
                 raise _in_one_line(error, _after(config)) from error
             say("The port that verl had chosen is in use by another process: starting again.")
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
             ray.shutdown()
 
 

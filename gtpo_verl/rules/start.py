@@ -7,11 +7,12 @@ from omegaconf import DictConfig
 
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import obstacle
+from gtpo_verl.files import check_writable, obstacle
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.runs import checkpoints
 from gtpo_verl.runs.checkpoints import Layout, Start
+from gtpo_verl.runs.continuation import changes, refusal
 
 
 def run_dir(config: DictConfig) -> Iterator[Problem]:
@@ -23,9 +24,20 @@ def run_dir(config: DictConfig) -> Iterator[Problem]:
 
 
 def checkpoint(config: DictConfig) -> Iterator[Problem]:
-    """There is nothing to resume, or what there is can be loaded."""
-    if message := find_start(config).message:
-        yield warning(message)
+    """There is nothing to resume, or what there is can be loaded, is of the same training, and has steps to come."""
+    start, trainer = find_start(config), config.trainer
+    if start.message:
+        yield warning(start.message)
+    if start.folder is None:
+        return
+    if isinstance(trainer.total_training_steps, int) and start.step > trainer.total_training_steps:
+        yield Problem(
+            f"trainer.total_training_steps={trainer.total_training_steps}: there is nothing to do, {start.folder} is "
+            "saved already. Give more steps, or another trainer.run_dir."
+        )
+    run_dir = Path(trainer.run_dir)
+    if message := refusal(changes(run_dir, config), list(trainer.allow_changes)):
+        yield Problem(f"trainer.run_dir={run_dir}: {message}")
 
 
 def find_start(config: DictConfig) -> Start:
@@ -74,8 +86,7 @@ def check_output(directory: Path) -> Path:
         UserError: it would be lost with a submitted job, or nothing can be written there.
     """
     check_path_in_job("--output", directory)
-    if blocked := obstacle(directory.resolve()):
-        raise UserError(f"--output {directory}: {blocked}.")
+    check_writable(directory.resolve(), f"--output {directory}")
     return directory.resolve()
 
 

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import write_text
+from gtpo_verl.files import write_atomically, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 VERL_CONTENTS = ("model", "optimizer", "extra")  # verl's default; hf_model is the fourth
+# Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
+HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
+MODEL_LINK = "model"  # in a run's directory
 _FSDP_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 MOST_RANKS = 1_000_000  # more are not those of a training
 _NAME = re.compile(r"global_step_(\d+)")
@@ -75,6 +78,37 @@ def tracked_step(directory: Path) -> int | None:
     if not text.strip().isdigit():
         raise ValueError(f"{file} is empty" if not text.strip() else f"{file} holds {text[:20]!r} instead of a step")
     return int(text)
+
+
+def newest(directory: Path) -> Path | None:
+    """The checkpoint that the tracker names, whatever lies beside it; None where there is none, or no such folder.
+
+    Raises:
+        ValueError: see `tracked_step`.
+    """
+    step = tracked_step(directory)
+    folder = directory / f"global_step_{step}"
+    return folder if step is not None and folder.is_dir() else None
+
+
+def link_model(run_dir: Path) -> Path | None:
+    """Link ``model`` to the newest checkpoint's weights in Hugging Face format; None where there are none."""
+    try:
+        saved = newest(run_dir / "checkpoints")
+    except ValueError:  # what to do about the tracker is said where it is followed
+        return None
+    weights = hf_weights(saved) if saved else None
+    if weights is None:
+        return None
+    link = run_dir / MODEL_LINK
+    write_atomically(link, lambda path: path.symlink_to(weights.relative_to(run_dir)))
+    return link
+
+
+def hf_weights(checkpoint: Path) -> Path | None:
+    """The directory of a checkpoint's weights in Hugging Face format; None where it has none."""
+    places = (checkpoint / place for place in HF_WEIGHTS)
+    return next((place for place in places if any(place.glob("*.safetensors"))), None)
 
 
 def repair_tracker(folder: Path) -> None:

@@ -20,7 +20,6 @@ from gtpo_verl.files import (
     read_json_lines,
     read_json_lines_from,
     reading,
-    write_atomically,
     write_json,
 )
 
@@ -34,10 +33,7 @@ SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of i
 STOP_FILE = "STOP"
 PHASE_FILE = "phase.json"  # what the trainer does just now
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
-MODEL_LINK = "model"
 DEEPEST = 100  # levels of a configuration; verl's has eight
-# Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
-HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
 
 # The one list of settings that say where a run is, what it is called and whom it talks to: they differ between any two
 # trainings, and change nothing in what is trained.
@@ -151,26 +147,6 @@ def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]],
     return read_json_lines_from(run_dir / METRICS_FILE, offset)
 
 
-def link_model(run_dir: Path) -> Path | None:
-    """Link ``model`` to the weights of the last checkpoint in Hugging Face format; None where there is none."""
-    saved = sorted(
-        (path.parent for path in run_dir.glob("checkpoints/global_step_*/actor")),
-        key=lambda path: int(path.name.rsplit("_", 1)[-1]),
-    )
-    weights = hf_weights(saved[-1]) if saved else None
-    if weights is None:
-        return None
-    link = run_dir / MODEL_LINK
-    write_atomically(link, lambda path: path.symlink_to(weights.relative_to(run_dir)))
-    return link
-
-
-def hf_weights(checkpoint: Path) -> Path | None:
-    """The directory of a checkpoint's weights in Hugging Face format; None where it has none."""
-    places = (checkpoint / place for place in HF_WEIGHTS)
-    return next((place for place in places if any(place.glob("*.safetensors"))), None)
-
-
 def write_record(run_dir: Path, facts: dict[str, Any]) -> None:
     """Write ``run.json``, atomically."""
     write_json(run_dir / RECORD_FILE, facts)
@@ -189,7 +165,11 @@ def read_config(file: Path) -> Any:
     Raises:
         ValueError, yaml.YAMLError: it is no YAML, or nested too deeply.
     """
-    text = file.read_text(encoding="utf-8")
+    return parse_config(file.read_text(encoding="utf-8"))
+
+
+def parse_config(text: str) -> Any:
+    """What a text in YAML says; see `read_config`."""
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     depth = 0
     for event in yaml.parse(text, Loader=loader):

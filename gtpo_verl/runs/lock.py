@@ -156,6 +156,7 @@ class DirectoryLock:
     def _try_flock(self) -> bool:
         """Whether the file is locked now; True also where the file system has no locks and only the record protects."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.touch()  # where it cannot be made, filelock would take it for held
         try:
             self._flock.acquire(timeout=0)
         except Timeout:

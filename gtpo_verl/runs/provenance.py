@@ -11,6 +11,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ def _file_checksum(file: Path) -> str:
     target = file.resolve().name
     if file.is_symlink() and len(target) == _BLOB_LENGTH and not set(target) - set("0123456789abcdef"):
         return target
+    found = file.stat()
+    return _content_checksum(file, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4096)  # asked before a run starts and when it does
+def _content_checksum(file: Path, changed: int, size: int) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

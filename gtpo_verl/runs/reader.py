@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json_lines, reading
+from gtpo_verl.runs.continuation import changed_settings
 from gtpo_verl.runs.correctness import is_correct
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
@@ -311,6 +312,9 @@ def _read_training(directory: Path, metrics_file: Path, name: str) -> Training |
     if not metrics:
         return None
     config = _read_config(directory / CONFIG_FILE)
+    record = _read_record(directory)
+    with reading(directory / RECORD_FILE):
+        notes += changed_settings(record)
     validations, validation_notes = _read_validations(directory / "validation", metrics, config)
     return Training(
         name=name,
@@ -320,7 +324,7 @@ def _read_training(directory: Path, metrics_file: Path, name: str) -> Training |
         config=config,
         method=_method(config),
         notes=(*notes, *validation_notes),
-        record=_read_record(directory),
+        record=record,
     )
 
 

@@ -15,7 +15,8 @@ from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import first_line
 from gtpo_verl.files import write_text
 from gtpo_verl.runs import terminal
-from gtpo_verl.runs.checkpoints import tracked_step
+from gtpo_verl.runs.checkpoints import link_model, tracked_step
+from gtpo_verl.runs.continuation import Changes, in_words
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
     DIFF_FILE,
@@ -23,7 +24,6 @@ from gtpo_verl.runs.directory import (
     STOP_FILE,
     differences,
     flatten,
-    link_model,
     read_record,
     write_record,
 )
@@ -39,8 +39,8 @@ SIGNALS = {
 
 
 @contextmanager
-def training_session(run_dir: Path, *, config: str, command: str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Hold the run directory for the training in the block, and keep ``run.json`` up to date.
+def training_session(run_dir: Path, *, config: str, command: str, overrides: Sequence[str] = ()) -> Iterator["Record"]:
+    """Hold the run directory for the training in the block, and keep ``run.json`` up to date; gives its record.
 
     The status is ``running``, then ``complete``, ``interrupted`` (a signal, or the file ``STOP``) or ``failed``, with
     the reason; one that is asked to stop in its last step is ``complete``. The first signal asks the trainer to stop
@@ -63,11 +63,11 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         stop.unlink(missing_ok=True)
         (run_dir / PHASE_FILE).unlink(missing_ok=True)  # of an earlier attempt
         write_text(run_dir / CONFIG_FILE, config)
-        record = _Record(run_dir, yaml.safe_load(config), command, overrides)
+        record = Record(run_dir, yaml.safe_load(config), command, overrides)
         stopper = _Stopper(stop, record.stopping)
         try:
             with handling_signals(stopper):
-                yield
+                yield record
         except KeyboardInterrupt:
             record.close("interrupted", stopper.reason)
             print(_stopped(run_dir, record.config, stopper.reason), flush=True)
@@ -87,7 +87,7 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
             print(f"Trained model: {model}", flush=True)
 
 
-class _Record:
+class Record:
     """``run.json`` of a training, written as it starts and as it ends."""
 
     def __init__(self, run_dir: Path, config: dict[str, Any], command: str, overrides: Sequence[str]) -> None:
@@ -120,6 +120,13 @@ class _Record:
         if other:
             print(f"note: this run goes on with other code: {'; '.join(other)}.", flush=True)
         write_record(run_dir, self.facts | {"status": "running"})
+
+    def goes_on(self, step: int, changes: Changes) -> None:
+        """Record from which step the attempt goes on, and what has changed since the attempt before."""
+        self.attempt |= {"from_step": step, "changes": {key: list(pair) for key, pair in changes.items()}}
+        write_record(self.run_dir, self.facts | {"status": "running"})
+        if changes:
+            print(f"note: this run goes on with other settings: {in_words(changes)}.", flush=True)
 
     def stopping(self, reason: str) -> None:
         """Record why the attempt is about to end; it may be killed before it does."""

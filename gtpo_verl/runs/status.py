@@ -49,7 +49,7 @@ def status_of(run_dir: Path) -> Status:
     Raises:
         UserError: the directory holds no training.
     """
-    record = read_record(run_dir) or {}
+    record = (read_record(run_dir) or {}) if run_dir.is_dir() else {}
     if "attempts" not in record:
         raise UserError(_no_training(run_dir))
     state = state_of(run_dir)
@@ -63,6 +63,8 @@ def status_of(run_dir: Path) -> Status:
 
 def _no_training(directory: Path) -> str:
     """What a directory without the record of a training is instead."""
+    if not directory.is_dir():
+        return f"{directory}: no such directory; name that of a training, its trainer.run_dir."
     runs = sorted(file.parent.name for file in directory.glob(f"*/{RECORD_FILE}"))
     if runs:
         return f"{directory} holds several trainings: name one of {', '.join(runs)} in it."

@@ -9,9 +9,9 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from gtpo_verl.files import read_lines_from
 from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
@@ -25,7 +25,41 @@ STOPPED = "Stopped after step"  # the last line of a training that was stopped b
 POLL = 0.5  # seconds between looks at log and metrics
 
 _WARNING = re.compile(r"gtpo_verl (WARNING|ERROR): (?P<text>.*)")
+# EIO of a closed terminal, EPIPE, ENOSPC; and what a signal handler gets that prints in the middle of a print
+_UNPRINTABLE = (OSError, RuntimeError)
 _redirected: tuple[TextIO, TextIO] | None = None
+
+
+class _Lasting:
+    """A stream that raises nothing: what its terminal, a pipe or a full disk does not take is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(*_UNPRINTABLE):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*_UNPRINTABLE):
+            self._stream.flush()
+
+    def close(self) -> None:
+        with suppress(*_UNPRINTABLE):
+            self._stream.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def outlive_terminal() -> None:
+    """Let nothing that this process prints end it, now that it begins a training: its terminal may be closed."""
+    sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
+
+
+def _lasting(stream: TextIO) -> TextIO:
+    return stream if isinstance(stream, _Lasting) else cast(TextIO, _Lasting(stream))
 
 
 def out() -> TextIO:
@@ -60,7 +94,8 @@ def printing_to(log: Path) -> Iterator[None]:
         terminal = os.dup(1), os.dup(2)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    with os.fdopen(terminal[0], "w") as stdout, os.fdopen(terminal[1], "w") as stderr:
+    stdout, stderr = (_lasting(os.fdopen(number, "w")) for number in terminal)
+    with closing(stdout), closing(stderr):
         _redirected = stdout, stderr
         try:
             yield

@@ -127,7 +127,7 @@ def test_too_small_a_disk_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 def test_without_a_choice_the_command_says_which_there_are():
     with pytest.raises(UserError, match=re.escape("`gtpo-verl setup` needs --cpu. On a machine with GPUs")):
-        setup.run(Namespace(cpu=False, dev=False, dry_run=False))
+        setup.run(Namespace(cpu=False, dev=False, check=False))
 
 
 def test_it_runs_where_nothing_is_installed():

@@ -62,7 +62,8 @@ def test_a_dead_address_is_one_line(
         unused.bind(("127.0.0.1", 0))  # and does not listen
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
         assert main(["submit", "--address", address, *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    *notes, line = capsys.readouterr().err.splitlines()
+    assert len(notes) == (words[0] in ("--stop", "--status")), "spellings of the release before"
     assert line.startswith(f"error: no Ray cluster answers at {address} ")
 
 

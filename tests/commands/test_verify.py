@@ -137,7 +137,15 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_is_said_before_the_work(dump: WriteDump, tmp_path: Path) -> None:
-    assert cli.main(["verify", str(dump(BOTH)), "--json", str(tmp_path / "absent" / "report.json")]) == 2
+    (tmp_path / "file").touch()
+    for place in (["--output", str(tmp_path / "file")], ["--json", str(tmp_path / "file" / "report.json")]):
+        assert cli.main(["verify", str(dump(BOTH)), *place]) == 2
+
+
+@pytest.mark.slow
+def test_the_report_is_in_the_directory_that_is_named(dump: WriteDump, tmp_path: Path) -> None:
+    assert cli.main(["verify", str(dump(BOTH)), "--output", str(tmp_path / "new")]) == 0
+    assert json.loads((tmp_path / "new" / "agreement.json").read_text())["responses"] == 1
 
 
 @pytest.mark.slow

@@ -285,6 +285,9 @@ def test_without_a_network_the_message_says_what_to_pass(
         (("parquet", "{rows}", "--output", "{rows}"), "is one of the input files"),
         (("parquet", "{rows}", "--output", "{folder}"), "is a directory: give the name of a file in it"),
         (("parquet", "{rows}", "--output", "{text}/out.parquet"), "text.csv is a file, not a directory"),
+        (("parquet", "{rows}", "--output", "/proc/x"), "--output /proc/x: /proc cannot be written to"),
+        (("sums", "--output", "/proc/x"), "--output /proc/x: /proc cannot be written to"),
+        (("parquet", "{corrupt}"), "corrupt.parquet is not a parquet file, or it is damaged"),
         (("parquet", "{folder}"), "is a directory: name its files"),
         (("parquet", "{rows}", "--problem-column", "nope"), "--problem-column nope"),
         (("parquet", "{verl}"), "row 0: TypeError"),
@@ -298,11 +301,13 @@ def test_what_is_wrong_is_said(
     files = {
         "folder": tmp_path,
         "torn": tmp_path / "torn.parquet",
+        "corrupt": tmp_path / "corrupt.parquet",
         "text": tmp_path / "text.csv",
         "rows": write("rows.jsonl", [{"problem": "A", "answer": "1"}]),
         "verl": write("verl.jsonl", [{"prompt": "A", "reward_model": {"ground_truth": "1"}}]),
     }
     files["torn"].write_bytes(b"PAR1")
+    files["corrupt"].write_bytes(b"PAR1" + bytes(200) + b"PAR1")
     files["text"].write_text("problem,answer\n")
     given = [argument.format_map(files) for argument in arguments]
     if "--output" not in given:

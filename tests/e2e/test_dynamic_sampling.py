@@ -91,7 +91,7 @@ def runs(start: Start, task: Task, tmp_path_factory: pytest.TempPathFactory) -> 
     second = train(
         "reward.custom_reward_function.name=none",
         *("algorithm.filter_groups.max_num_gen_batches=2", "trainer.total_training_steps=200"),
-        "algorithm.overlong_filtering=true",
+        *("algorithm.overlong_filtering=true", "trainer.allow_changes=[algorithm,reward]"),
     )
     second.wait_for_end(code=2)
     runs.second = second.output().removeprefix(runs.first)  # one log

@@ -100,7 +100,7 @@ MAKERS: dict[Arguments, int] = {
     _plan: 4,
     _train: 4,
     lambda rng, directory, sweep: ["status", _place(rng, directory, sweep)]: 4,
-    lambda rng, directory, sweep: ["sweep", "status", _place(rng, directory, sweep)]: 2,
+    lambda rng, directory, sweep: ["stop", _place(rng, directory, sweep)]: 2,
     lambda rng, directory, sweep: [
         "verify",
         _place(rng, directory, sweep),

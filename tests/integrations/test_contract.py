@@ -535,7 +535,7 @@ def test_a_ray_actor_class_tells_what_it_wraps() -> None:
 def test_both_engines_save_hugging_face_weights_where_they_are_looked_for() -> None:
     from verl.model_merger.base_model_merger import _default_hf_model_config_path
 
-    from gtpo_verl.runs.directory import HF_WEIGHTS
+    from gtpo_verl.runs.checkpoints import HF_WEIGHTS
 
     found = (_default_hf_model_config_path(engine, "actor") for engine in ("fsdp", "megatron"))
     assert tuple(map(Path, found)) == HF_WEIGHTS

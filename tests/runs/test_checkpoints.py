@@ -17,6 +17,8 @@ from gtpo_verl.runs.checkpoints import (
     checkpoints,
     fault,
     find_start,
+    link_model,
+    newest,
     prune,
     repair_tracker,
     tracked_step,
@@ -44,6 +46,26 @@ def test_the_tracker_is_followed(saved: Path) -> None:
     assert find_start(saved, FSDP).message == ""
     (saved / TRACKER).write_text("8")  # a newer one beside it may be half-written
     assert find_start(saved, FSDP).folder == saved / "global_step_8"
+
+
+@pytest.mark.parametrize("stray", ["global_step_3_backup", "global_step_999", "global_step_", "global_step_-1"])
+def test_stray_folders_are_never_the_newest_checkpoint(saved: Path, stray: str) -> None:
+    """A copy by hand, or one that was cut off."""
+    run_dir = saved.with_name(f"{saved.name}-run")
+    run_dir.mkdir()
+    saved.rename(run_dir / "checkpoints")
+    saved = run_dir / "checkpoints"
+    for name in ("global_step_12", stray):
+        (saved / name / "actor" / "huggingface").mkdir(parents=True)
+        (saved / name / "actor" / "huggingface" / "model.safetensors").touch()
+    assert newest(saved) == find_start(saved, FSDP).folder == saved / "global_step_12"
+    assert link_model(run_dir) == run_dir / "model"
+    assert (run_dir / "model").resolve() == (saved / "global_step_12" / "actor" / "huggingface").resolve()
+    assert prune(saved, 2) == [4]
+    assert (saved / stray).is_dir()
+    (saved / TRACKER).write_text("")
+    (run_dir / "model").unlink()
+    assert link_model(run_dir) is None, "which one is meant is not known"
 
 
 def test_without_checkpoints_a_training_starts_silently(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_a_metric_that_is_not_logged_in_a_step_says_nothing() -> None:
 def test_a_bound_may_end_the_run() -> None:
     guards = Guards({"high": Bound(metric="m", max=1.0, action="stop")})
     assert guards.check(1, {"m": 1.0}) == []
-    with pytest.raises(UserError, match=r"step 2: m is 1\.5, .*guards\.bounds\.high=null switches it off"):
+    with pytest.raises(UserError, match=r"step 2: m is 1\.5, .*guards\.bounds\.high=null switches the bound off"):
         guards.check(2, {"m": 1.5})
 
 

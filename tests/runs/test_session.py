@@ -10,8 +10,9 @@ import pytest
 
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import HF_WEIGHTS, MetricsRecorder, read_record, record_phase
-from gtpo_verl.runs.session import training_session
+from gtpo_verl.runs.checkpoints import HF_WEIGHTS, TRACKER
+from gtpo_verl.runs.directory import MetricsRecorder, read_record, record_phase
+from gtpo_verl.runs.session import Record, training_session
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +23,7 @@ def signals() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def session(run_dir: Path) -> AbstractContextManager[None]:
+def session(run_dir: Path) -> AbstractContextManager[Record]:
     return training_session(run_dir, config="a: 1\n", command="gtpo-verl train")
 
 
@@ -44,12 +45,13 @@ def test_a_training_that_ends_is_complete_and_its_last_model_is_linked(tmp_path:
     with session(tmp_path):
         assert status(tmp_path) == "running"
         assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
-        for step in (9, 10):
-            weights = tmp_path / "checkpoints" / f"global_step_{step}" / place
+        for name in ("9", "10", "999", "10_backup"):  # the last two are no checkpoints of it: the tracker decides
+            weights = tmp_path / "checkpoints" / f"global_step_{name}" / place
             weights.mkdir(parents=True)
             (weights / "model.safetensors").touch()
+        (tmp_path / "checkpoints" / TRACKER).write_text("10")
     assert status(tmp_path) == "complete"
-    assert (tmp_path / "model").resolve() == weights.resolve()
+    assert (tmp_path / "model").resolve() == (tmp_path / "checkpoints" / "global_step_10" / place).resolve()
     assert signal.getsignal(signal.SIGINT) == before
 
 

@@ -122,3 +122,10 @@ def test_a_damaged_file_is_one_line(name: str, content: bytes, run_dir: Path) ->
     with pytest.raises(UserError, match=name) as caught:
         status_of(run_dir)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["file", "nowhere"])
+def test_what_is_no_directory_is_named(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"{name}: no such directory; name that of a training"):
+        status_of(tmp_path / name)

@@ -1,14 +1,20 @@
 """What a run shows, and what goes to its log; with real file descriptors, in a process of its own."""
 
+import fcntl
 import json
 import os
+import pty
+import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
 
 from gtpo_verl.runs import terminal
+from gtpo_verl.runs.directory import read_record
 
 RUN = """
 import json, os, pathlib, subprocess, sys
@@ -97,3 +103,81 @@ def test_the_terminal_is_back_after_an_error(
     os.write(2, b"outside")
     assert capfd.readouterr().err == "outside"
     assert (tmp_path / "log").read_text() == "inside"
+
+
+TRAINING = """
+import pathlib, sys, time
+from gtpo_verl.errors import main_guard
+from gtpo_verl.runs import terminal
+from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.session import training_session
+directory = pathlib.Path(sys.argv[1])
+
+def train():
+    terminal.outlive_terminal()
+    print("starting", flush=True)
+    with training_session(directory, config="trainer: {total_training_steps: 1000}", command="gtpo-verl train"):
+        log = directory / "train.log"
+        with terminal.printing_to(log), terminal.following(directory, 1000, verbose="verbose" in sys.argv):
+            for step in range(1, 1000):
+                MetricsRecorder(directory).write(step, {"timing_s/step": 0.05})
+                terminal.say("said")
+                print("noise", flush=True)
+                time.sleep(0.05)
+                if (directory / "STOP").exists():
+                    (directory / "saved").write_text(str(step))
+                    return 0
+
+sys.exit(main_guard(train))
+"""
+
+
+def has_steps(directory: Path, count: int) -> bool:
+    file = directory / "metrics.jsonl"
+    return file.exists() and file.read_text().count("\n") >= count
+
+
+def wait_until(condition: object, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("words", [(), ("verbose",)])
+def test_a_training_whose_terminal_is_closed_saves_and_ends_as_asked(tmp_path: Path, words: tuple[str, ...]) -> None:
+    """The kernel sends SIGHUP, and every later write to the terminal is an EIO."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAINING, str(tmp_path), *words],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(slave)
+    wait_until(lambda: has_steps(tmp_path, 3))
+    os.close(master)
+    assert process.wait(timeout=60) == 0
+    assert (tmp_path / "saved").exists()
+    record = read_record(tmp_path)
+    assert record is not None
+    assert (record["status"], record["reason"]) == ("interrupted", "SIGHUP: its terminal was closed")
+    assert "Traceback" not in (tmp_path / "train.log").read_text()
+
+
+def test_a_training_whose_reader_has_gone_goes_on(tmp_path: Path) -> None:
+    """As under `| head`: no signal, and every later write is an EPIPE."""
+    command = [sys.executable, "-c", TRAINING, str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    wait_until(lambda: has_steps(tmp_path, 3))
+    process.stdout.close()
+    wait_until(lambda: has_steps(tmp_path, 13))
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    record = read_record(tmp_path)
+    assert record is not None
+    assert record["status"] == "interrupted"

@@ -14,8 +14,7 @@ from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.runs.checkpoints import prune
-from gtpo_verl.runs.directory import link_model
+from gtpo_verl.runs.checkpoints import link_model, prune
 
 logger = logging.getLogger(__name__)
 

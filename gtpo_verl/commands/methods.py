@@ -1,0 +1,21 @@
+"""``gtpo-verl methods``: the registered methods, and what the groups of the configuration take."""
+
+import argparse
+
+from gtpo_verl.config import GROUPS, choices
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments on ``parser``: none."""
+    parser.epilog = "A file of your own is chosen the same way: DIR/algo/NAME.yaml is algo=NAME with --config-dir DIR."
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print both lists; returns the exit code."""
+    from gtpo_verl.algorithms import algorithms
+
+    for name, method in algorithms().items():
+        print(f"{name:24}{method.label}: {method.level} advantages from {', '.join(sorted(method.needs))}")
+    for group in (*GROUPS, "sweep"):
+        print(f"\n{group}=\n  {' '.join(choices(group))}")
+    return 0

@@ -1,0 +1,145 @@
+"""Whether a command goes on with the training that its run directory holds, or would make another one of it.
+
+What a run was trained with is its ``config.yaml`` and the checksums in ``run.json``, both of the last attempt.
+"""
+
+import fnmatch
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from gtpo_verl import seeds
+from gtpo_verl.files import reading
+from gtpo_verl.runs.directory import CONFIG_FILE, flatten, is_bookkeeping, parse_config, read_config, read_record
+from gtpo_verl.runs.provenance import FILE_KEYS, checksums, run_versions
+
+ALLOWED = "trainer.allow_changes"
+NOT_SET = "not set"
+_KINDS = ("gtpo_verl", "verl")  # another version of one has other keys
+_MOST_NAMED = 5
+# Settings that may change from attempt to attempt, as patterns of fnmatch, beside names, directories and addresses:
+# they decide how long, how fast, where and how closely watched it is trained, and not what is learnt in a step.
+FREE = (
+    *("trainer.total_*", "*.optim.total_training_steps", "trainer.*_freq", "trainer.val_*", "trainer.log*"),
+    *("trainer.max_*_ckpt_to_keep", "trainer.*_ckpt_*", "*.checkpoint.*", "trainer.esi_*", ALLOWED),
+    *(
+        "guards.*",
+        "ray_kwargs.*",
+        "transfer_queue.*",
+        "global_profiler.*",
+        "*.profiler.*",
+        "*.trace.*",
+        "*.prometheus.*",
+    ),
+    # devices and layout
+    *(
+        "trainer.device",
+        "*.nnodes",
+        "*.n_gpus_per_node",
+        "*_parallel_size",
+        "*num_workers",
+        "*_workers",
+        "model_engine",
+    ),
+    *("*.strategy", "*.fsdp_config.*", "*.megatron.*", "*.dtype", "*offload", "trainer.balance_batch"),
+    # batching on a device, kernels, memory
+    *("*micro_batch_size*", "*use_dynamic_bsz", "*_token_len_per_gpu", "*use_remove_padding", "*use_fused_kernels"),
+    *("*use_torch_compile", "*enable_gradient_checkpointing", "*attn_implementation", "*entropy_from_logits_*"),
+    *("*entropy_checkpointing", "*.pad_to_length*", "*.checkpoint_engine.*", "*.engine_kwargs.*", "*.load_format"),
+    *("*.gpu_memory_utilization", "*.enforce_eager", "*.cudagraph_capture_sizes", "*.free_cache_engine"),
+    *("*.max_num_batched_tokens", "*.max_num_seqs", "*.enable_chunked_prefill", "*.enable_prefix_caching"),
+    *("*.enable_sleep_mode", "*.disable_log_stats", "*.layered_summon", "*.multi_stage_wake_up", "*.poll_interval"),
+    *("*.sandbox_fusion.*",),
+)
+
+Changes = Mapping[str, tuple[Any, Any]]
+
+
+def decides(key: str) -> bool:
+    """Whether a dotted key decides what is trained."""
+    return not is_bookkeeping(key) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in FREE)
+
+
+def changes(run_dir: Path, config: DictConfig, *, contents: bool = True) -> Changes:
+    """{key: (before, now)} of what a run directory was trained with and a configuration would go on with.
+
+    Names and places are left out, and what only follows from another key. Empty where nothing was trained.
+
+    Args:
+        run_dir: of the training.
+        config: composed and prepared, interpolations unresolved.
+        contents: whether the content of data, model and reward function decides, which is read then; else their paths
+            do.
+    """
+    file = run_dir / CONFIG_FILE
+    if not file.is_file():
+        return {}
+    record = read_record(run_dir) or {}
+    with reading(file):
+        before = dict(flatten(read_config(file)))
+        recorded = dict(record.get("checksums") or {})
+        versions = dict(record.get("versions") or {})
+    written: Any = OmegaConf.to_container(config, resolve=False)
+    now, text = dict(flatten(parse_config(OmegaConf.to_yaml(config, resolve=True)))), dict(flatten(written))
+    found = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in sorted({*before, *now})}
+    found = {key: pair for key, pair in found.items() if pair[0] != pair[1]}
+    if any(versions.get(name, here) != here for name, here in run_versions().items() if name in _KINDS):
+        found = {key: pair for key, pair in found.items() if NOT_SET not in pair}
+    own = {key: pair for key, pair in found.items() if not (is_bookkeeping(key) or _follows(key, text, found))}
+    return dict(_by_content(own, now, recorded, checksums(now) if contents else {}))
+
+
+def _follows(key: str, text: Mapping[str, Any], found: Collection[str]) -> bool:
+    """Whether a value is taken from a key that has changed."""
+    if key == ALLOWED or key.endswith(f".{seeds.VARIABLE}"):  # `gtpo_verl.config.prepare` sets the latter
+        return True
+    written = text.get(key)
+    return isinstance(written, str) and "${" in written and any(key in found for key in re.findall(r"[\w.]+", written))
+
+
+def _by_content(
+    found: Changes, now: Mapping[str, Any], recorded: Mapping[str, Any], sums: Mapping[str, str | None]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for key, pair in found.items():
+        if not (key in FILE_KEYS and recorded.get(key) and recorded[key] == sums.get(key)):
+            yield key, pair
+    for key in FILE_KEYS:
+        if key not in found and recorded.get(key) and sums.get(key) and recorded[key] != sums[key]:
+            yield key, (now[key], f"{now[key]} with other content")
+
+
+def refusal(found: Changes, allowed: Collection[str]) -> str | None:
+    """What is said of changes that make another training of it and are not allowed; None where there are none.
+
+    Args:
+        found: as `changes` gives them.
+        allowed: keys, and sections of them, that may change.
+    """
+    other = [
+        key for key in found if decides(key) and not any(key == one or key.startswith(f"{one}.") for one in allowed)
+    ]
+    if not other:
+        return None
+    more = f" and {len(other) - _MOST_NAMED} more" if len(other) > _MOST_NAMED else ""
+    keys = other if not more else list(dict.fromkeys(key.split(".")[0] for key in other))
+    return (
+        f"it was trained with other settings ({in_words({key: found[key] for key in other[:_MOST_NAMED]})}{more}), "
+        "and would become another training. Restore them, or choose another directory; where it is meant, add "
+        f"--allow-changes {','.join([*allowed, *keys])}, which its record and reports will state."
+    )
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """``KEY was OLD, is NEW`` for each change."""
+    return "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in found.items())
+
+
+def changed_settings(record: Mapping[str, Any]) -> Iterator[str]:
+    """What a report says of a run whose attempts were not trained with the same settings, a sentence each."""
+    for attempt in record.get("attempts") or ():
+        found = {key: pair for key, pair in (attempt.get("changes") or {}).items() if decides(key)}
+        if found:
+            yield f"from step {attempt['from_step'] + 1} on it was trained with other settings: {in_words(found)}"
