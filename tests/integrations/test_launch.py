@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -203,3 +205,15 @@ def test_a_ray_of_the_runs_own_gets_a_token_of_its_own(
     launch.export_environment(run_with(address=None if joined else "local", runtime_env={}))
     token = os.environ.get("RAY_AUTH_TOKEN")
     assert (token is not None and token != "theirs") is ours
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_process_that_ray_ends_has_a_last_word(killed: bool) -> None:
+    """Ray leaves by `_exit` when its node daemon dies."""
+    script = (
+        "import os\nfrom gtpo_verl.integrations.launch import with_last_word\n"
+        f"with with_last_word('Go on.'):\n    {'os._exit(1)' if killed else 'pass'}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("error: ")) == ((1, 1) if killed else (0, 0))
+    assert done.stderr.strip().endswith("Ray's node daemon died. Go on." if killed else "")
