@@ -6,6 +6,7 @@ import difflib
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -79,9 +80,21 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def raised_in(file: str | None, error: BaseException) -> str:
+    """What an error in a user's file is, with the file and, where they are known, the line."""
+    what = f"{type(error).__name__}: {first_line(error)}" if str(error).strip() else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    if file is None:
+        return what
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == os.path.abspath(file)]
+    return f"{what} ({file}:{lines[-1]})" if lines else f"{what} ({file})"
 
 
 def within(seconds: float, task: Callable[[], Any]) -> Any:
@@ -93,7 +106,7 @@ def within(seconds: float, task: Callable[[], Any]) -> Any:
     def work() -> None:
         try:
             outcome["value"] = task()
-        except Exception as error:
+        except BaseException as error:  # SystemExit too: the caller decides what it means
             outcome["error"] = error
 
     thread = threading.Thread(target=work, daemon=True)

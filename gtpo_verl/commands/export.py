@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from gtpo_verl.commands.options import renamed
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.runs.checkpoints import MODEL_LINK, Layout, checkpoints, fault, link_model, newest
 
 
@@ -52,8 +52,15 @@ def run(args: argparse.Namespace) -> int:
         str(merged),
         *["--use_cpu_initialization"] * args.init_on_cpu,
     ]
-    if subprocess.run(command, check=False, env=os.environ | {"PYTHONUNBUFFERED": "1"}).returncode:
-        raise UserError("verl's merger failed; its output above says why.")
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environment)
+    if done.returncode:
+        log = actor / "export.log"
+        log.write_text(done.stderr)
+        raise UserError(
+            f"{folder}: verl's merger failed ({reason_in(done.stderr.splitlines())}): a shard may be damaged. Export "
+            f"an earlier checkpoint; the stack trace is in {log}."
+        )
     weights = actor / "huggingface"
     weights.mkdir(exist_ok=True)
     for file in sorted(merged.iterdir(), key=lambda file: file.suffix == ".json"):  # the list of weights after them

@@ -1,7 +1,8 @@
-"""verl's agent loop worker with a random stream for every response (`streams`) and the rows of a guide (`guide`).
+"""verl's agent loop worker with a random stream for every response (`streams`), the rows of a guide (`guide`), and the
+reason of the last response that failed.
 
 With `algorithm.guide`, the last responses of a group wait for the verdicts on the others, and are the guide's or the
-policy's. Everything else is verl's: agent loops, scores, rows, and what becomes of a response that fails.
+policy's. Everything else is verl's: agent loops, scores, rows, and that a response which fails is left out.
 """
 
 from typing import Any, cast
@@ -17,8 +18,10 @@ from verl.experimental.agent_loop.agent_loop import (
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
+from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve, as_output, versions_of
 from gtpo_verl.integrations.guide_server import CLIENT
+from gtpo_verl.integrations.health import ANSWER_TIMEOUT
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import COLUMN, with_stream
 from gtpo_verl.seeds import derived
@@ -33,6 +36,7 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
         super().__init__(*args, **kwargs)
         self._guide = guide_of(self.config)
         self._reserves: dict[str, Reserve] = {}  # of the groups in flight, by uid
+        self._failure = ""
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -56,8 +60,25 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
             return None
         return Reserve(self._guide, size, self.config.algorithm.correct_threshold)
 
+    def take_failure(self) -> str:
+        """Which response failed last since this was asked, and why; empty where none did."""
+        failure, self._failure = self._failure, ""
+        return failure
+
     async def _run_agent_loop(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, trace: bool = True, **columns: Any
+    ) -> None:
+        try:
+            await self._one_response(sampling_params, trajectory, trace, dict(columns))
+        except Exception as error:
+            cause = getattr(error, "cause", None) or error  # Ray wraps the error of a reward worker
+            what = first_line(cause) if isinstance(cause, UserError) else f"{type(cause).__name__}: {first_line(cause)}"
+            place = f"index {columns.get('index')} of data_source {columns.get('data_source')}"
+            self._failure = f"response {columns['uid']}_{columns['session_id']} ({place}): {what}"
+            raise
+
+    async def _one_response(
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool, columns: dict[str, Any]
     ) -> None:
         # also where there is no guide: no row carries them
         traces = {column: columns.pop(column, None) for column in (RESPONSES, LOG_PROBS)}
@@ -139,6 +160,15 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
         for each in outputs:
             each.extra_fields.update(versions_of(example))
         return outputs
+
+
+def last_failure(manager: Any) -> str:
+    """Which response failed last, and why, as the workers of an agent loop manager say; where they are not ours or do
+    not know, where to look.
+    """
+    asked = [worker.take_failure.remote() for worker in manager.agent_loop_workers if hasattr(worker, "take_failure")]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT) if asked else ([], [])
+    return next(filter(None, ray.get(answered)), "its traceback is in the run's log")
 
 
 class SeededAgentLoopManager(AgentLoopManagerTQ):

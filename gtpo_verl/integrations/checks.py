@@ -1,9 +1,8 @@
-"""Rules that need verl imported, before Ray starts: registered names, the checkpoint engine, the model as transformers
-reads it, and verdicts from the verifier. They have the form of those in `gtpo_verl.rules`, and come after them.
-"""
+"""Rules that need verl imported, before Ray starts; they have the form of those in `gtpo_verl.rules`."""
 
 import asyncio
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.config import files_of
 from gtpo_verl.data.table import FORMATS, open_table
 from gtpo_verl.data.traces import check_traces
-from gtpo_verl.errors import UserError, did_you_mean, first_line, within
+from gtpo_verl.errors import UserError, did_you_mean, first_line, raised_in, within
 from gtpo_verl.integrations.weights import weights_fault
 from gtpo_verl.problems import Problem, evaluate, note, refuse
 from gtpo_verl.runs.correctness import verdict
@@ -32,24 +31,17 @@ ENGINE_MODULES = {
     "delta_sharded": "delta_checkpoint_engine",
 }
 PROBE = "Let x_1 = 12.5; then 3·x_1 + 7 ≥ 44.\n\n\tSo the answer is \\boxed{44}."  # which two tokenizers split alike
+FILES = ("train_files", "val_files")
 VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes first
 
 
 def check_with_verl(config: DictConfig) -> None:
-    """Check everything that verl can say of a run before Ray starts; notes are printed.
-
-    Raises:
-        UserError: everything that is wrong.
-    """
+    """Check everything that verl can say of a run before Ray starts; raises a UserError of all that is wrong."""
     refuse(evaluate(RULES, config))
 
 
 def check_model(config: DictConfig) -> None:
-    """Check what transformers says of a local model.
-
-    Raises:
-        UserError: it cannot be read, or its weights are those of another configuration.
-    """
+    """Check what transformers says of a local model; raises a UserError of what is wrong."""
     refuse(evaluate([model], config))
 
 
@@ -129,6 +121,40 @@ def model(config: DictConfig) -> Iterator[Problem]:
         yield Problem(f"{key}: its weights do not fit its config.json: {fault}. Copy the whole model again.")
 
 
+def prompts(config: DictConfig) -> Iterator[Problem]:
+    """The model's tokenizer renders the first prompt of every file; and every prompt fits where verl neither leaves
+    long ones out nor is told to cut them: it would train on the ends of them.
+    """
+    from verl.utils import hf_tokenizer
+
+    data, settings = config.data, config.actor_rollout_ref.model
+    path = str(settings.get("tokenizer_path") or settings.path)
+    try:
+        tokenizer = hf_tokenizer(path, trust_remote_code=bool(settings.get("trust_remote_code")), local_files_only=True)
+    except Exception:  # it is not here, or `model` says what is wrong with it
+        return
+    options = {"add_generation_prompt": True, "return_dict": False} | dict(data.get("apply_chat_template_kwargs") or {})
+    every = data.truncation == "error" and not data.get("filter_overlong_prompts")
+    for part, file in _local_files(config, *FILES):
+        rows = open_table(file).rows([data.prompt_key])
+        for number, row in enumerate(itertools.islice(rows, None if every else 1)):
+            place = f"data.{part}={file}: the prompt of row {number}"
+            try:
+                length = len(tokenizer.apply_chat_template(row[data.prompt_key], **options))
+            except Exception as error:
+                yield Problem(
+                    f"{place} cannot be rendered with the chat template of {path} ({type(error).__name__}: "
+                    f"{first_line(error)}): the data does not fit the model, or its template is broken."
+                )
+                break
+            if every and length > data.max_prompt_length:
+                yield Problem(
+                    f"{place} has {length} tokens, more than data.max_prompt_length={data.max_prompt_length}: raise "
+                    "that, or leave long prompts out with data.filter_overlong_prompts=true."
+                )
+                break
+
+
 def guide(config: DictConfig) -> Iterator[Problem]:
     """Every response of the guide is read as the rollout will, with the model's tokenizer; or the tokenizers of both
     models are compared, where the guide is one.
@@ -145,7 +171,7 @@ def guide(config: DictConfig) -> Iterator[Problem]:
             theirs = hf_tokenizer(settings.model, trust_remote_code=trust)
             yield from _guide_tokenizer(str(settings.model), theirs, tokenizer)
         return
-    for file in _local_files(config, "train_files"):
+    for _, file in _local_files(config, "train_files"):
         limit = config.data.max_response_length
         prompts, found = check_traces(file, limit=limit, with_log_probs=settings.ratio == "phi", tokenizer=tokenizer)
         if found < prompts:
@@ -178,20 +204,22 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
 
     if config.reward.reward_model.enable:
         return
+    file = config.reward.custom_reward_function.path
     try:
         function = get_custom_reward_fn(config) or default_compute_score
-    except (FileNotFoundError, AttributeError, RuntimeError, ImportError, AssertionError) as error:
-        yield Problem(f"reward.custom_reward_function could not be loaded: {first_line(error)}")
+    except (Exception, SystemExit) as error:
+        cause = error.__cause__ or error  # verl's own names the file alone
+        yield Problem(f"reward.custom_reward_function cannot be loaded: {raised_in(file, cause)}")
         return
     try:
         for place, row in _examples(config):
-            _ask(function, place, row, config.data.reward_fn_key)
+            _ask(function, file, place, row, config.data.reward_fn_key)
     finally:
         close_pools()  # the run's own are in the reward workers
 
 
-def _ask(verifier: Callable[..., Any], place: str, row: dict[str, Any], source_key: str) -> None:
-    """Ask for one verdict; ``place`` says in messages which row it is.
+def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[str, Any], source_key: str) -> None:
+    """Ask for one verdict; ``place`` says in messages which row it is, ``file`` is the verifier's.
 
     Raises:
         UserError: there is none.
@@ -214,8 +242,8 @@ def _ask(verifier: Callable[..., Any], place: str, row: dict[str, Any], source_k
             f"verl has no verifier for {place}: choose verifier=answer or verifier=boxed, or name your own with "
             "reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
         ) from error
-    except Exception as error:
-        raise UserError(f"the verifier fails on {place} with {type(error).__name__}: {first_line(error)}") from error
+    except (Exception, SystemExit) as error:
+        raise UserError(f"the verifier fails on {place} with {raised_in(file, error)}") from error
     if not isinstance(result, dict):
         _finite(result, place)
         return
@@ -250,21 +278,21 @@ def _call(verifier: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return verifier(**arguments)
 
 
-def _local_files(config: DictConfig, key: str) -> Iterator[str]:
-    """The files of ``data`` that are here and that verl's own data set reads."""
-    if config.data[key] is None or config.data.get("custom_cls", {}).get("path"):
-        return
-    yield from (file for file in files_of(config.data[key]) if "://" not in file and file.endswith(FORMATS))
+def _local_files(config: DictConfig, *keys: str) -> Iterator[tuple[str, str]]:
+    """The files of ``data`` under these keys that are here and that verl's own data set reads, each with its key."""
+    for key in keys:
+        if config.data[key] is not None and not config.data.get("custom_cls", {}).get("path"):
+            files = files_of(config.data[key])
+            yield from ((key, file) for file in files if "://" not in file and file.endswith(FORMATS))
 
 
 def _examples(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """The first row of every data source in every local file of the run, with words that say where it is."""
     source_key = config.data.reward_fn_key
-    for key in ("train_files", "val_files"):
-        for file in _local_files(config, key):
-            found = open_table(file).first_rows(source_key, ("reward_model", "extra_info"))
-            for source, row in found.items():
-                yield f"the first prompt of data_source={source!r} in data.{key}={file}", row
+    for key, file in _local_files(config, *FILES):
+        found = open_table(file).first_rows(source_key, ("reward_model", "extra_info"))
+        for source, row in found.items():
+            yield f"the first prompt of data_source={source!r} in data.{key}={file}", row
 
 
-RULES = (names, checkpoint_engine, model, guide, verifier)
+RULES = (names, checkpoint_engine, model, prompts, guide, verifier)

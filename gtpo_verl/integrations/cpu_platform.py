@@ -8,7 +8,7 @@ import contextlib
 import functools
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -17,6 +17,10 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.utils import torch_functional
 from verl.utils.distributed import initialize_global_process_group_ray
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What a CPU does where a GPU waits, frees memory or is chosen."""
 
 
 class _CpuDeviceModule(types.ModuleType):
@@ -37,23 +41,8 @@ class _CpuDeviceModule(types.ModuleType):
     def current_device(self) -> int:
         return 0
 
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
-
-    def ipc_collect(self) -> None:
-        pass
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        pass
-
-    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
-        pass
+    set_device = synchronize = empty_cache = ipc_collect = staticmethod(_nothing)
+    reset_peak_memory_stats = set_per_process_memory_fraction = staticmethod(_nothing)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         memory = psutil.virtual_memory()
@@ -74,10 +63,7 @@ class _CpuDeviceModule(types.ModuleType):
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         torch.set_rng_state(state)
 
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -87,6 +73,9 @@ class CpuPlatform(PlatformBase):
     device_name = "cpu"
     vendor_name = "cpu"
     device_module = _CpuDeviceModule()
+
+    set_device = synchronize = empty_cache = set_allocator_settings = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def is_available(self) -> bool:
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
@@ -98,23 +87,10 @@ class CpuPlatform(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
         return None, None
@@ -125,15 +101,8 @@ class CpuPlatform(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    @contextlib.contextmanager
-    def nvtx_range(self, msg: str) -> Iterator[None]:
-        yield
-
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
+    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def ray_resource_name(self) -> str:
         return "GPU"
@@ -143,9 +112,6 @@ class CpuPlatform(PlatformBase):
 
     def is_ipc_supported(self) -> bool:
         return False
-
-    def cudart(self) -> Any:
-        return None
 
 
 class CpuWorkerMixin:

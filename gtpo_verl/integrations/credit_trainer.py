@@ -49,12 +49,16 @@ class CreditTrainer(PPOTrainer):
         super().__init__(config)
 
     def get_llm_client(self) -> LLMServerClient:
-        client = super().get_llm_client()
-        if not (self.old_log_probs.source.from_rollout and isinstance(client, FullyAsyncLLMServerClient)):
-            return client
-        # It joins the segments of an interrupted response and drops what it does not know, such as entropies.
+        client_class = self._client_class(type(super().get_llm_client()))
         manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
-        return manager.get_client(client_cls=EntropyFullyAsyncClient)
+        return manager.get_client(client_cls=client_class)
+
+    def _client_class(self, stock: type[LLMServerClient]) -> type[LLMServerClient]:
+        """verl's client for partial rollouts joins the segments of an interrupted response and drops what it does not
+        know, such as entropies.
+        """
+        partial = issubclass(stock, FullyAsyncLLMServerClient)
+        return EntropyFullyAsyncClient if partial and self.old_log_probs.source.from_rollout else stock
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         self._sums.clear()

@@ -11,18 +11,17 @@ import ray
 from omegaconf import DictConfig, OmegaConf
 from verl.trainer import main_ppo
 from verl.trainer.ppo import v1
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.config import validate_config
-from verl.utils.device import auto_set_device
 
 from gtpo_verl.algorithms import algorithm_of
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.credit_trainer import credit_trainer_class
 from gtpo_verl.integrations.entropy_source import entropy_source
+from gtpo_verl.integrations.launch import verls_own
 from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
 from gtpo_verl.integrations.plugin import check_registered
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
+from gtpo_verl.problems import evaluate, refuse
 
 LOSS = "actor_rollout_ref.actor.policy_loss"
 WITH_SETTINGS = ("grpo_s", "ce_gppo")  # losses that read what verl's settings of a loss do not have
@@ -56,11 +55,7 @@ def run(config: DictConfig) -> None:
     if not ours:
         cast(Any, main_ppo.main).__wrapped__(config)
         return
-    auto_set_device(config)
-    try:
-        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
-    except (AssertionError, ValueError) as error:
-        raise UserError(f"verl refuses this configuration: {error}") from error
+    refuse(evaluate([verls_own], config))
     try:
         main_ppo.run_ppo(config, task_runner_class=ray.remote(CreditTaskRunner))
     except Exception as error:

@@ -1,6 +1,6 @@
 """The registered methods as advantage estimators in verl's registry."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from gtpo_verl.integrations.context import current_context, length_penalty
 Estimator = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def group_ids(index: np.ndarray) -> torch.Tensor:
+def group_ids(index: Sequence[str] | np.ndarray) -> torch.Tensor:
     """Number verl's group names: (B,) strings to (B,) int64."""
     _, numbers = np.unique(index, return_inverse=True)
     return torch.from_numpy(numbers.astype(np.int64))

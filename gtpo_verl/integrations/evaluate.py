@@ -15,7 +15,6 @@ import ray
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
-from verl.single_controller.ray.base import ResourcePoolManager
 from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
 from verl.trainer.ppo.utils import create_rl_dataset
 from verl.utils import tensordict_utils
@@ -25,14 +24,12 @@ from verl.workers.rollout.llm_server import LLMServerManager
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import Problem, ProblemRecord, Response
-from gtpo_verl.integrations.admission import Placement, serving_bundles
-from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager
-from gtpo_verl.integrations.health import watched
-from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_to_cluster
-from gtpo_verl.integrations.queue_namespace import QueueWatch
+from gtpo_verl.integrations.admission import serving_bundles
+from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager, last_failure
+from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_to_cluster, with_last_word
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.streams import SeedingClient, assign_streams
-from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.task_runner import with_queue
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.integrations.validation import read_responses
 
@@ -96,7 +93,11 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
         UserError: the cluster has no room and ``wait`` is off, or a process or a node died.
     """
     after = "The stack trace is at the end of the log. Repeat the command for the rest."
-    with in_one_line(after), _serving(config, wait=wait) as managers:
+    with (
+        with_last_word("Repeat the command for the rest."),
+        in_one_line(after),
+        _serving(config, wait=wait) as managers,
+    ):
         yield managers
 
 
@@ -112,21 +113,10 @@ def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManag
     try:
         enter_cluster(config, training=False, wait=wait)
         OmegaConf.resolve(config)
-        placement, queue = Placement(serving_bundles(config)), QueueWatch()
-
-        def check() -> None:
-            placement.check()
-            queue.check()
-
-        with watched(check):
-            tq.init(config.transfer_queue)
+        with with_queue(config, serving_bundles(config), lambda: None):
             reward = BoundedRewardLoopManager(config=config)
-            # verl stops where it finds too little free; this job was admitted, and its wait is bounded
-            with temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None):
-                manager = LLMServerManager.create(config=config)
-            yield manager, reward
+            yield LLMServerManager.create(config=config), reward
     finally:
-        tq.close()
         ray.shutdown()
 
 
@@ -187,11 +177,11 @@ def evaluate(
                 else:
                     keep(record)
             time.sleep(POLL)
+        why = last_failure(agents) if failed else ""
     if failed:
         raise UserError(
-            f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}; see the "
-            "tracebacks in eval.log). Repeat the command to try them again, or add --failures-as-wrong to count failed "
-            "samples as wrong."
+            f"generation or verifier failed on {len(failed)} problems (rows {', '.join(map(str, failed[:5]))}), the "
+            f"last one: {why}. Repeat the command to try them again, or add --failures-as-wrong to count them as wrong."
         )
 
 

@@ -1,12 +1,15 @@
 """Runs a composed configuration with verl: environment variables, verl's own validation, and the job on Ray."""
 
+import io
+import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,10 +17,11 @@ from omegaconf import DictConfig
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError, first_line
 from gtpo_verl.integrations.checks import RULES
-from gtpo_verl.problems import Problem, evaluate, refuse
+from gtpo_verl.problems import Problem, evaluate, note, refuse
 from gtpo_verl.runs.directory import STOP_FILE
-from gtpo_verl.runs.terminal import LOG_FILE, say
+from gtpo_verl.runs.terminal import LOG_FILE, err, say
 
+RESUME = "The same command resumes from the last checkpoint."
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -36,7 +40,7 @@ def export_environment(config: DictConfig) -> dict[str, str]:
 
 
 def validate(config: DictConfig, *, to_start: bool) -> None:
-    """Check the run as verl will, and more; sets ``trainer.device`` to the machine's, as verl's main does.
+    """Check the run as verl will, and more.
 
     Args:
         to_start: whether the run starts now, on this machine's devices; else a submitted job asks its cluster.
@@ -44,24 +48,28 @@ def validate(config: DictConfig, *, to_start: bool) -> None:
     Raises:
         UserError: the plugin is not loaded; or everything that verl and ``integrations.checks`` refuse.
     """
+    # the platform that it finds, which is no news in a command
+    logging.getLogger("verl.plugin.platform.platform_manager").addFilter(lambda line: line.levelno > logging.INFO)
+    refuse(evaluate((verls_own, *RULES, device if to_start else cluster_size), config))
+
+
+def verls_own(config: DictConfig) -> Iterator[Problem]:
+    """What verl's own validation says; sets ``trainer.device`` to the machine's, as verl's main does."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
     from verl.utils.device import auto_set_device
 
     from gtpo_verl.integrations import plugin
 
     plugin.check_registered()
     auto_set_device(config)
-    refuse(evaluate((verls_own, *RULES, device if to_start else cluster_size), config))
-
-
-def verls_own(config: DictConfig) -> Iterator[Problem]:
-    """What verl's own validation says."""
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
-
+    said = io.StringIO()
     try:
-        validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+        with redirect_stdout(said):
+            validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
     except (AssertionError, ValueError) as error:
         yield Problem(f"verl refuses this configuration: {error}")
+    yield from (note(f"verl: {line}") for line in said.getvalue().splitlines() if "checks passed" not in line)
 
 
 def device(config: DictConfig) -> Iterator[Problem]:
@@ -145,7 +153,8 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
         # all of them, and the step could not be finished.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
-            run_ppo(config, task_runner_class=TaskRunnerClass(admit))
+            with with_last_word(RESUME):
+                run_ppo(config, task_runner_class=TaskRunnerClass(admit))
             return
         except Exception as error:
             cause = getattr(error, "cause", None) or error  # Ray wraps the error of a task
@@ -164,6 +173,25 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
             ray.shutdown()
+
+
+@contextmanager
+def with_last_word(after: str) -> Iterator[None]:
+    """Have it said if this process ends inside the block: Ray ends a driver at once, by `_exit`, when the node daemon
+    dies, and nobody is left in it to say so.
+
+    Args:
+        after: a sentence behind it: what to do.
+    """
+    script = "trap '' INT TERM HUP; read -r left || printf '%s\\n' \"$0\" >&2"
+    line = f"error: this process was killed, for lack of memory or by hand, or Ray's node daemon died. {after}"
+    terminal = None if err() is sys.stderr else err()
+    shell = subprocess.Popen(["sh", "-c", script, line], stdin=subprocess.PIPE, stderr=terminal, start_new_session=True)
+    with shell:
+        try:
+            yield
+        finally:
+            shell.communicate(b"left\n")
 
 
 @contextmanager
@@ -193,7 +221,7 @@ def in_one_line(after: str) -> Iterator[None]:
 
 def _after(config: DictConfig) -> str:
     log = Path(config.trainer.run_dir) / LOG_FILE
-    return f"The stack trace is at the end of {log}. The same command resumes from the last checkpoint."
+    return f"The stack trace is at the end of {log}. {RESUME}"
 
 
 def _in_one_line(error: Exception, after: str) -> UserError:

@@ -87,6 +87,7 @@ def log_by_name() -> None:
     handler = _ToStandardError()
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     ours.handlers = [handler]
+    ours.setLevel(logging.WARNING)  # as verl for its own: another package may change the root logger's level
     ours.propagate = False
 
 

@@ -1,8 +1,12 @@
-"""verl's reward workers, which wait for no reward without a limit; an audit's responses are scored many in one call."""
+"""verl's reward workers, which wait for no reward without a limit and say what is wrong with one; an audit's responses
+are scored many in one call.
+"""
 
 import asyncio
 import copy
-import logging
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +19,7 @@ from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.protocol import DataProto
 
-logger = logging.getLogger(__name__)
+from gtpo_verl.errors import UserError, raised_in
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,57 @@ class Scorable:
         )
 
 
+class RewardError(UserError):
+    """The reward function gave a response no reward."""
+
+
+def checked(function: Callable[..., Any], file: str | None) -> Callable[..., Any]:
+    """A reward function that raises a :class:`RewardError` where ``function``, of a file, raises or gives no number.
+
+    SystemExit too: in a worker's thread it would end the event loop that everything waits for.
+    """
+
+    def failed(error: BaseException) -> RewardError:
+        return RewardError(f"the reward function raised {raised_in(file, error)}")
+
+    @functools.wraps(function)
+    async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = await function(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            raise failed(error) from error
+        return _with_number(result)
+
+    @functools.wraps(function)
+    def synchronous(*args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            raise failed(error) from error
+        return _with_number(result)
+
+    return asynchronous if inspect.iscoroutinefunction(function) else synchronous
+
+
+def _with_number(result: Any) -> Any:
+    score: Any = result.get("score") if isinstance(result, dict) else result
+    try:
+        if isinstance(score, str):
+            raise TypeError
+        float(score)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"the reward function returned {result!r:.80}, and the reward must be a number") from error
+    return result
+
+
 class BoundedRewardLoopWorker(RewardLoopWorker):
-    """verl's reward worker with ``guards.reward_timeout``."""
+    """verl's reward worker with ``guards.reward_timeout`` and a :class:`RewardError` for what is no reward."""
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self._limit = OmegaConf.select(config, "guards.reward_timeout")  # of a run recorded earlier: no such key
+        manager: Any = self.reward_manager
+        manager.compute_score = checked(manager.compute_score, config.reward.custom_reward_function.path)
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
         """verl's, within ``guards.reward_timeout`` seconds; a function that never returns keeps its thread.
@@ -72,7 +121,6 @@ class BoundedRewardLoopWorker(RewardLoopWorker):
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            logger.warning("The reward function gave no result within guards.reward_timeout=%s s.", self._limit)
             raise TimeoutError(f"no reward within guards.reward_timeout={self._limit} s") from error
 
     async def compute_scores(self, responses: list[Scorable]) -> list[dict[str, Any] | BaseException]:

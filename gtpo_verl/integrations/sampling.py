@@ -1,21 +1,19 @@
 """Dynamic sampling with a budget and without waste, on verl's V1 replay buffer (DAPO eq. 11).
 
-verl refills every group that its filter evicts without limit, so a step never ends on a task that the model has
-saturated, or cannot do at all; and what it generated beyond a batch is discarded. Here a step generates at most
-``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left over may wait for a
-later step (``carry_over_max_age``).
+verl refills every group that its filter evicts without limit, and discards what a step generated beyond a batch. Here a
+step generates at most ``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left
+over may wait for a later step (``carry_over_max_age``).
 
-Which prompts a step generates, and which groups it trains on, follows from the order of the data and from the verdicts.
-Everything in flight is finished first, and the groups with contrast are taken in the order of their prompts. Who
-finished first, and with it the length of the responses, has no part in either choice.
+Which prompts a step generates, and which groups it trains on, follows from the order of the data and the verdicts: all
+in flight is finished first, and groups are taken in the order of their prompts. Who finished first has no part in it.
 """
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
 
 import transfer_queue as tq
-from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
 
@@ -27,6 +25,7 @@ from gtpo_verl.runs.correctness import is_correct, verdict
 logger = logging.getLogger(__name__)
 
 VERDICT = "acc"
+FAILED = "training/failed_responses"  # metric
 REWARD = "reward"  # verl's name for the sum of `rm_scores`
 
 
@@ -34,33 +33,24 @@ class BudgetSpentError(UserError):
     """A step has generated all that it may and found too few groups with contrast."""
 
 
-def sampling_limits(config: DictConfig) -> SamplingLimits:
-    """The limits of dynamic sampling in a run."""
-    filter_groups = config.algorithm.filter_groups
-    return SamplingLimits(
-        max_num_gen_batches=filter_groups.max_num_gen_batches,
-        on_budget=filter_groups.on_budget,
-        carry_over_max_age=filter_groups.carry_over.max_age,
-        correct_threshold=config.algorithm.correct_threshold,
-        mini_batch_size=config.actor_rollout_ref.actor.ppo_mini_batch_size,
-        max_failed_share=config.guards.max_failed_share,
-    )
-
-
 class BudgetedReplayBuffer(ReplayBuffer):
-    """verl's synchronous replay buffer with a budget for dynamic sampling; every group that it discards is counted.
+    """verl's synchronous replay buffer with a budget for dynamic sampling; every group that it discards is counted, and
+    every response that failed.
 
     Args:
         limits: of dynamic sampling; all other arguments are verl's.
 
     Attributes:
         last_step: groups with contrast, and groups generated, in the last step that generated any.
+        why: says which response failed last, and why.
     """
 
     def __init__(self, *args: Any, limits: SamplingLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.limits = limits
         self.last_step = (1, 1)
+        self.why: Callable[[], str] = lambda: "its traceback is in the run's log"
+        self._failed = 0  # responses of the groups that ended in this step
         self._expired = 0  # groups that grew too old since the last sampling
         self._with_contrast: set[str] = set()  # groups whose verdicts have been read
         self._generation: Generation | None = None
@@ -96,6 +86,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._sync_metadata_from_transfer_queue()
         self._expire(global_steps, partition_id)
         self._judge(partition_id)  # groups restored from a checkpoint
+        self._failed = 0
         waiting = len(self._terminal(partition_id))
         self._generation = Generation(
             global_steps,
@@ -113,12 +104,16 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
         With dynamic sampling it follows :meth:`begin_step`, once the prompts are submitted.
         """
-        if partition_id == "val" or not self.filters:
+        if partition_id == "val":
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        if not self.filters:
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
+            return batch, metrics | {FAILED: self._failed}
         step = self._generation
         assert step is not None
         assert step.number == global_steps
         kept = self._generate(step)
+        self._check_failures("responses", self._failed, self.limits.responses * len(step.verdicts))
         if step.prompts:
             self.last_step = (max(step.count("mixed"), 1), len(step.prompts))
         size = groups_to_train(len(kept), batch_size, self.limits.mini_batch_size)
@@ -132,7 +127,17 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._with_contrast -= set(chosen)
         named = {f"training/filter_groups/{name}": value for name, value in metrics.items()}
         batch = self._materialize_batch(partition_id, chosen, self.partitions[partition_id])
-        return batch, named | {DAPO_FILTERED_REWARD_COUNTS_KEY: step.shared_values()}
+        return batch, named | {DAPO_FILTERED_REWARD_COUNTS_KEY: step.shared_values(), FAILED: self._failed}
+
+    def _select_prompt_uids(
+        self, partition_id: str, sampleable_keys: set[str], batch_size: int
+    ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
+        """verl's, without a filter; a step is not trained on if too many of its responses have failed."""
+        selected = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        if partition_id != "val":
+            self._failed = self._failures(partition_id, set(selected[0]))
+            self._check_failures("responses", self._failed, self.limits.responses * len(selected[0]))
+        return selected
 
     def _materialize_batch(
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
@@ -151,6 +156,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
     def _generate(self, step: Generation) -> set[str]:
         """Generate until the batch is full, or the budget spent, and nothing is in flight; returns the groups kept."""
+        assert self.train_batch_size is not None
         last_debug = time.time()
         while True:
             self._sync_metadata_from_transfer_queue()
@@ -158,7 +164,8 @@ class BudgetedReplayBuffer(ReplayBuffer):
             known = set(step.prompts) | self._with_contrast
             step.prompts += [uid for uid in self.prompt_global_steps[step.partition_id] if uid not in known]
             step.verdicts |= self._judge(step.partition_id)
-            self._check_failures(step)
+            if len(step.verdicts) >= self.train_batch_size:
+                self._check_failures("groups", step.count("failed"), len(step.verdicts))
             step.note_time()
             more = min(step.target() - len(step.prompts), step.window - step.inflight)
             if more > 0:
@@ -169,21 +176,20 @@ class BudgetedReplayBuffer(ReplayBuffer):
             else:
                 last_debug = self._wait_for_next_poll(step.partition_id, last_debug)
 
-    def _check_failures(self, step: Generation) -> None:
-        assert self.train_batch_size is not None
-        failed, ended = step.count("failed"), len(step.verdicts)
-        if ended < self.train_batch_size:
-            return
-        if failed == ended:
+    def _check_failures(self, what: str, failed: int, ended: int) -> None:
+        """End the run where too many groups, or responses, have failed; warn of responses that are left out.
+
+        Raises:
+            UserError: all of them have, or more than `guards.max_failed_share`.
+        """
+        share = self.limits.max_failed_share
+        if failed and (failed == ended or failed > share * ended):
             raise UserError(
-                f"step {step.number}: the rollouts of all {failed} groups failed; see their traceback above."
+                f"{failed} of {ended} {what} of the step failed, and guards.max_failed_share={share}. The last one: "
+                f"{self.why()}. Nothing was trained on this step; the same command resumes from the last checkpoint."
             )
-        if failed > self.limits.max_failed_share * ended:
-            raise UserError(
-                f"step {step.number}: the rollouts of {failed} of {ended} groups failed, more than "
-                f"guards.max_failed_share={self.limits.max_failed_share}: see their traceback in the run's log. "
-                "Nothing was trained on this step; the same command resumes from the last checkpoint."
-            )
+        if failed and what == "responses":
+            logger.warning("%d of %d responses failed and are left out; the last one: %s.", failed, ended, self.why())
 
     def _spend(self, step: Generation, size: int, kept: int, batch_size: int) -> None:
         """End the run, or say how much smaller its batch is: ``size`` of the ``kept`` groups with contrast."""
@@ -254,6 +260,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
     def _judge(self, partition_id: str) -> dict[str, GroupVerdict]:
         """Read the verdicts of the groups that have ended since the last time, and clear those without contrast."""
         unread = self._terminal(partition_id) - self._with_contrast
+        self._failed += self._failures(partition_id, unread)
         failed = self.failure_keys[partition_id]
         values = self._read(partition_id, unread)
         verdicts = {uid: GroupVerdict.of(values[uid], failed=uid in failed) for uid in unread}
@@ -261,6 +268,12 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._with_contrast |= with_contrast
         self._clear_groups(partition_id, unread - with_contrast)
         return verdicts
+
+    def _failures(self, partition_id: str, uids: set[str]) -> int:
+        """Responses of these groups that failed: verl writes no row of them."""
+        failed = uids & self.failure_keys[partition_id]
+        sessions = {parse_key(key)[:2] for key in self.partitions[partition_id] if uid_of(key) in failed}
+        return self.limits.responses * len(failed) - len(sessions)
 
     def _read(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
         """What the filter reads: {uid: a value per response}; with the metric ``acc`` these are verdicts, 0 or 1."""

@@ -1,13 +1,16 @@
 """The Ray actor that runs a job: verl's V1 task runner with our trainer in it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
+from verl.single_controller.ray.base import ResourcePoolManager
 
 from gtpo_verl.integrations import plugin
-from gtpo_verl.integrations.admission import Placement, training_bundles
+from gtpo_verl.integrations.admission import Bundle, Placement, training_bundles
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.health import watched
 from gtpo_verl.integrations.queue_namespace import QueueWatch
@@ -15,6 +18,35 @@ from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.integrations.weights import size_bucket
 from gtpo_verl.seeds import seed_process
+
+
+@contextmanager
+def with_queue(config: DictConfig, bundles: Sequence[Bundle], check: Callable[[], None]) -> Iterator[None]:
+    """TransferQueue for the block of an admitted job, which ends where a process of the job has ended.
+
+    Args:
+        config: of the job.
+        bundles: what it was admitted with.
+        check: called now and then; raises if something else of the job has ended.
+    """
+    placement, queue = Placement(bundles), QueueWatch()
+
+    def check_all() -> None:
+        placement.check()
+        queue.check()
+        check()
+
+    # verl stops where it finds too little free; this job was admitted, and its wait is bounded
+    unchecked = temporarily(ResourcePoolManager, "_check_resource_available", lambda pools: None)
+    try:
+        with watched(check_all), unchecked:
+            tq.init(config.transfer_queue)
+            yield
+    except Exception:
+        check_all()  # a dead process causes many other errors; this one names the cause
+        raise
+    finally:
+        tq.close()
 
 
 class TaskRunner:
@@ -26,8 +58,6 @@ class TaskRunner:
         Args:
             config: the composed configuration.
         """
-        import transfer_queue as tq
-        from verl.single_controller.ray.base import ResourcePoolManager
         from verl.utils.logging_utils import configure_verl_logging
 
         from gtpo_verl.integrations.trainer import trainer_class
@@ -41,33 +71,23 @@ class TaskRunner:
         size_bucket(config)
         if entropy_source(config).from_rollout:
             enable_rollout_entropy(config)
-        placement, queue = Placement(training_bundles(config)), QueueWatch()
         trainer: Any = None
         succeeded = False
 
         def check() -> None:
-            placement.check()
-            queue.check()
             if trainer is not None:
                 trainer.check_processes()
 
         try:
-            with watched(check):
-                tq.init(config.transfer_queue)
+            with with_queue(config, training_bundles(config), check):
                 trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
-                # verl stops where it finds too little free; this job was admitted, and its wait is bounded
-                with temporarily(ResourcePoolManager, "_check_resource_available", lambda manager: None):
-                    trainer.init()
+                trainer.init()
                 trainer.fit(self._agent_loops(config, trainer))
             succeeded = True
-        except Exception:
-            check()  # a dead process causes many other errors; this one names the cause
-            raise
         finally:
             tracking = getattr(trainer, "logger", None)
             if tracking is not None:
                 tracking.finish(exit_code=0 if succeeded else 1)
-            tq.close()
 
     @staticmethod
     def _agent_loops(config: DictConfig, trainer: Any) -> Any:

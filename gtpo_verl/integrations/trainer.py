@@ -20,14 +20,16 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
 from gtpo_verl.errors import StepGivenUpError
+from gtpo_verl.integrations.agent_loops import last_failure
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_trainer import CreditTrainer
 from gtpo_verl.integrations.guide_server import CLIENT, GuideServerManager
 from gtpo_verl.integrations.health import bound_wait
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
-from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError, sampling_limits
+from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.step.checkpoints import Checkpoints
+from gtpo_verl.integrations.step.generation import SamplingLimits
 from gtpo_verl.integrations.step.health import Health
 from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.step.prompts import PromptNames
@@ -37,7 +39,6 @@ from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClien
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import put_zeros
 from gtpo_verl.integrations.validation import ValidatingTrainer
-from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.runs.directory import record_phase
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
         if type(buffer) is ReplayBuffer:  # asynchronous trainers and custom samplers keep their own
-            buffer = BudgetedReplayBuffer.like(buffer, sampling_limits(self.config))
+            buffer = BudgetedReplayBuffer.like(buffer, SamplingLimits.of(self.config))
+            buffer.why = self._why_failed
         bound_wait(buffer, self.config.guards.stall_timeout, self.health.stopping, self.health.limit.polled)
         return buffer
 
@@ -109,14 +111,10 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         for role, actor_class in workers.items():
             workers[role] = ray.remote(for_cpu(actor_class.__ray_actor_class__))
 
-    def get_llm_client(self) -> LLMServerClient:
-        client_class: type[LLMServerClient] = SeedingClient
-        if isinstance(super().get_llm_client(), FullyAsyncLLMServerClient):
-            # It joins the segments of an interrupted response and drops what it does not know, such as entropies.
-            from_rollout = self.old_log_probs.source.from_rollout
-            client_class = EntropyFullyAsyncClient if from_rollout else SeedingFullyAsyncClient
-        manager = getattr(self, "standalone_server_manager", None) or self.llm_server_manager
-        return manager.get_client(client_cls=client_class)
+    def _client_class(self, stock: type[LLMServerClient]) -> type[LLMServerClient]:
+        with_seeds = {LLMServerClient: SeedingClient, FullyAsyncLLMServerClient: SeedingFullyAsyncClient}
+        client_class = super()._client_class(stock)
+        return with_seeds.get(client_class, client_class)
 
     def get_teacher_client(self) -> dict[str, LLMServerClient] | None:
         if self.guide_servers is None:
@@ -130,6 +128,10 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def on_train_begin(self) -> None:
         super().on_train_begin()
         self._in_training = True
+
+    def _why_failed(self) -> str:
+        self.health.check_servers()  # all requests to a dead engine fail
+        return last_failure(self.agent_loop_manager)
 
     def check_processes(self) -> None:
         """Check, from another thread, that the processes of the run live and that no phase lasts too long.
@@ -153,11 +155,6 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         if prompts:
             self._add_prompts_to_generate(prompts)
         return {}
-
-    def _add_prompts_to_generate(self, num_prompts: int) -> int:
-        # verl replaces failed prompts through this method, without end if the engine is dead.
-        self.health.check_servers_at_times()
-        return super()._add_prompts_to_generate(num_prompts)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)

@@ -5,11 +5,9 @@ the output where an agent loop writes several. A prompt is a row under its uid a
 batch with rows tagged ``is_padding``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
@@ -30,6 +28,15 @@ def parse_key(key: str) -> RowKey:
     return RowKey(uid, int(session), int(output))
 
 
+def last_outputs(keys: Sequence[str]) -> list[int]:
+    """For each response the number, in these keys, of the last output of its session: its own where there is one."""
+    last: dict[tuple[str, int], tuple[int, int]] = {}
+    rows = [parse_key(key) for key in keys]
+    for number, row in enumerate(rows):
+        last[row[:2]] = max(last.get(row[:2], (-1, -1)), (row.output, number))
+    return [last[row[:2]][1] for row in rows]
+
+
 def uid_of(key: str) -> str:
     """The group of a response's key; of a prompt's, the key itself."""
     return key.rsplit("_", 2)[0]
@@ -46,35 +53,12 @@ def prompt_keys(partition_id: str) -> list[str]:
     return [key for key, tag in listed.items() if is_prompt(tag)]
 
 
-def group_names(keys: Iterable[str]) -> np.ndarray:
-    """(B,) object array of the groups of these responses."""
-    return np.array([uid_of(key) for key in keys], dtype=object)
-
-
 def real_rows(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:
     """{key: tag} of the batch without padding rows, in its order."""
     return {key: tag for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)}
 
 
-def lone_responses(batch: KVBatchMeta) -> list[str]:
-    """Keys of the responses that are the only one of their group: the other rollouts failed."""
-    sessions: dict[str, set[int]] = {}
-    for key in real_rows(batch):
-        row = parse_key(key)
-        sessions.setdefault(row.uid, set()).add(row.session)
-    return [key for key in real_rows(batch) if len(sessions[uid_of(key)]) == 1]
-
-
 # -------------------------------------------------------------------- columns
-
-
-def fetch_rows(batch: KVBatchMeta, column: str, keys: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-    """{key: (T_i,) tensor} of one column, ragged as TransferQueue keeps it, for these keys or the whole batch."""
-    keys = batch.keys if keys is None else list(keys)
-    if not keys:
-        return {}
-    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[column])
-    return dict(zip(keys, data[column].unbind(), strict=True))
 
 
 def put_rows(partition_id: str, column: str, rows: Mapping[str, torch.Tensor]) -> None:
@@ -91,18 +75,6 @@ def put_zeros(batch: KVBatchMeta, *columns: str) -> None:
     rows = {key: torch.zeros(tag["response_len"]) for key, tag in zip(batch.keys, batch.tags, strict=True)}
     for column in columns:
         put_rows(batch.partition_id, column, rows)
-
-
-@contextmanager
-def replaced_rows(
-    partition_id: str, column: str, rows: Mapping[str, torch.Tensor], inside: Mapping[str, torch.Tensor]
-) -> Iterator[None]:
-    """Write ``inside`` to a column for the duration of a block, and ``rows`` back, also when the block fails."""
-    put_rows(partition_id, column, inside)
-    try:
-        yield
-    finally:
-        put_rows(partition_id, column, rows)
 
 
 def reward_infos(partition_id: str, keys: Sequence[str]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from gtpo_verl.evaluation.records import Problem, Response, to_sample
 from gtpo_verl.evaluation.summary import Sample, logged, summarize
 from gtpo_verl.integrations.streams import assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.transfer_queue import parse_key, reward_info
+from gtpo_verl.integrations.transfer_queue import last_outputs, parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
 
 Rows = list[tuple[str, Response]]
@@ -43,12 +43,7 @@ def read_responses(batch: KVBatchMeta, problems: Mapping[str, Problem], tokenize
         problems: the problem of each prompt, by uid.
         tokenizer: if given, the responses carry their texts.
     """
-    last: dict[tuple[str, int], tuple[int, int]] = {}
-    for position, key in enumerate(batch.keys):
-        row = parse_key(key)
-        rollout = (row.uid, row.session)
-        last[rollout] = max(last.get(rollout, (-1, -1)), (row.output, position))
-    positions = sorted(position for _, position in last.values())
+    positions = sorted(set(last_outputs(batch.keys)))
     if not positions:
         return []
     keys = [batch.keys[position] for position in positions]

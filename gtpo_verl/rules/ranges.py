@@ -106,7 +106,6 @@ SAMPLING = (
         (
             f"{ACTOR}.optim.lr",
             f"{ACTOR}.optim.weight_decay",
-            f"{ROLLOUT}.temperature",
             f"{ROLLOUT}.val_kwargs.temperature",
             f"{OVERLONG}.penalty_factor",
         ),
@@ -126,6 +125,11 @@ SAMPLING = (
 )
 # Of a training alone: a run that was recorded earlier may lack them.
 TRAINING = (
+    Range(
+        (f"{ROLLOUT}.temperature",),
+        real(lambda value: 0 < value < inf),
+        "set it above 0: at 0 all responses of a group are the same, and there is nothing to learn",
+    ),
     Range(
         ("guards.stall_timeout", "guards.phase_timeout", "guards.reward_timeout"),
         real(lambda value: value > 0),

@@ -41,3 +41,23 @@ def test_the_weights_are_those_of_the_shards(tmp_path: Path) -> None:
     exact = model.state_dict()
     for name, weight in loaded.state_dict().items():
         torch.testing.assert_close(weight, exact[name].float(), atol=2e-2, rtol=1e-2)  # verl's merger writes bfloat16
+
+
+@pytest.mark.slow
+def test_a_damaged_shard_is_said_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from gtpo_verl.tasks.model import build_model, build_tokenizer
+
+    folder = write_fsdp(tmp_path / "checkpoints", 4)
+    shard = folder / "actor" / "model_world_size_1_rank_0.pt"
+    content = bytearray(shard.read_bytes())
+    content[:100] = bytes(100)
+    shard.write_bytes(content)
+    model = build_model(len(build_tokenizer()), seed=0)
+    model.config.architectures = ["Qwen2ForCausalLM"]
+    model.config.save_pretrained(folder / "actor" / "huggingface")
+    assert main(["export", str(tmp_path)]) == 2
+    error = capfd.readouterr().err
+    assert error.count("error: ") == 1
+    assert "Traceback" not in error
+    assert f"{folder}: verl's merger failed (" in error
+    assert "Traceback" in (folder / "actor" / "export.log").read_text()

@@ -13,7 +13,7 @@ from metrics_doc import undocumented
 from gtpo_verl.algorithms import Batch, algorithm, algorithms
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.estimators import group_ids
-from gtpo_verl.integrations.transfer_queue import group_names
+from gtpo_verl.integrations.transfer_queue import uid_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
@@ -61,7 +61,7 @@ def test_a_step_was_trained_with_the_method(run_dir: Path, metrics: Metrics, nam
     batch = torch.load(run_dir / "credit" / f"{step}.pt")
     given = Batch(
         batch["response_mask"],
-        group_ids(group_names(batch["keys"])),
+        group_ids([uid_of(key) for key in batch["keys"]]),
         batch["correct"],
         batch["entropy"],
         batch["rewards"].sum(1),

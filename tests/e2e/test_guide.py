@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from gtpo_verl.algorithms import grpo_advantages
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.guide import is_guide
-from gtpo_verl.integrations.transfer_queue import group_names
+from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.tasks import Task
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
@@ -89,7 +89,7 @@ def test_every_group_has_as_many_rows_as_ever_and_every_step_changes_the_weights
     found = metrics(runs[name])
     assert sorted(found) == list(range(1, STEPS + 1))
     for step, batch in enumerate(batches(runs[name]), start=1):
-        sizes = pd.Series(group_names(batch["keys"])).value_counts()
+        sizes = pd.Series([uid_of(key) for key in batch["keys"]]).value_counts()
         assert sizes.tolist() == [RESPONSES] * BATCH
         data = found[step]
         assert 0 < data["actor/grad_norm"] < 1e3
@@ -105,7 +105,7 @@ def test_only_groups_that_are_all_wrong_are_given_a_row(runs: dict[str, Path], m
     for step, batch in enumerate(batches(runs["zero"]), start=1):
         verdicts: dict[str, list[tuple[bool, bool]]] = {}
         for key, correct in zip(batch["keys"], batch["correct"].tolist(), strict=True):
-            verdicts.setdefault(str(group_names([key])[0]), []).append((is_guide(key), correct))
+            verdicts.setdefault(uid_of(key), []).append((is_guide(key), correct))
         rescued = [rows for rows in verdicts.values() if any(guide for guide, _ in rows)]
         for rows in verdicts.values():
             own = [correct for guide, correct in rows if not guide]
@@ -127,7 +127,7 @@ def test_the_denominators_are_the_guides(runs: dict[str, Path]) -> None:
 def test_advantages_are_over_the_union(runs: dict[str, Path]) -> None:
     for name in ("zero", "luffy"):
         for batch in batches(runs[name]):
-            rewards, group = batch["rewards"].sum(1), group_ids(group_names(batch["keys"]))
+            rewards, group = batch["rewards"].sum(1), group_ids([uid_of(key) for key in batch["keys"]])
             if name == "zero":
                 expected = grpo_advantages(rewards, batch["response_mask"], group).advantages
             else:
@@ -138,7 +138,7 @@ def test_advantages_are_over_the_union(runs: dict[str, Path]) -> None:
 
 def test_luffy_has_a_row_in_every_group_and_clips_nothing(runs: dict[str, Path], metrics: Metrics) -> None:
     for step, batch in enumerate(batches(runs["luffy"]), start=1):
-        of_guide = [str(group_names([key])[0]) for key in batch["keys"] if is_guide(key)]
+        of_guide = [uid_of(key) for key in batch["keys"] if is_guide(key)]
         assert len(of_guide) == len(set(of_guide)) == BATCH
         assert metrics(runs["luffy"])[step]["actor/pg_clipfrac"] == 0
         assert 0 < metrics(runs["luffy"])[step]["guide/ratio_mean"] <= 1
@@ -188,9 +188,9 @@ def with_server(task: Task, directory: Path) -> tuple[str, ...]:
 
 def test_the_guide_has_the_last_rows_of_groups_in_training_alone(served: Any, metrics: Metrics) -> None:
     for step, batch in enumerate(batches(served.run_dir), start=1):
-        sizes = pd.Series(group_names(batch["keys"])).value_counts()
+        sizes = pd.Series([uid_of(key) for key in batch["keys"]]).value_counts()
         assert set(sizes) == {RESPONSES}
-        of_guide = pd.Series(group_names([key for key in batch["keys"] if is_guide(key)])).value_counts()
+        of_guide = pd.Series([uid_of(key) for key in batch["keys"] if is_guide(key)]).value_counts()
         assert set(of_guide) <= {1, 2}
         data = metrics(served.run_dir)[step]
         assert data["guide/rows_share"] == pytest.approx(of_guide.sum() / len(batch["keys"]))

@@ -51,9 +51,14 @@ COLUMNS = {
     "agent_name": "single_turn_agent",
 }
 
-REWARD = """
+REWARD = """import sys
 def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs):
-    if solution_str == "no" and extra_info.get("fails"):
+    fails = solution_str == "no" and extra_info.get("fails")
+    if fails == "exit":
+        sys.exit(3)
+    if fails in ("1.0", "None"):
+        return {"1.0": "1.0", "None": None}[fails]
+    if fails:
         raise ValueError("cannot score this")
     right = solution_str.endswith(ground_truth)
     return {"score": len(solution_str) / 8, "acc": float(right)}
@@ -244,6 +249,34 @@ def test_a_failed_response_leaves_what_it_leaves_in_verl(
     assert verls[0] == "failure"
     assert len(verls[1]) in (0, N - 1)
     assert_same(ours, verls)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fails", "reason"),
+    [
+        ("raise", "the reward function raised ValueError: cannot score this (FILE:9)"),
+        ("exit", "the reward function raised SystemExit: 3 (FILE:5)"),
+        ("1.0", "the reward function returned '1.0', and the reward must be a number"),
+        ("None", "the reward function returned None, and the reward must be a number"),
+        (None, "RuntimeError: the server died"),
+    ],
+)
+def test_a_response_that_failed_is_named_with_the_reason(
+    run: Callable[..., Rows], config: DictConfig, fails: str | None, reason: str
+) -> None:
+    workers = []
+
+    class Kept(SeededAgentLoopWorker):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            workers.append(self)
+
+    answers = TEXTS if fails else (*TEXTS[:3], RuntimeError("the server died"))
+    assert run(Kept, Answers(answers), extra_info={"index": 7, "fails": fails})[0] == "failure"
+    reason = reason.replace("FILE", config.reward.custom_reward_function.path)
+    assert workers[0].take_failure() == f"response prompt_3 (index 0 of data_source test): {reason}"
+    assert workers[0].take_failure() == ""
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ from gtpo_verl.algorithms.losses import mixed_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guided_advantages, on_only_advantages
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve
-from gtpo_verl.integrations.transfer_queue import fetch_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -243,7 +242,9 @@ def test_without_a_guide_the_columns_are_verls(tmp_path: Path, columns: Columns)
     for overrides in (("algo=dapo",), ("algo=dapo_mixed", "algorithm.guide.mode=off")):
         trainer, metrics = make_trainer(tmp_path, columns, *overrides), {}
         batch = trainer._compute_advantage(trainer._compute_old_log_prob(put(columns), metrics), metrics)
-        written = {name: fetch_rows(batch, name) for name in ("old_log_probs", "rollout_log_probs", "advantages")}
+        names = ["old_log_probs", "rollout_log_probs", "advantages"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        written = {name: dict(zip(batch.keys, data[name].unbind(), strict=True)) for name in names}
         found.append((written, {name: value for name, value in metrics.items() if not name.endswith("_s")}))
     (dapo, dapos_metrics), (off, its_metrics) = found
     for name, rows in dapo.items():

@@ -1,7 +1,10 @@
 """What is done about a job that does not start."""
 
+import logging
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 
 from gtpo_verl.errors import StepGivenUpError, UserError
-from gtpo_verl.integrations import evaluate, launch
+from gtpo_verl.integrations import evaluate, launch, plugin
 from gtpo_verl.integrations.admission import DevicesTakenError
 from gtpo_verl.rules.start import ray
 
@@ -203,3 +206,29 @@ def test_a_ray_of_the_runs_own_gets_a_token_of_its_own(
     launch.export_environment(run_with(address=None if joined else "local", runtime_env={}))
     token = os.environ.get("RAY_AUTH_TOKEN")
     assert (token is not None and token != "theirs") is ours
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_process_that_ray_ends_has_a_last_word(killed: bool) -> None:
+    """Ray leaves by `_exit` when its node daemon dies."""
+    script = (
+        "import os\nfrom gtpo_verl.integrations.launch import with_last_word\n"
+        f"with with_last_word('Go on.'):\n    {'os._exit(1)' if killed else 'pass'}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.count("error: ")) == ((1, 1) if killed else (0, 0))
+    assert done.stderr.strip().endswith("Ray's node daemon died. Go on." if killed else "")
+
+
+def test_a_warning_is_shown_whatever_another_package_makes_of_the_root_logger(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, root = logging.getLogger("gtpo_verl"), logging.getLogger()
+    for logger, names in ((ours, ("handlers", "level", "propagate")), (root, ("level",))):
+        for name in names:
+            monkeypatch.setattr(logger, name, getattr(logger, name))
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    plugin.log_by_name()
+    root.setLevel(logging.ERROR)
+    logging.getLogger("gtpo_verl.integrations.sampling").warning("1 of 16 responses failed")
+    assert "gtpo_verl WARNING: 1 of 16 responses failed" in capsys.readouterr().err

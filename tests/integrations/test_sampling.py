@@ -141,6 +141,7 @@ def make_run() -> Iterator[MakeRun]:
             carry_over_max_age=max_age,
             correct_threshold=1.0,
             mini_batch_size=mini_batch,
+            responses=GROUP,
             max_failed_share=max_failed_share,
         )
         buffer = BudgetedReplayBuffer.like(stock, limits)
@@ -208,11 +209,43 @@ def test_a_group_with_a_failed_rollout_is_judged_by_what_is_left_of_it(make_run:
     assert uids[0] == run.prompts.submitted[0]
     assert set(run.prompts.submitted[1:3]).isdisjoint(uids)
     assert metrics["failed_groups"] == 2
+    assert metrics["failed_responses"] == 5
+
+
+@pytest.mark.parametrize("filters", [True, False])
+def test_responses_that_failed_are_counted_and_named(
+    make_run: MakeRun, caplog: pytest.LogCaptureFixture, filters: bool
+) -> None:
+    """A group is trained on with what is left of it, and nobody sees what is not there."""
+    run = make_run(itertools.chain([(1, -1, 0), (1, 0, -1)], itertools.repeat(MIXED)), max_failed_share=0.2)
+    run.buffer.why = lambda: "response prompt0000_1: the reward function raised"
+    if not filters:
+        run.buffer.filter_groups_metric = None
+        run.prompts.submit(BATCH)
+    with caplog.at_level(logging.WARNING, logger="gtpo_verl"):
+        if filters:
+            metrics = run.step()[1]
+        else:
+            _, metrics = run.buffer.sample(global_steps=1, partition_id="train", batch_size=BATCH)
+    assert {name.rsplit("/", 1)[-1]: value for name, value in metrics.items()}["failed_responses"] == 2
+    assert "2 of 12 responses failed and are left out; the last one: response prompt0000_1" in caplog.text
+
+
+@pytest.mark.parametrize("verdicts", [(-1, -1, -1), (1, -1, -1)])
+def test_without_a_filter_too_many_failed_responses_end_the_run_before_the_update(
+    make_run: MakeRun, verdicts: tuple[int, ...]
+) -> None:
+    run = make_run(itertools.repeat(verdicts), max_failed_share=0.5)
+    run.buffer.filter_groups_metric = None
+    run.buffer.why = lambda: "the reward function raised ValueError"
+    run.prompts.submit(BATCH)
+    with pytest.raises(UserError, match=r"of 12 responses of the step failed, .*=0\.5\. The last one: the reward func"):
+        run.buffer.sample(global_steps=1, partition_id="train", batch_size=BATCH)
 
 
 def test_rollouts_that_all_fail_end_the_run_without_a_budget_too(make_run: MakeRun) -> None:
     run = make_run(itertools.repeat((-1, -1, -1)), budget=0)
-    with pytest.raises(UserError, match="step 1: the rollouts of all 4 groups failed"):
+    with pytest.raises(UserError, match=r"4 of 4 groups of the step failed, .*in the run's log\. Nothing"):
         run.step()
 
 
@@ -226,7 +259,7 @@ def test_a_step_whose_rollouts_mostly_fail_ends_the_run_before_its_update(
     if not ends:
         assert len(run.step()[0]) == BATCH
         return
-    with pytest.raises(UserError, match=r"step 1: the rollouts of 3 of 4 groups failed, .*max_failed_share=0\.5"):
+    with pytest.raises(UserError, match=r"3 of 4 groups of the step failed, .*max_failed_share=0\.5\."):
         run.step()
 
 

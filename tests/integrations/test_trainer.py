@@ -27,8 +27,8 @@ from gtpo_verl.integrations.carry_over import restore_groups
 from gtpo_verl.integrations.context import CreditContext
 from gtpo_verl.integrations.health import PhaseLimit
 from gtpo_verl.integrations.sampling import BudgetSpentError
+from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
-from gtpo_verl.integrations.transfer_queue import lone_responses
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import MetricsRecorder
 
@@ -113,7 +113,7 @@ def test_steps_that_validate_keep_two_responses_with_their_advantages(tmp_path: 
 def test_several_outputs_of_one_rollout_are_one_response(tmp_path: Path) -> None:
     keys = ("a_0_0", "a_0_1", "b_0_0", "b_1_0", "pad_0_0")
     batch = put(run_trainer(tmp_path), {key: Row(2) for key in keys})
-    assert lone_responses(batch) == ["a_0_0", "a_0_1"]
+    assert Step(batch, threshold=1.0).lone.tolist() == [True, True, False, False]
 
 
 # -------------------------------------------------------------------- values that are not finite

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from gtpo_verl.integrations import checks
 from gtpo_verl.problems import errors_of, refuse
 from gtpo_verl.rules import model as model_rules
 from gtpo_verl.rules import stages
-from gtpo_verl.tasks.model import build_model
+from gtpo_verl.tasks.model import build_model, build_tokenizer
 
 REWARD = """
 def good(data_source, solution_str, ground_truth, extra_info=None):
@@ -51,6 +52,9 @@ def no_result(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": -1.0, "acc": 0.0, "verifier_failure": "error"}
 def crashes(data_source, solution_str, ground_truth, extra_info=None):
     return 1 / 0
+def leaves(data_source, solution_str, ground_truth, extra_info=None):
+    import sys
+    sys.exit(7)
 def hangs(data_source, solution_str, ground_truth, extra_info=None):
     import time
     time.sleep(60)
@@ -503,7 +507,10 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
         ("reward.custom_reward_function.name=not_finite", "the reward must be a finite number"),
         ("reward.custom_reward_function.name=no_score", "add `score`"),
         ("reward.custom_reward_function.name=odd_verdict", "acc=[1.0] on the first prompt"),
-        ("reward.custom_reward_function.name=absent", "could not be loaded"),
+        ("reward.custom_reward_function.name=crashes", "reward.py:"),
+        ("reward.custom_reward_function.name=leaves", "fails on the first prompt"),
+        ("reward.custom_reward_function.name=leaves", "SystemExit: 7 ("),
+        ("reward.custom_reward_function.name=absent", "cannot be loaded: AttributeError"),
         ("reward.custom_reward_function.path=null", "no verifier for the first prompt of data_source='sums'"),
         ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo-s", "did you mean grpo_s?"),
@@ -514,6 +521,52 @@ def test_what_only_verl_knows_is_said_in_one_line(composed: Composer, change: st
         checks.check_with_verl(composed(change))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("\nimport nothing_of_this_name\n", "ModuleNotFoundError: No module named 'nothing_of_this_name' (FILE:2)"),
+        ("def compute_score(**columns)\n    return 1.0\n", "SyntaxError: expected ':' (FILE:1)"),
+        ("import sys\n\nsys.exit(5)\n", "SystemExit: 5 (FILE:3)"),
+    ],
+)
+def test_a_reward_file_that_cannot_be_imported_is_named_with_its_line(
+    composed: Composer, tmp_path: Path, content: str, message: str
+) -> None:
+    file = tmp_path / "reward.py"
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        checks.check_with_verl(composed(f"reward.custom_reward_function.path={file}"))
+    assert str(caught.value) == f"reward.custom_reward_function cannot be loaded: {message.replace('FILE', str(file))}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def test_a_prompt_that_verl_would_cut_is_refused_where_it_is_to_stop(
+    composed: Composer, inputs: dict[str, str], tokenizer: Path
+) -> None:
+    overrides = ["reward.custom_reward_function.name=good", f"actor_rollout_ref.model.tokenizer_path={tokenizer}"]
+    overrides += ["data.max_prompt_length=1", "data.filter_overlong_prompts=false"]
+    with pytest.raises(UserError, match=r"train_files=.*: the prompt of row 0 has \d+ tokens, more than .*_length=1"):
+        checks.check_with_verl(composed(*overrides))
+    checks.check_with_verl(composed(*overrides, "data.truncation=left"))
+    checks.check_with_verl(composed(*overrides, "data.filter_overlong_prompts=true"))
+
+
+def test_a_chat_template_that_cannot_be_rendered_is_refused(
+    composed: Composer, tokenizer: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(tokenizer, tmp_path / "broken")
+    (broken / "chat_template.jinja").write_text("{{ raise_exception('no roles') }}")
+    name = "reward.custom_reward_function.name=good"
+    with pytest.raises(UserError, match=r"row 0 cannot be rendered with .*broken \(TemplateError: no roles\)"):
+        checks.check_with_verl(composed(name, f"actor_rollout_ref.model.tokenizer_path={broken}"))
 
 
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
@@ -808,7 +861,7 @@ def test_weights_of_another_configuration_are_refused_before_ray_starts(composed
         (["actor_rollout_ref.rollout.n=1.5"], r"actor_rollout_ref\.rollout\.n=1\.5: it must be from 1 to"),
         (["data.max_response_length=null"], r"data\.max_response_length=null: it must be from 1"),
         (["actor_rollout_ref.rollout.max_num_seqs=[1]"], "it must be a single value"),
-        (["actor_rollout_ref.rollout.temperature=nan"], "it must be a finite number that is not negative"),
+        (["actor_rollout_ref.rollout.temperature=nan"], "set it above 0: at 0 all responses"),
         (["algorithm.entropy.check_every=null"], r"algorithm\.entropy\.check_every=null: it must be a number of steps"),
         (["algorithm.correct_threshold=inf"], r"algorithm\.correct_threshold=inf: it must be a finite number"),
         (["data.train_batch_size=1" + 50 * "0"], r"data\.train_batch_size=10{39}\.\.\.: it must be"),

@@ -16,7 +16,7 @@ from transfer_queue import KVBatchMeta
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.guide import is_guide
-from gtpo_verl.integrations.transfer_queue import group_names, parse_key, put_rows, real_rows, reward_infos
+from gtpo_verl.integrations.transfer_queue import last_outputs, put_rows, real_rows, reward_infos, uid_of
 from gtpo_verl.integrations.vllm.names import ENTROPIES
 from gtpo_verl.runs.correctness import is_correct, verdict
 
@@ -162,7 +162,12 @@ class Step:
     @cached_property
     def group(self) -> torch.Tensor:
         """(R,) int64: the prompt of each response."""
-        return group_ids(group_names(self.keys))
+        return group_ids([uid_of(key) for key in self.keys])
+
+    @cached_property
+    def lone(self) -> torch.Tensor:
+        """(R,) bool: the responses of a group of which every other rollout failed."""
+        return torch.bincount(self.group[self.last_output.unique()])[self.group] == 1
 
     @cached_property
     def of_guide(self) -> torch.Tensor:
@@ -171,12 +176,5 @@ class Step:
 
     @cached_property
     def last_output(self) -> torch.Tensor:
-        """(R,) int64: for each response, the number of the last output of its session; its own, where an agent loop
-        writes one output.
-        """
-        last: dict[tuple[str, int], tuple[int, int]] = {}
-        sessions = [parse_key(key) for key in self.keys]
-        for number, row in enumerate(sessions):
-            session = (row.uid, row.session)
-            last[session] = max(last.get(session, (-1, -1)), (row.output, number))
-        return torch.tensor([last[row.uid, row.session][1] for row in sessions])
+        """(R,) int64: for each response, the number of the last output of its session."""
+        return torch.tensor(last_outputs(self.keys))

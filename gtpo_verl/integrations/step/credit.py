@@ -15,7 +15,6 @@ from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.metrics import legal_share, selected, verifier_failures
-from gtpo_verl.integrations.transfer_queue import lone_responses, replaced_rows
 
 SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
 # verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
@@ -72,16 +71,11 @@ class Credit:
         Failed rollouts leave such groups. verl's estimators compare a lone response with 0 instead of a mean, so its
         advantage would be its whole reward.
         """
-        lone = set(lone_responses(step.batch))
-        if lone and self._config.algorithm.adv_estimator in GROUP_MEAN_ESTIMATORS:
-            zeros = {
-                number: torch.zeros(length)
-                for number, (key, length) in enumerate(zip(step.keys, step.lengths, strict=True))
-                if key in lone
-            }
+        if self._config.algorithm.adv_estimator in GROUP_MEAN_ESTIMATORS:
+            zeros = {number: torch.zeros(step.lengths[number]) for number in step.lone.nonzero()[:, 0].tolist()}
             for column in ("advantages", "returns"):
                 step.put(column, zeros)
-        return len(lone)
+        return int(step.lone.sum())
 
     @contextmanager
     def without_truncated(self, step: Step, metrics: dict[str, Any]) -> Iterator[None]:
@@ -93,15 +87,14 @@ class Credit:
             yield
             return
         limit = self._config.data.max_response_length
-        masks = {
-            key: mask
-            for key, mask in zip(step.keys, step.rows(step.fetch("response_mask")[0]), strict=True)
-            if len(mask) >= limit
-        }
+        rows = step.rows(step.fetch("response_mask")[0])
+        masks = {number: mask for number, mask in enumerate(rows) if len(mask) >= limit}
         metrics["training/overlong_filtered_share"] = len(masks) / len(step.keys)
-        empty = {key: torch.zeros_like(mask) for key, mask in masks.items()}
-        with replaced_rows(step.batch.partition_id, "response_mask", masks, inside=empty):
+        step.put("response_mask", {number: torch.zeros_like(mask) for number, mask in masks.items()})
+        try:
             yield
+        finally:
+            step.put("response_mask", masks)
 
     def metrics(self, step: Step, context: CreditContext) -> dict[str, float]:
         """``credit/*``, and what the verifier says of the responses; of a session with several outputs, the last."""

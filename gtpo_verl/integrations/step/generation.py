@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from omegaconf import DictConfig
+
 Outcome = Literal["mixed", "all_correct", "all_wrong", "failed"]
 
 
@@ -37,7 +39,8 @@ class SamplingLimits:
         correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this
             verdict in which the responses of a group must differ, not the number.
         mini_batch_size: prompts of one update; a batch that the budget leaves short is cut to whole updates.
-        max_failed_share: of the groups of a step; when the rollouts of more have failed, the run ends.
+        responses: of a group.
+        max_failed_share: of the groups of a step, and of its responses; when more have failed, the run ends.
     """
 
     max_num_gen_batches: int
@@ -45,7 +48,22 @@ class SamplingLimits:
     carry_over_max_age: int
     correct_threshold: float
     mini_batch_size: int
+    responses: int
     max_failed_share: float = 1.0
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "SamplingLimits":
+        """Those of a run."""
+        filter_groups = config.algorithm.filter_groups
+        return cls(
+            max_num_gen_batches=filter_groups.max_num_gen_batches,
+            on_budget=filter_groups.on_budget,
+            carry_over_max_age=filter_groups.carry_over.max_age,
+            correct_threshold=config.algorithm.correct_threshold,
+            mini_batch_size=config.actor_rollout_ref.actor.ppo_mini_batch_size,
+            responses=config.actor_rollout_ref.rollout.n,
+            max_failed_share=config.guards.max_failed_share,
+        )
 
 
 @dataclass

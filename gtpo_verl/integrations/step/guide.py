@@ -19,7 +19,7 @@ from gtpo_verl.integrations.guide import is_guide
 from gtpo_verl.integrations.losses import GUIDE_MASK, guided_ppo_loss, one_per_response
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.step.columns import Step
-from gtpo_verl.integrations.transfer_queue import fetch_rows, put_rows
+from gtpo_verl.integrations.transfer_queue import put_rows
 
 
 class GuideRows:
@@ -71,10 +71,9 @@ class GuideRows:
 
     def mark(self, batch: KVBatchMeta) -> None:
         """Write the column that tells the loss which rows are the guide's, those of padding included."""
-        rows = fetch_rows(batch, "response_mask")
-        put_rows(
-            batch.partition_id, GUIDE_MASK, {key: torch.full_like(row, is_guide(key)) for key, row in rows.items()}
-        )
+        lengths = zip(batch.keys, (tag["response_len"] for tag in batch.tags), strict=True)
+        rows = {key: torch.full((length,), int(is_guide(key))) for key, length in lengths}
+        put_rows(batch.partition_id, GUIDE_MASK, rows)
         if batch.fields is not None and GUIDE_MASK not in batch.fields:  # else all columns go to the workers
             batch.fields = [*batch.fields, GUIDE_MASK]
 

@@ -1,6 +1,5 @@
 """Whether a training goes on: what it does just now, for how long, and whether its processes live."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,6 @@ from omegaconf import DictConfig
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.health import PhaseLimit, dead_servers, ended_actors
 from gtpo_verl.runs.directory import STOP_FILE, record_phase
-
-SERVER_CHECK_INTERVAL = 5.0  # seconds
 
 
 class Health:
@@ -25,7 +22,6 @@ class Health:
         self._run_dir = Path(config.trainer.run_dir)
         self._guide_model = config.algorithm.guide.model
         self._trainer = trainer
-        self._servers_checked = time.monotonic()
         self.limit = PhaseLimit(config.guards.phase_timeout)
 
     def begin(self, step: int, phase: str) -> None:
@@ -65,12 +61,6 @@ class Health:
         if guide is not None:
             model = f"algorithm.guide.model={self._guide_model}"
             self._check_servers("the guide's vLLM died", guide.server_handles, model)
-
-    def check_servers_at_times(self) -> None:
-        """The same, if the last time was some seconds ago."""
-        if time.monotonic() - self._servers_checked > SERVER_CHECK_INTERVAL:
-            self.check_servers()
-            self._servers_checked = time.monotonic()
 
     def _check_servers(self, what: str, servers: list[Any], *more: str) -> None:
         dead = dead_servers(servers)

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transfer_queue as tq
 from omegaconf import DictConfig
 
 from gtpo_verl.files import append_json_line
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
-from gtpo_verl.integrations.transfer_queue import fetch_rows, uid_of
+from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.runs.directory import SAMPLES_FILE
 
 MOST_TOKENS = 1000  # of a response; a sample of a step is then some 50 kB
@@ -61,7 +62,7 @@ class CreditFiles:
         torch.save(
             {
                 "keys": list(step.batch.keys),
-                "prompts": [row.clone() for row in fetch_rows(step.batch, "prompts").values()],
+                "prompts": _prompts(step, step.batch.keys),
                 "correct": step.of_batch(step.correct),
             }
             | {name: step.padded(column) for name, column in columns.items()},
@@ -73,22 +74,27 @@ class CreditFiles:
         pair = contrasting_pair([uid_of(key) for key in step.keys], step.correct, ~step.of_guide)
         if not pair:
             return
-        prompts = fetch_rows(step.batch, "prompts", [step.keys[row] for row in pair])
+        prompts = _prompts(step, [step.keys[row] for row in pair])
         columns = (*step.fetch("responses", "advantages", self._entropies), step.mask)
         responses, advantages, entropies, masks = (step.rows(column) for column in columns)
         samples = [
             credit_sample(
                 decode,
-                prompts[step.keys[row]],
+                prompt,
                 responses[row],
                 bool(step.correct[row]),
                 advantages[row],
                 entropies[row],
                 masks[row],
             )
-            for row in pair
+            for row, prompt in zip(pair, prompts, strict=True)
         ]
         append_json_line(self._run_dir / SAMPLES_FILE, {"step": number, "samples": samples})
+
+
+def _prompts(step: Step, keys: list[str]) -> list[torch.Tensor]:
+    data = tq.kv_batch_get(keys=keys, partition_id=step.batch.partition_id, select_fields=["prompts"])
+    return [row.clone() for row in data["prompts"].unbind()]
 
 
 def contrasting_pair(groups: Sequence[str], correct: torch.Tensor, own: torch.Tensor) -> list[int]:

@@ -1,0 +1,270 @@
+"""Reads what a symbol of a package is from source, without importing anything."""
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGES = ("verl", "vllm", "transfer_queue", "ray")
+
+Expected = str | list[str]  # a line of `contract.yaml`
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a name stands for: a module, a class, a function, or the value that is assigned; and the module it is in."""
+
+    module: str
+    node: ast.AST
+
+
+class Source:
+    """Packages as text.
+
+    Args:
+        roots: directories that hold packages, in the order of ``sys.path``.
+    """
+
+    def __init__(self, *roots: Path) -> None:
+        self.roots = roots
+        self._trees: dict[str, tuple[ast.Module, bool] | None] = {}
+
+    @classmethod
+    def installed(cls) -> "Source":
+        """What this Python would import."""
+        specs = (importlib.util.find_spec(package) for package in PACKAGES)
+        places = [Path(spec.origin).parents[1] for spec in specs if spec is not None and spec.origin is not None]
+        return cls(*dict.fromkeys([*places, *map(Path, sys.path)]))
+
+    def describe(self, module: str, name: str, expected: Expected) -> Expected | None:
+        """What stands in the place of a line of the contract, written as the line is; None if nothing does."""
+        if expected == "attribute":
+            owner, _, attribute = name.rpartition(".")
+            cls = self._find(module, owner)
+            if cls is None or not isinstance(cls.node, ast.ClassDef):
+                return None
+            return "attribute" if self._is_set(cls, attribute) else None
+        found = self._find(module, name)
+        if found is None or expected == "anything":
+            return None if found is None else "anything"
+        node = found.node
+        if isinstance(expected, list):
+            return [name for name in expected if name in self._fields(found)]
+        if isinstance(node, ast.ClassDef):
+            return "class" if expected == "class" else self._constructor(found)
+        if isinstance(node, Function):
+            return "property" if _decorated(node, "property", "cached_property") else _signature(node)
+        return "module" if isinstance(node, ast.Module) else _type(node)
+
+    def _find(self, module: str, name: str) -> Definition | None:
+        tree = self._parse(module)
+        found = tree and Definition(module, tree[0])
+        for part in name.split("."):
+            found = found and self._member(found, part)
+        return found
+
+    def _member(self, owner: Definition, name: str) -> Definition | None:
+        if isinstance(owner.node, ast.Module):
+            return self._lookup(owner.module, name)
+        if isinstance(owner.node, ast.AnnAssign):  # an object that is only declared
+            cls = self._evaluate(owner.module, owner.node.annotation)
+            return cls and self._member(cls, name)
+        if not isinstance(owner.node, ast.ClassDef):
+            return None
+        if name == "__ray_actor_class__" and _decorated(owner.node, "remote"):
+            return owner
+        for cls in self._with_bases(owner):
+            assert isinstance(cls.node, ast.ClassDef)
+            inside = _bindings(cls.node.body)
+            node = inside.get(name)
+            if isinstance(node, ast.Name) and node.id != name:  # another name of a method
+                node = inside.get(node.id, node)
+            if node is not None:
+                return self._follow(cls.module, name, node)
+        return None
+
+    def _lookup(self, module: str, name: str) -> Definition | None:
+        """What a name stands for in a module, wherever it was imported from."""
+        parsed = self._parse(module)
+        if parsed is None:
+            return None
+        tree, _ = parsed
+        node = _bindings(tree.body).get(name)
+        if node is not None:
+            return self._follow(module, name, node)
+        for star in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.names[0].name == "*"):
+            found = self._lookup(self._origin(module, star), name)
+            if found is not None:
+                return found
+        return self._as_module(f"{module}.{name}")
+
+    def _follow(self, module: str, name: str, node: ast.AST) -> Definition | None:
+        """From an import or an assignment of another name to what it stands for."""
+        if isinstance(node, ast.Import):
+            alias = next(alias for alias in node.names if name in (alias.asname, alias.name.split(".")[0]))
+            return self._as_module(alias.name if alias.asname else name)
+        if isinstance(node, ast.ImportFrom):
+            origin = self._origin(module, node)
+            imported = next(alias.name for alias in node.names if name == (alias.asname or alias.name))
+            if (origin, imported) == (module, name):
+                return self._as_module(f"{module}.{name}")
+            return self._lookup(origin, imported)
+        if isinstance(node, ast.Name | ast.Attribute):
+            return self._evaluate(module, node) or Definition(module, node)
+        return Definition(module, node)
+
+    def _evaluate(self, module: str, node: ast.AST) -> Definition | None:
+        if isinstance(node, ast.Name):
+            return self._lookup(module, node.id)
+        if isinstance(node, ast.Subscript):  # Generic[T]
+            return self._evaluate(module, node.value)
+        if isinstance(node, ast.Attribute):
+            owner = self._evaluate(module, node.value)
+            return owner and self._member(owner, node.attr)
+        return None
+
+    def _with_bases(self, cls: Definition) -> list[Definition]:
+        """A class and the classes that it derives from, as far as their source is at hand."""
+        found = {cls: None}
+        assert isinstance(cls.node, ast.ClassDef)
+        for base in cls.node.bases:
+            theirs = self._evaluate(cls.module, base)
+            if theirs is not None and isinstance(theirs.node, ast.ClassDef):
+                found |= dict.fromkeys(self._with_bases(theirs))
+        return list(found)
+
+    def _is_set(self, cls: Definition, attribute: str) -> bool:
+        """Whether a class or a base sets an attribute on ``self`` in any of its methods."""
+        return any(
+            isinstance(node, ast.Attribute)
+            and node.attr == attribute
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+            for each in self._with_bases(cls)
+            for node in ast.walk(each.node)
+        )
+
+    def _fields(self, found: Definition) -> set[str]:
+        """Parameters of a function, or the names that one may construct a class with and read from it."""
+        if isinstance(found.node, Function):
+            return {argument.arg for argument in _arguments(found.node.args)}
+        if not isinstance(found.node, ast.ClassDef):
+            return set()
+        names = set()
+        for cls in self._with_bases(found):
+            assert isinstance(cls.node, ast.ClassDef)
+            annotated = (part.target for part in cls.node.body if isinstance(part, ast.AnnAssign))
+            names |= {target.id for target in annotated if isinstance(target, ast.Name)}
+        created = self._member(found, "__init__")
+        if created is not None and isinstance(created.node, Function):
+            names |= {argument.arg for argument in _arguments(created.node.args)} - {"self"}
+        return names
+
+    def _constructor(self, cls: Definition) -> str:
+        """The signature that a class is called with."""
+        created = self._member(cls, "__init__")
+        if created is None or not isinstance(created.node, Function):
+            return "()"
+        return _signature(created.node, bound=True)
+
+    def _as_module(self, name: str) -> Definition | None:
+        parsed = self._parse(name)
+        return parsed and Definition(name, parsed[0])
+
+    def _parse(self, module: str) -> tuple[ast.Module, bool] | None:
+        """The tree of a module, and whether it is a package; None if it is not there.
+
+        A package is read from the first root that has it and from no other: what it has lost must not be found in an
+        older one.
+        """
+        if module not in self._trees:
+            package, *inside = module.split(".")
+            candidates = ((root / package / "__init__.py", root / f"{package}.py") for root in self.roots)
+            top = next((file for files in candidates for file in files if file.is_file()), None)
+            file = top and _file(top, inside)
+            self._trees[module] = None if file is None else (ast.parse(file.read_bytes()), file.name == "__init__.py")
+        return self._trees[module]
+
+    def _origin(self, module: str, node: ast.ImportFrom) -> str:
+        """The module that a ``from ... import`` in a module names."""
+        if not node.level:
+            return node.module or ""
+        parsed = self._parse(module)
+        package = module.split(".") if parsed and parsed[1] else module.split(".")[:-1]
+        package = package[: len(package) - node.level + 1]
+        return ".".join([*package, node.module] if node.module else package)
+
+
+def _file(top: Path, inside: list[str]) -> Path | None:
+    """The file of a module inside a package, of which ``top`` is the file."""
+    if not inside:
+        return top
+    path = top.parent.joinpath(*inside)
+    return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
+
+
+def _bindings(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
+    """What the names of a module or class are bound to where all goes well: in the first branch, without exceptions."""
+    names: dict[str, ast.AST] = {}
+    for node in body:
+        names |= dict(_bound(node))
+    return names
+
+
+def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
+    if isinstance(node, Function | ast.ClassDef):
+        yield node.name, node
+    elif isinstance(node, ast.Import):
+        yield from ((alias.asname or alias.name.split(".")[0], node) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((alias.asname or alias.name, node) for alias in node.names if alias.name != "*")
+    elif isinstance(node, ast.Assign):
+        yield from ((target.id, node.value) for target in node.targets if isinstance(target, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id, node.value or node
+    elif isinstance(node, ast.If):
+        yield from {**_bindings(node.orelse), **_bindings(node.body)}.items()
+    elif isinstance(node, ast.Try):
+        handled = [part for handler in node.handlers for part in handler.body]
+        yield from {**_bindings(handled), **_bindings([*node.body, *node.orelse, *node.finalbody])}.items()
+
+
+def _decorated(node: Function | ast.ClassDef, *names: str) -> bool:
+    return any(ast.unparse(each).split("(")[0].split(".")[-1] in names for each in node.decorator_list)
+
+
+def _arguments(arguments: ast.arguments) -> list[ast.arg]:
+    star = [each for each in (arguments.vararg, arguments.kwarg) if each is not None]
+    return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *star]
+
+
+def _signature(node: Function, bound: bool = False) -> str:
+    """A signature without annotations and the values of defaults, which may change without harm."""
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    required = len(positional) - len(given.defaults)
+    parts = [argument.arg + "=" * (number >= required) for number, argument in enumerate(positional)][bound:]
+    if given.vararg is not None:
+        parts.append(f"*{given.vararg.arg}")
+    elif given.kwonlyargs:
+        parts.append("*")
+    parts += [
+        argument.arg + "=" * (default is not None)
+        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    if given.kwarg is not None:
+        parts.append(f"**{given.kwarg.arg}")
+    return f"({', '.join(parts)})"
+
+
+def _type(node: ast.AST) -> str:
+    """The type of an assigned value, where it can be read off."""
+    if isinstance(node, ast.Constant):
+        return type(node.value).__name__
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func)
+    return type(node).__name__.lower()  # ast.Dict, ast.List, ast.Set, ast.Tuple
