@@ -101,7 +101,7 @@ class CpuPlatform(PlatformBase):
     def visible_devices_envvar(self) -> str:
         return "CUDA_VISIBLE_DEVICES"
 
-    def nvtx_range(self, msg: str) -> contextlib.AbstractContextManager[None]:
+    def nvtx_range(self, msg: str) -> Any:
         return contextlib.nullcontext()
 
     def ray_resource_name(self) -> str:

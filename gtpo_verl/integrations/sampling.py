@@ -34,8 +34,7 @@ class BudgetSpentError(UserError):
 
 
 class BudgetedReplayBuffer(ReplayBuffer):
-    """verl's synchronous replay buffer with a budget for dynamic sampling; every group that it discards is counted, and
-    every response that failed.
+    """verl's synchronous replay buffer with a budget; groups that it discards and responses that failed are counted.
 
     Args:
         limits: of dynamic sampling; all other arguments are verl's.
