@@ -10,6 +10,7 @@ import pytest
 from gtpo_verl.errors import UserError
 from gtpo_verl.report.page import Report, write_report
 from gtpo_verl.report.results import arm_results
+from gtpo_verl.report.samples import credit_samples
 from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons
 from gtpo_verl.report.tables import entropy_table
 from gtpo_verl.report.words import notes, seed_verdict, status_text
@@ -147,7 +148,7 @@ def test_curves_are_drawn_against_cost_and_pass_at_k_over_seeds(written: Report)
     drawn = {figure.name: figure for figure in written.figures}
     assert {"accuracy", "cost", "pass_at_k", "entropy"} <= set(drawn)
     assert "Means over 4 seeds" in drawn["pass_at_k"].caption
-    assert "by responses generated: DAPO from" in drawn["cost"].alt
+    assert [panel.title for panel in drawn["cost"].panels] == ["by responses generated", "by time of training"]
 
 
 @pytest.mark.slow
@@ -158,7 +159,27 @@ def test_credit_is_coloured_by_advantage(written: Report):
     assert (min(shades), max(shades)) == (pytest.approx(0.15), pytest.approx(1))
     dapo = written.samples[0]
     assert {token.shade for token in dapo.tokens} == {0.5}
-    assert f'title="+{gtpo[0].tokens[0].advantage:.3f}"' in written.html.read_text()
+    assert f'title="advantage +{gtpo[0].tokens[0].advantage:.3f}, entropy' in written.html.read_text()
+
+
+def test_credit_is_shown_on_a_prompt_of_all_arms_with_two_of_each_verdict(runs):
+    """The last step has a response alone with its verdict, on which GTPO's credit is DAPO's."""
+    path = runs.run(arms=["dapo", "gtpo"], prompts=4)
+    for arm, only in (("dapo", "seen by dapo"), ("gtpo", "seen by gtpo")):
+        file = path / arm / "credit_samples.jsonl"
+        (pair,) = (json.loads(line)["samples"] for line in file.read_text().splitlines())
+        kinds = {"common": (20, [4, 4]), only: (30, [4, 4]), "alone": (60, [7, 1])}
+        lines = [
+            {"step": step, "samples": [one | {"prompt": prompt, "group": group} for one in pair]}
+            for prompt, (step, group) in kinds.items()
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, _, arms = analysed(path)
+    shown = credit_samples(arms)
+    assert [(one.arm, one.prompt, one.step) for one in shown] == [
+        (name, "common", 20) for name in ("DAPO", "DAPO", "GTPO", "GTPO")
+    ]
+    assert max(token.entropy_shade for token in shown[0].tokens) == 1
 
 
 def test_rebound_is_measured_from_the_lowest_point(runs):
