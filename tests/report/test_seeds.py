@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from gtpo_verl.report.tables import entropy_table
 from gtpo_verl.report.words import notes, seed_verdict, status_text
 from gtpo_verl.runs.design import design
 from gtpo_verl.runs.reader import read_runs
+from gtpo_verl.runs.sweep import load, write
 
 BARE = {"bare": True, "prompts": 40, "every": 30}
 
@@ -75,7 +77,8 @@ def test_no_difference_is_said_with_what_would_have_been_shown(runs):
     assert not comparison.paired.shown
     assert seed_verdict(comparison) == (
         "No difference between GTPO and DAPO shown: +0.1 points (95 % interval −1.7 to +1.9, p = 0.875). One of "
-        f"{100 * comparison.paired.detectable:.1f} points would have been, with a probability of 80 %."
+        f"{100 * comparison.paired.detectable:.1f} points would have been, with a probability of 80 % "
+        f"({100 * comparison.paired.detectable_at_most:.1f} at the upper bound of the spread)."
     )
     assert 0.02 < comparison.paired.detectable < 0.03
 
@@ -180,6 +183,17 @@ def test_credit_is_shown_on_a_prompt_of_all_arms_with_two_of_each_verdict(runs):
         (name, "common", 20) for name in ("DAPO", "DAPO", "GTPO", "GTPO")
     ]
     assert max(token.entropy_shade for token in shown[0].tokens) == 1
+
+
+def test_seeds_that_were_added_to_a_planned_sweep_are_said(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(3), **BARE)
+    first = load(path)
+    assert not any("added later" in note for note in notes(*analysed(path), []))
+    write(replace(first, axes=first.axes | {"seed": ("0", "1")}))
+    facts = json.loads((path / "sweep.json").read_text())
+    assert (facts["planned_seeds"], facts["axes"]["seed"]) == (3, ["0", "1", "2"])
+    (path / "sweep.json").write_text(json.dumps(facts | {"planned_seeds": 2}))
+    assert any("2 seeds were planned and 1 added later." in note for note in notes(*analysed(path), []))
 
 
 def test_rebound_is_measured_from_the_lowest_point(runs):
