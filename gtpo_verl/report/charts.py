@@ -250,7 +250,8 @@ def _tooltip(panel: Panel) -> list[dict[str, str]]:
 
 def _band(start: float, end: float, text: str) -> list[dict[str, Any]]:
     """A range of the horizontal axis that is marked."""
-    colour, data = "rgb(var(--debit))", {"values": [{}]}
+    colour = "rgb(var(--debit))"
+    data: dict[str, Any] = {"values": [{}]}
     return [
         {
             "mark": {"type": "rect", "color": colour, "opacity": 0.16},
@@ -339,7 +340,7 @@ def png(charts: Mapping[str, Mapping[str, Any]], theme: str = "light", styles: M
 @functools.cache
 def javascript() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, as vl-convert carries them; nothing is loaded from elsewhere."""
-    return vl_convert.javascript_bundle()
+    return vl_convert.javascript_bundle(None)
 
 
 def running_mean(values: Floats, window: int) -> Floats:

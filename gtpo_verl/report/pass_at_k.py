@@ -38,6 +38,7 @@ def pass_at_ks(validations: Sequence[Validation]) -> dict[float, float]:
 
 
 def _line(label: str, curve: Mapping[int, Figure]) -> Line:
-    names = ("value", "low", "high")
-    columns = (np.array([getattr(one, name) for one in curve.values()], dtype=np.float64) for name in names)
-    return Line(label, np.array(list(curve), dtype=np.float64), *columns)
+    values, low, high = (
+        np.array([getattr(one, name) for one in curve.values()], dtype=np.float64) for name in ("value", "low", "high")
+    )
+    return Line(label, np.array(list(curve), dtype=np.float64), values, low, high)
