@@ -11,6 +11,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests whose process joins a Ray cluster with another authentication: Ray keeps it for the life of a process.
 OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test_nodes.py tests/experiments/test_jobs.py
 
+# In which tests see the report; Debian's.
+CHROMIUM := /usr/bin/chromium
+
 .DEFAULT_GOAL := help
 .PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm upstream check results bench fuzz chaos vulnerabilities wheel clean
 
@@ -22,13 +25,13 @@ setup: $(READY) ## create .venv with the CPU stack, the project (editable) and t
 quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
 
-test: $(READY) ## all tests but the exhaustive ones, including end-to-end runs
+test: $(READY) $(CHROMIUM) ## all tests but the exhaustive ones, including end-to-end runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 test-fast: $(READY) ## the tests that take seconds
 	$(BIN)/python -m pytest -m "not slow and not e2e and not exhaustive" --numprocesses 2 --dist loadscope
 
-test-exhaustive: test-faults ## every test, including whole option grids, more trainings and seeded faults
+test-exhaustive: test-faults $(CHROMIUM) ## every test, including whole option grids, more trainings and seeded faults
 	$(BIN)/python -m pytest -m "" --numprocesses 2 --dist loadscope --no-loadscope-reorder $(addprefix --ignore=,$(OWN_PROCESS))
 	for file in $(OWN_PROCESS); do $(BIN)/python -m pytest -m "" $$file || exit 1; done
 
@@ -70,6 +73,10 @@ wheel: $(READY) ## build the wheel into dist/
 clean: ## remove .venv, builds and caches; keep outputs/
 	rm -rf $(VENV) .venv-vllm-* .venv-audit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(CHROMIUM):
+	$(if $(filter 0,$(shell id -u)),,sudo) sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' || \
+		{ echo "error: the tests of the report need $(CHROMIUM): apt install chromium" >&2; exit 1; }
 
 # PYTHON=/path/to/python chooses the interpreter; the default is the first of these that is 3.11 or 3.12.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \

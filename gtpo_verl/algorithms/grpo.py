@@ -78,7 +78,7 @@ DAPO = Algorithm(
     verl_estimator="grpo",
     guide="alike",
     advantage_ns=18.0,
-    style=Style(light="#6a7282", dark="#a9b4c4", marker="s"),
+    style=Style(light="#6a7282", dark="#a9b4c4", marker="square"),
 )
 
 GRPO = replace(DAPO, name="grpo", label="GRPO", aggregation="seq-mean-token-mean", style=None)

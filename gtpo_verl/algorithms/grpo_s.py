@@ -123,5 +123,5 @@ GRPO_S = Algorithm(
     ),
     guide="unshaped",
     advantage_ns=29.0,
-    style=Style(light="#d55e00", dark="#ff9448", marker="D"),
+    style=Style(light="#d55e00", dark="#ff9448", marker="diamond"),
 )

@@ -162,5 +162,5 @@ GTPO = Algorithm(
     compute=_compute,
     guide="unshaped",
     advantage_ns=44.0,
-    style=Style(light="#0072b2", dark="#56b4e9", marker="o"),
+    style=Style(light="#0072b2", dark="#56b4e9", marker="circle"),
 )

@@ -60,7 +60,7 @@ _BUILT_IN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a method looks in every plot: a colour on light and on dark pages, a marker, a dash pattern (None: solid)."""
+    """How a method looks in every plot: a colour on light and on dark pages, a marker of Vega, dashes (None: solid)."""
 
     light: str
     dark: str

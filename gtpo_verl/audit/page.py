@@ -4,13 +4,10 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure as Drawing
 from scipy import stats
 
 from gtpo_verl.algorithms.registry import Style
@@ -21,15 +18,14 @@ from gtpo_verl.audit.render import EXPLORATION, Table, cell, label
 from gtpo_verl.audit.score import Result
 from gtpo_verl.audit.store import Store
 from gtpo_verl.files import write_text
-from gtpo_verl.report import plots
-from gtpo_verl.report.page import page_template
+from gtpo_verl.report.charts import Line, Panel, panel_chart
+from gtpo_verl.report.page import render_page
 from gtpo_verl.runs.statistics import Floats
 
 PAGE_FILE = "audit.html"
 SHOWN = 8  # responses on the page, wrong ones first
 MOST_TOKENS = 1500  # of a response on the page
-STYLE = Style(light="#0062b2", dark="#56b4ff", marker="o")
-LOST_COLOUR = {"light": "#c85400", "dark": "#ff8c42"}
+STYLES = {"V": Style(light="#0062b2", dark="#56b4ff", marker="circle")}
 
 
 @dataclass(frozen=True)
@@ -47,14 +43,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Shown:
-    """A response on the page: ``png`` is the curve of V by theme; ``left_out`` tokens are behind those shown."""
+    """A response on the page; ``left_out`` tokens are behind those shown."""
 
     number: int
     prompt: str
     correct: bool
     steps: tuple[Step, ...]
     left_out: int
-    png: Mapping[str, bytes]
 
 
 def _name(model: Path) -> str:
@@ -75,29 +70,28 @@ def write_page(
     responses: shown with their credit and their values. gradients: `gradients.figures`, by entropy.
     """
     credit = {} if responses is None else _credits(responses[0])
+    chosen = [] if responses is None else _chosen(responses[0])
     labels = {name: label(name, responses[1]) for name in credit} if responses else {}
-    template = page_template((files("gtpo_verl.audit") / "audit.html.j2").read_text(encoding="utf-8"))
-    text = template.render(
+    curves = {f"curve-{place}": curve(responses[0], number) for place, number in enumerate(chosen) if responses}
+    text = render_page(
+        "gtpo_verl.audit",
+        "audit.html.j2",
+        STYLES,
+        curves,
         model=_name(Path(str(store.facts["model"]))),
         facts=store.facts,
         measured=facts,
         table=table,
         exploration=EXPLORATION,
-        shown=[] if responses is None else _pictures(responses[0]),
+        shown=[_shown(number, place, responses[0]) for place, number in enumerate(chosen) if responses],
         deciles=None if gradients is None else _deciles(gradients),
         labels=labels,
         first=next((name for name in ("gtpo", *labels) if name in labels), None),
         credit=json.dumps(credit, separators=(",", ":")).replace("<", "\\u003c"),
-        versions=store.facts["versions"],
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
     path = store.directory / PAGE_FILE
     write_text(path, text)
     return path
-
-
-def _pictures(result: Result) -> list[Shown]:
-    return [_shown(number, place, result) for place, number in enumerate(_chosen(result))]
 
 
 def _credits(result: Result) -> dict[str, list[list[float]]]:
@@ -155,8 +149,7 @@ def _shown(number: int, place: int, result: Result) -> Shown:
         for step, (start, end) in enumerate(itertools.pairwise(points.tolist()))
         if start < kept
     )
-    png = {theme.name: plots.png(curve(result, number, theme)) for theme in (plots.LIGHT, plots.DARK)}
-    return Shown(place, rollout.prompt, rollout.correct, steps, len(rollout.tokens) - kept, png)
+    return Shown(place, rollout.prompt, rollout.correct, steps, len(rollout.tokens) - kept)
 
 
 def _visible(text: str) -> str:
@@ -175,27 +168,15 @@ def _shades(result: Result, name: str, number: int) -> list[float]:
     return [round(value, 2) for value in (inside / largest)[:MOST_TOKENS].tolist()]
 
 
-def curve(result: Result, number: int, theme: plots.Theme) -> Drawing:
-    """V over the tokens of a response with 95 % intervals (Wilson's), and the step that lost it."""
+def curve(result: Result, number: int) -> dict[str, Any]:
+    """V over the tokens of a response with 95 % intervals (Wilson's), and the step that lost it, as a chart."""
     values, points = result.values, result.chosen.points[number].astype(np.float64)
     V, trials = values.mean[number], values.trials[:, number].sum(axis=0)
-    low, high = wilson(V, trials)
-    line = plots.Line("V", STYLE, points, V, low, high)
-    drawing = plots.panels_figure([plots.Panel("", (line,), percent=True, markers=True, x_label="token")], theme)
-    (axes,) = drawing.axes
-    axes.set_ylim(-0.04, 1.04)
+    line = Line("V", points, V, *wilson(V, trials))
     lost = int(first_losses(values.mean, values.correct)[number])
-    if lost >= 0:
-        axes.axvspan(points[lost], points[lost + 1], color=LOST_COLOUR[theme.name], alpha=0.16, linewidth=0)
-        axes.annotate(
-            "lost here",
-            ((points[lost] + points[lost + 1]) / 2, 1.0),
-            ha="center",
-            va="top",
-            fontsize=9,
-            color=LOST_COLOUR[theme.name],
-        )
-    return drawing
+    band = (float(points[lost]), float(points[lost + 1]), "lost here") if lost >= 0 else None
+    panel = Panel("V", (line,), percent=True, x_label="token", height=160, y_domain=(0, 1), band=band)
+    return panel_chart(panel, STYLES, interactive=True)
 
 
 def wilson(share: Floats, trials: Floats) -> tuple[Floats, Floats]:

@@ -148,9 +148,8 @@ def _evaluate(
 
 def _plot(summaries: Sequence[SourceSummary], output: Path) -> None:
     """Draw ``pass_at_k.png``, one curve per data source, where there is more than one k."""
-    from gtpo_verl.report import plots
-    from gtpo_verl.report.pass_at_k import pass_at_k_figure
+    from gtpo_verl.report.pass_at_k import pass_at_k_png
 
     drawn = [summary for summary in summaries if len(summary.pass_at) > 1]
     if drawn:
-        (output / "pass_at_k.png").write_bytes(plots.png(pass_at_k_figure(drawn, plots.LIGHT)))
+        (output / "pass_at_k.png").write_bytes(pass_at_k_png(drawn))

@@ -35,8 +35,9 @@ class Paired:
     be estimated (one seed, or no spread). better: probability of improvement, the share of seeds on which the arm is
     above the baseline, ties half. t_p, sign_flip_p: two-sided; None as above, or above 20 seeds. skewness: of the
     differences; None below three seeds. detectable: the true difference that the t test would show with probability 0.8
-    at this spread, at the level that Holm's procedure asks of the smallest p. t_holm, sign_flip_holm: the p values,
-    adjusted for all comparisons of the report.
+    at this spread, at the level that Holm's procedure asks of the smallest p; detectable_at_most: the same at the upper
+    bound of the 95 % interval of the standard deviation, of which few seeds say little. t_holm, sign_flip_holm: the p
+    values, adjusted for all comparisons of the report.
     """
 
     differences: tuple[float, ...]
@@ -48,6 +49,7 @@ class Paired:
     sign_flip_p: float | None
     skewness: float | None
     detectable: float | None
+    detectable_at_most: float | None
     t_holm: float | None = None
     sign_flip_holm: float | None = None
 
@@ -153,6 +155,11 @@ def detectable_difference(deviation: float, n: int, comparisons: int = 1) -> flo
     return float(shift * deviation / math.sqrt(n))
 
 
+def deviation_at_most(deviation: float, n: int) -> float:
+    """Upper bound of the 95 % interval of a standard deviation of n normal values, by the chi-square distribution."""
+    return deviation * math.sqrt((n - 1) / float(stats.chi2.ppf(ALPHA / 2, n - 1)))
+
+
 def interquartile_mean(values: Sequence[float]) -> float:
     """Mean without the lowest and the highest quarter of the values (Agarwal et al. 2021); of up to three, the mean."""
     return float(stats.trim_mean(values, 0.25))
@@ -168,6 +175,8 @@ def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
     spread = _has_spread(values)
+    deviation = float(values.std(ddof=1)) if spread else None
+    at_most = deviation_at_most(deviation, n) if deviation else None
     return Paired(
         differences=tuple(values.tolist()),
         mean=float(values.mean()),
@@ -177,7 +186,8 @@ def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
         t_p=float(student_p(values)) if spread else None,
         sign_flip_p=float(sign_flip_p(values)) if 1 < n <= MOST_FLIPPED else None,
         skewness=float(stats.skew(values)) if spread and n > 2 else None,
-        detectable=detectable_difference(float(values.std(ddof=1)), n, comparisons) if spread else None,
+        detectable=detectable_difference(deviation, n, comparisons) if deviation else None,
+        detectable_at_most=detectable_difference(at_most, n, comparisons) if at_most else None,
     )
 
 

@@ -3,15 +3,23 @@
 An arm with several seeds is drawn as the mean over them, with the band of Student's interval from three seeds on.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from gtpo_verl.algorithms.registry import Style
-from gtpo_verl.report import plots
-from gtpo_verl.report.pass_at_k import dress_k_axis, pass_at_ks
+from gtpo_verl.report.charts import (
+    Line,
+    Panel,
+    arm_styles,
+    bars_chart,
+    panel_chart,
+    running_mean,
+    smoothing_window,
+)
+from gtpo_verl.report.pass_at_k import pass_at_ks
 from gtpo_verl.report.results import (
     OTHER_PHASE,
     STEP_PHASES,
@@ -24,169 +32,170 @@ from gtpo_verl.report.results import (
     trainings_of,
 )
 from gtpo_verl.report.seeds import over_seeds
-from gtpo_verl.report.words import curve_basis, percent, seed_basis
+from gtpo_verl.report.words import curve_basis, seed_basis
 
 _SMALL_PHASE = 0.01  # a phase below this share of the longest step, in every arm, is drawn as part of "other"
 
 
 @dataclass(frozen=True)
 class ReportFigure:
-    """A drawn figure: what it shows, in words, and its PNGs by theme, "light" and "dark"."""
+    """A figure: what it shows, in words, and its panels, or the ``bars`` of each arm."""
 
     name: str
     title: str
     caption: str
-    alt: str
-    png: Mapping[str, bytes]
-    half_width: bool = False
+    panels: tuple[Panel, ...] = ()
+    bars: Mapping[str, Mapping[str, float]] | None = None
+
+    def charts(self, styles: Mapping[str, Style], *, interactive: bool = False) -> dict[str, dict[str, Any]]:
+        """The Vega-Lite specification of each panel by its title."""
+        if self.bars:
+            return {"": bars_chart(self.bars, "mean seconds per training step", legend=not interactive)}
+        return {panel.title: panel_chart(panel, styles, interactive=interactive) for panel in self.panels}
+
+    @property
+    def wide(self) -> bool:
+        """Whether it takes the whole width of the page."""
+        return self.name == "accuracy" or len(self.panels) != 1
 
 
 @dataclass(frozen=True)
-class MetricPanel:
+class Metric:
     """A metric over steps. ``fallback`` is drawn for an arm that lacks ``key``; ``dashed`` is drawn beside it."""
 
     title: str
     key: str
-    fallback: str | None = None
-    dashed: str | None = None
+    fallback: str = ""
+    dashed: str = ""
     percent: bool = False
     log: bool = False
 
 
-@dataclass(frozen=True)
-class MetricFigure:
-    """One or more metrics over steps under one title."""
-
-    title: str
-    caption: str
-    panels: tuple[MetricPanel, ...]
-    share_y: bool = False
-    half_width: bool = False
-
-
-METRIC_FIGURES = {
-    "entropy": MetricFigure(
+# figures of metrics: title, caption, panels
+METRIC_FIGURES: dict[str, tuple[str, str, tuple[Metric, ...]]] = {
+    "entropy": (
         "Entropy",
         "Mean policy entropy per token, in nats: over all training responses, the correct ones, and the wrong ones.",
         (
-            MetricPanel("all responses", "credit/entropy_all", fallback="actor/entropy"),
-            MetricPanel("correct responses", "credit/entropy_correct"),
-            MetricPanel("wrong responses", "credit/entropy_wrong"),
+            Metric("all responses", "credit/entropy_all", fallback="actor/entropy"),
+            Metric("correct responses", "credit/entropy_correct"),
+            Metric("wrong responses", "credit/entropy_wrong"),
         ),
-        share_y=True,
     ),
-    "response_length": MetricFigure(
+    "response_length": (
         "Response length",
         "Mean number of tokens of a training response.",
-        (MetricPanel("tokens", "response_length/mean"),),
-        half_width=True,
+        (Metric("tokens", "response_length/mean"),),
     ),
-    "agreement": MetricFigure(
+    "agreement": (
         "Do rollout and actor agree?",
         "Absolute difference between a token's entropy from vLLM and from the actor, in nats.",
         (
-            MetricPanel(
+            Metric(
                 "maximum (solid) and mean (dashed) per step",
                 "rollout_entropy/abs_diff_max",
                 dashed="rollout_entropy/abs_diff_mean",
                 log=True,
             ),
         ),
-        half_width=True,
     ),
-    "sign_flips": MetricFigure(
+    "sign_flips": (
         "Sign flips",
         "Share of tokens whose advantage has the wrong sign: negative in a correct response, positive in a wrong one.",
         (
-            MetricPanel("in correct responses", "credit/sign_flip_correct", percent=True),
-            MetricPanel("in wrong responses", "credit/sign_flip_wrong", percent=True),
+            Metric("in correct responses", "credit/sign_flip_correct", percent=True),
+            Metric("in wrong responses", "credit/sign_flip_wrong", percent=True),
         ),
     ),
-    "training": MetricFigure(
+    "training": (
         "Inside the training",
         "Statistics of the training batches. Accuracy and score are those of the training responses.",
         (
-            MetricPanel("training accuracy", "training/accuracy", percent=True),
-            MetricPanel("mean score", "critic/score/mean"),
-            MetricPanel("clipped tokens", "actor/pg_clipfrac", percent=True),
-            MetricPanel("spread of advantages within a response", "credit/advantage_spread"),
-            MetricPanel("mixed share of generated groups", "training/filter_groups/yield", percent=True),
-            MetricPanel("all-right or all-wrong groups in the batch", "credit/degenerate_share", percent=True),
+            Metric("training accuracy", "training/accuracy", percent=True),
+            Metric("mean score", "critic/score/mean"),
+            Metric("clipped tokens", "actor/pg_clipfrac", percent=True),
+            Metric("spread of advantages within a response", "credit/advantage_spread"),
+            Metric("mixed share of generated groups", "training/filter_groups/yield", percent=True),
+            Metric("all-right or all-wrong groups in the batch", "credit/degenerate_share", percent=True),
+        ),
+    ),
+    "optimisation": (
+        "Optimisation",
+        "The gradient’s norm is that before clipping; the level of the policy loss means nothing.",
+        (
+            Metric("policy loss", "actor/pg_loss"),
+            Metric("gradient norm", "actor/grad_norm"),
+            Metric("KL from the rollout's policy, nats", "actor/ppo_kl"),
+            Metric("KL from the reference, nats", "actor/kl_loss"),
+            Metric("learning rate", "actor/lr"),
+        ),
+    ),
+    "speed": (
+        "Speed and memory",
+        "",
+        (
+            Metric("tokens per second and GPU", "perf/throughput"),
+            Metric("memory of the actor’s device, GiB", "actor/perf/max_memory_allocated_gb"),
+            Metric("memory of the machine in use, GiB", "actor/perf/cpu_memory_used_gb"),
         ),
     ),
 }
 
 # every figure that a report may hold, in order
 FIGURES = (
-    *("accuracy", "cost", "entropy", "response_length", "agreement"),
-    *("pass_at_k", "sign_flips", "step_time", "training"),
+    *("accuracy", "cost", "entropy", "response_length", "agreement", "pass_at_k"),
+    *("sign_flips", "training", "optimisation", "speed", "step_time"),
 )
 
 
-def draw_figures(arms: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
+def report_figures(arms: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
     """The figures that the runs have data for, in order, and a sentence for each that is missing."""
-    builders: dict[str, Callable[[Sequence[ArmResult]], ReportFigure | str]] = {
-        "accuracy": _accuracy,
-        "cost": _cost,
-        "pass_at_k": _pass_at_k,
-        "step_time": _step_time,
-    }
-    drawn = []
-    missing = []
-    for name in FIGURES:
-        figure = builders[name](arms) if name in builders else _metrics(name, arms)
-        if isinstance(figure, ReportFigure):
-            drawn.append(figure)
-        else:
-            missing.append(figure)
-    return tuple(drawn), tuple(missing)
+    builders = {"accuracy": _accuracy, "cost": _cost, "pass_at_k": _pass_at_k, "step_time": _step_time}
+    built = [builders[name](arms) if name in builders else _metrics(name, arms) for name in FIGURES]
+    drawn = tuple(one for one in built if isinstance(one, ReportFigure))
+    return drawn, tuple(one for one in built if isinstance(one, str))
 
 
 def styles(arms: Sequence[ArmResult]) -> dict[str, Style]:
     """The style of each arm, by name."""
-    return plots.arm_styles({arm.name: arm.arm.method for arm in arms})
+    return arm_styles({arm.name: arm.arm.method for arm in arms})
 
 
 def file_name(figure: str, theme: str) -> str:
     return f"{figure}.png" if theme == "light" else f"{figure}-{theme}.png"
 
 
-def _both_themes(draw: Callable[[plots.Theme], Figure]) -> dict[str, bytes]:
-    return {theme.name: plots.png(draw(theme)) for theme in (plots.LIGHT, plots.DARK)}
-
-
-def _basis(arms: Sequence[ArmResult], source: str) -> str:
-    """What the curves of a data source rest on: seeds, or the prompts of single trainings."""
-    if has_seeds(arms):
-        return seed_basis(arms)
-    return curve_basis([one.accuracies[source] for one in trainings_of(arms) if source in one.accuracies])
-
-
-def _accuracy_lines(arms: Sequence[ArmResult], source: str) -> list[plots.Line]:
+def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
     """A curve per arm: over seeds where any arm has several, so that all bands are of one kind; else over prompts."""
-    looks = styles(arms)
-    lines = []
-    for arm in arms:
-        curves = [one.accuracies[source].curve for one in arm.counted if source in one.accuracies]
-        if not curves:
-            continue
-        if has_seeds(arms):
-            by_step = [{float(point.step): point.accuracy for point in curve} for curve in curves]
-            lines.append(plots.Line(arm.name, looks[arm.name], *over_seeds(by_step)))
-            continue
-        (curve,) = curves
-        bounds = np.array([(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in curve])
-        steps = np.array([point.step for point in curve], dtype=np.float64)
-        values = np.array([point.accuracy for point in curve])
-        lines.append(plots.Line(arm.name, looks[arm.name], steps, values, bounds[:, 0], bounds[:, 1]))
-    return lines
-
-
-def _accuracy_panels(arms: Sequence[ArmResult]) -> list[plots.Panel]:
-    return [
-        plots.Panel(source, tuple(_accuracy_lines(arms, source)), percent=True, markers=True)
-        for source in data_sources(arms)
+    sources = data_sources(arms)
+    panels = [
+        Panel(source, tuple(lines), percent=True, height=320 if len(sources) == 1 else 220)
+        for source in sources
+        if (lines := [line for arm in arms if (line := _accuracy_line(arm, source, has_seeds(arms)))])
     ]
+    if not panels:
+        return "Accuracy: no validation samples, and no val-core/…/acc/mean@… was logged."
+    bases = {
+        source: seed_basis(arms)
+        if has_seeds(arms)
+        else curve_basis([one.accuracies[source] for one in trainings_of(arms) if source in one.accuracies])
+        for source in sources
+    }
+    words = [f"{source}: {basis}." if len(bases) > 1 else f"{basis}." for source, basis in bases.items()]
+    caption = f"Share of validation responses that are correct. {' '.join(words)}"
+    return ReportFigure("accuracy", "Validation accuracy", caption + _absence(arms, panels, "accuracy"), tuple(panels))
+
+
+def _accuracy_line(arm: ArmResult, source: str, several: bool) -> Line | None:
+    curves = [one.accuracies[source].curve for one in arm.counted if source in one.accuracies]
+    if not curves:
+        return None
+    if several:
+        return Line(arm.name, *over_seeds([{float(p.step): p.accuracy for p in curve} for curve in curves]))
+    (curve,) = curves
+    bounds = [(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in curve]
+    steps, values = (np.array([getattr(p, name) for p in curve], dtype=np.float64) for name in ("step", "accuracy"))
+    return Line(arm.name, steps, values, *np.array(bounds).T)
 
 
 def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
@@ -195,12 +204,12 @@ def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
     for source in data_sources(arms):
         prefix = f"{source}, " if len(data_sources(arms)) > 1 else ""
         for what, title in (("responses", "responses generated"), ("seconds", "time of training")):
-            lines = [line for arm in arms for line in _cost_line(arm, source, what, styles(arms)[arm.name])]
+            lines = [line for arm in arms if (line := _cost_line(arm, source, what))]
             if not lines:
                 continue
             unit, factor = _time_unit(lines) if what == "seconds" else ("responses", 1.0)
             scaled = tuple(replace(line, steps=line.steps * factor) for line in lines)
-            panels.append(plots.Panel(f"{prefix}by {title}", scaled, percent=True, markers=True, x_label=unit))
+            panels.append(Panel(f"{prefix}by {title}", scaled, percent=True, x_label=unit))
     if not panels:
         return "Accuracy by cost: no arm was validated and logged the time or the number of responses of every step."
     caption = (
@@ -210,33 +219,25 @@ def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
     )
     if has_seeds(arms):
         caption += " Means over seeds, of accuracy and of cost."
-    drawn = [line for panel in panels for line in panel.lines]
-    return ReportFigure(
-        "cost",
-        "Accuracy by cost",
-        caption + _absence(arms, drawn, "cost"),
-        alt=f"Validation accuracy by cost. {_ends(panels)}",
-        png=_both_themes(lambda theme: plots.panels_figure(panels, theme)),
-    )
+    return ReportFigure("cost", "Accuracy by cost", caption + _absence(arms, panels, "cost"), tuple(panels))
 
 
-def _cost_line(arm: ArmResult, source: str, what: str, style: Style) -> list[plots.Line]:
-    """The arm's curve over its cost; none where a training did not log it."""
+def _cost_line(arm: ArmResult, source: str, what: str) -> Line | None:
+    """The arm's curve over its cost; None where a training did not log it."""
     validated = [one for one in arm.counted if source in one.accuracies]
-    costs = [cost_until(one.training, what) for one in validated]
-    if not validated or any(cost is None for cost in costs):
-        return []
-    known = [cost for cost in costs if cost is not None]
+    costs = [cost for one in validated if (cost := cost_until(one.training, what)) is not None]
+    if not validated or len(costs) < len(validated):
+        return None
     curves = [
         {float(point.step): point.accuracy for point in one.accuracies[source].curve if point.step in cost}
-        for one, cost in zip(validated, known, strict=True)
+        for one, cost in zip(validated, costs, strict=True)
     ]
     steps, values, low, high = over_seeds(curves)
-    spent = np.array([[cost[int(step)] for step in steps] for cost in known]).mean(axis=0)
-    return [plots.Line(arm.name, style, spent, values, low, high)]
+    spent = np.array([[cost[int(step)] for step in steps] for cost in costs]).mean(axis=0)
+    return Line(arm.name, spent, values, low, high)
 
 
-def _time_unit(lines: Sequence[plots.Line]) -> tuple[str, float]:
+def _time_unit(lines: Sequence[Line]) -> tuple[str, float]:
     longest = max(float(line.steps.max()) for line in lines)
     if longest < 600:
         return "seconds", 1.0
@@ -251,128 +252,63 @@ def _pass_at_k(arms: Sequence[ArmResult]) -> ReportFigure | str:
         for arm in arms:
             curves = [curve for one in arm.counted if (curve := pass_at_ks(one.training.validations.get(source, ())))]
             if curves:
-                lines.append(plots.Line(arm.name, styles(arms)[arm.name], *over_seeds(curves)))
+                lines.append(Line(arm.name, *over_seeds(curves)))
         if lines:
-            panels.append(plots.Panel(source, tuple(lines), percent=True, markers=True))
+            panels.append(Panel(source, tuple(lines), percent=True, x_label="k", x_scale="log"))
     if not panels:
         return "pass@k: every prompt of the validations was sampled once, or no samples were kept."
-    half = len(panels) == 1
-
-    def draw(theme: plots.Theme) -> Figure:
-        page = plots.panels_figure(panels, theme, width=plots.HALF_WIDTH if half else plots.FULL_WIDTH)
-        for axes, panel in zip(page.axes, panels, strict=True):
-            dress_k_axis(axes, [int(k) for k in panel.lines[0].steps], theme)
-        return page
-
-    drawn = [line for panel in panels for line in panel.lines]
-    return ReportFigure(
-        "pass_at_k",
-        "pass@k",
-        "Probability that at least one of k responses is correct, at the last validation."
-        + (f" {seed_basis(arms)}." if has_seeds(arms) else "")
-        + _absence(arms, drawn, "pass@k"),
-        alt=f"pass@k over k. {_ends(panels)}",
-        png=_both_themes(draw),
-        half_width=half,
-    )
-
-
-def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
-    panels = _accuracy_panels(arms)
-    if not panels:
-        return "Accuracy: no validation samples, and no val-core/…/acc/mean@… was logged."
-
-    def draw(theme: plots.Theme) -> Figure:
-        if len(panels) > 1:
-            return plots.panels_figure(panels, theme)
-        [panel] = panels
-        return plots.accuracy_figure(panel.lines, theme, "Validation accuracy", _basis(arms, panel.title))
-
-    caption = "Share of validation responses that are correct."
-    if len(panels) > 1:
-        caption += " One panel per data source."
-        caption += "".join(f" {panel.title}: {_basis(arms, panel.title)}." for panel in panels)
-    drawn = [line for panel in panels for line in panel.lines]
-    return ReportFigure(
-        "accuracy",
-        "Accuracy",
-        caption + _absence(arms, drawn, "validation accuracy"),
-        alt="Validation accuracy over training steps: "
-        + "; ".join(
-            f"{line.label}{f' on {panel.title}' if len(panels) > 1 else ''} from {percent(line.values[0])} "
-            f"to {percent(line.values[-1])}"
-            for panel in panels
-            for line in panel.lines
-        ),
-        png=_both_themes(draw),
-    )
+    caption = "Probability that at least one of k responses is correct, at the last validation."
+    caption += f" {seed_basis(arms)}." if has_seeds(arms) else ""
+    return ReportFigure("pass_at_k", "pass@k", caption + _absence(arms, panels, "pass@k"), tuple(panels))
 
 
 def _metrics(name: str, arms: Sequence[ArmResult]) -> ReportFigure | str:
-    spec = METRIC_FIGURES[name]
+    title, caption, metrics = METRIC_FIGURES[name]
     panels = []
-    warnings = []
+    remarks = []
     absent: dict[str, list[str]] = {}  # keys by the arms that lack them
-    for panel in spec.panels:
+    for metric in metrics:
         lines = []
         lacking = []
         for arm in arms:
-            drawn, warning = _metric_lines(panel, arm, styles(arms)[arm.name])
-            lines += drawn
-            warnings += warning
-            if not drawn:
-                lacking.append(arm.name)
-        if lines:
-            panels.append(plots.Panel(panel.title, tuple(lines), panel.percent, panel.log))
+            line = metric_line(arm, metric.key, smooth=not metric.log)
+            if line is None and metric.fallback and (line := metric_line(arm, metric.fallback)):
+                remarks.append(f"{arm.name} shows {metric.fallback} for {metric.title}")
+            lines += [line] if line else []
+            lacking += [] if line else [arm.name]
+            if metric.dashed and (beside := metric_line(arm, metric.dashed, smooth=not metric.log)):
+                lines.append(replace(beside, dashed=True))
         if lacking:
-            absent.setdefault(" and ".join(lacking) if lines else "any arm", []).append(panel.key)
+            absent.setdefault(" and ".join(lacking) if lines else "any arm", []).append(metric.key)
+        if any(line.values.any() for line in lines):
+            panels.append(Panel(metric.title, tuple(lines), metric.percent, metric.log))
+        elif lines:
+            remarks.append(f"always 0: {metric.key}")
     if not panels:
-        return f"{spec.title}: no arm logged {', '.join(panel.key for panel in spec.panels)}."
-    warnings += [f"not logged by {names}: {', '.join(keys)}" for names, keys in absent.items()]
-    caption = " ".join([spec.caption, *(f"{warning[0].upper()}{warning[1:]}." for warning in warnings)])
-    if any(plots.smoothing_window(len(line.values)) > 1 and not panel.log for panel in panels for line in panel.lines):
-        caption += " Bold: running mean over a tenth of the steps."
-    if has_seeds(arms):
-        caption += f" {seed_basis(arms)}."
-    width = plots.HALF_WIDTH if spec.half_width else plots.FULL_WIDTH
-    return ReportFigure(
-        name,
-        spec.title,
-        caption,
-        alt=f"{spec.title} over training steps. {_ends(panels)}",
-        png=_both_themes(lambda theme: plots.panels_figure(panels, theme, spec.share_y, width)),
-        half_width=spec.half_width,
-    )
+        zero = "".join(f" {remark[0].upper()}{remark[1:]}." for remark in remarks)
+        lacked = [metric.key for metric in metrics if metric.key in absent.get("any arm", ())]
+        return f"{title}: " + (f"no arm logged {', '.join(lacked)}." if lacked else "").strip() + zero
+    remarks += [f"not logged by {names}: {', '.join(keys)}" for names, keys in absent.items()]
+    sentences = [caption, *(f"{remark[0].upper()}{remark[1:]}." for remark in remarks)]
+    if any(line.raw is not None for panel in panels for line in panel.lines):
+        sentences.append("Bold: running mean over a tenth of the steps.")
+    sentences += [f"{seed_basis(arms)}."] if has_seeds(arms) else []
+    return ReportFigure(name, title, " ".join(filter(None, sentences)), tuple(panels))
 
 
-def _metric_lines(panel: MetricPanel, arm: ArmResult, style: Style) -> tuple[list[plots.Line], list[str]]:
-    """An arm's curves in a panel, and notes on them."""
-    lines = []
-    warnings = []
-    if line := metric_line(arm, panel.key, style, smooth=not panel.log):
-        lines.append(line)
-    elif panel.fallback and (line := metric_line(arm, panel.fallback, style, smooth=not panel.log)):
-        lines.append(line)
-        warnings.append(f"{arm.name} shows {panel.fallback} for {panel.title}")
-    if panel.dashed and (line := metric_line(arm, panel.dashed, style, smooth=not panel.log)):
-        lines.append(replace(line, dashed=True))
-    return lines, warnings
-
-
-def metric_line(arm: ArmResult, key: str, style: Style, smooth: bool) -> plots.Line | None:
-    """A metric over steps: of a single training as it was logged; of several seeds the mean of their running means."""
-    having = [one for one in arm.counted if key in one.training.keys]
-    if not having:
+def metric_line(arm: ArmResult, key: str, smooth: bool = True) -> Line | None:
+    """The running mean of a metric over steps; of several seeds the mean of theirs."""
+    curves, raw = [], None
+    for one in arm.counted:
+        steps, raw = one.training.series(key)
+        if len(steps):
+            values = running_mean(raw, smoothing_window(len(raw))) if smooth else raw
+            curves.append(dict(zip(steps.astype(np.float64).tolist(), values, strict=True)))
+    if not curves:
         return None
-    if len(arm.counted) == 1:
-        steps, values = having[0].training.series(key)
-        return plots.Line(arm.name, style, steps.astype(np.float64), values)
-    curves = []
-    for one in having:
-        steps, values = one.training.series(key)
-        window = plots.smoothing_window(len(values)) if smooth else 1
-        curves.append(dict(zip(steps.astype(np.float64).tolist(), plots.running_mean(values, window), strict=True)))
-    return plots.Line(arm.name, style, *over_seeds(curves), smoothed=True)
+    line = Line(arm.name, *over_seeds(curves))
+    single = len(arm.counted) == 1 and raw is not None and smooth and smoothing_window(len(raw)) > 1
+    return replace(line, raw=raw) if single else line
 
 
 def _step_time(arms: Sequence[ArmResult]) -> ReportFigure | str:
@@ -387,14 +323,10 @@ def _step_time(arms: Sequence[ArmResult]) -> ReportFigure | str:
         validation = phases.get(VALIDATION_PHASE, 0.0)
         row[OTHER_PHASE] = sum(phases.values()) - validation - sum(row.values())
         rows[name] = {**row, VALIDATION_PHASE: validation} if validation else row
-    absent = _absence([arm for arm in arms if arm.name not in timed], [], "timing_s/step")
-    return ReportFigure(
-        "step_time",
-        "Step time by phase",
-        "Mean seconds per training step. Checkpoints and validations are averaged over all steps." + absent,
-        alt="; ".join(f"{name}: {sum(row.values()):.3g} seconds per step" for name, row in rows.items()),
-        png=_both_themes(lambda theme: plots.phases_figure(rows, theme)),
-    )
+    absent = [arm.name for arm in arms if arm.name not in timed]
+    caption = "Mean seconds per training step. Checkpoints and validations are averaged over all steps."
+    caption += f" No timing_s/step: {', '.join(absent)}." if absent else ""
+    return ReportFigure("step_time", "Step time by phase", caption, bars=rows)
 
 
 def _mean_seconds(trainings: Sequence[TrainingResult]) -> dict[str, float]:
@@ -405,14 +337,7 @@ def _mean_seconds(trainings: Sequence[TrainingResult]) -> dict[str, float]:
     return {title: value for title, value in means.items() if value > 0}
 
 
-def _absence(arms: Sequence[ArmResult], lines: Sequence[plots.Line], what: str) -> str:
-    absent = [arm.name for arm in arms if arm.name not in {line.label for line in lines}]
+def _absence(arms: Sequence[ArmResult], panels: Sequence[Panel], what: str) -> str:
+    drawn = {line.label for panel in panels for line in panel.lines}
+    absent = [arm.name for arm in arms if arm.name not in drawn]
     return f" No {what}: {', '.join(absent)}." if absent else ""
-
-
-def _ends(panels: Sequence[plots.Panel]) -> str:
-    return "; ".join(
-        f"{panel.title}: "
-        + ", ".join(f"{line.label} from {line.values[0]:.3g} to {line.values[-1]:.3g}" for line in panel.lines)
-        for panel in panels
-    )

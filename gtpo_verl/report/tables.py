@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.report.accuracy import Accuracy, Change
 from gtpo_verl.report.figures import metric_line
-from gtpo_verl.report.plots import running_mean, smoothing_window
 from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.report.words import interval_text, number_range, p_text, percent, points, share_interval
@@ -51,16 +49,18 @@ def change_table(results: Sequence[TrainingResult], sources: Sequence[str]) -> T
     return _by_source("Arm", columns, rows, sources)
 
 
-def comparison_table(comparisons: Sequence[Comparison], sources: Sequence[str]) -> Table:
-    """One row per pair of trainings and data source."""
+def comparison_table(comparisons: Sequence[Comparison], sources: Sequence[str], *, intervals: bool) -> Table:
+    """One row per pair of trainings and data source; intervals over prompts where there are several seeds as well."""
     rows = []
     for comparison in comparisons:
         found = comparison.difference
-        cells = [cell for e in (found.after, found.gain) for cell in (points(e.value), interval_text(e.interval))]
+        cells = [str(found.step)]
+        for estimate in (found.after, found.gain):
+            cells += [points(estimate.value), *([interval_text(estimate.interval)] if intervals else [])]
         names = f"{comparison.arm.name} − {comparison.baseline.name}"
-        rows.append((names, comparison.source, [str(found.step), *cells, f"{found.prompts:,}"]))
-    columns = ("Step", "After", "95 % interval", "Gain", "95 % interval", "Prompts")
-    return _by_source("Arms", columns, rows, sources)
+        rows.append((names, comparison.source, [*cells, f"{found.prompts:,}"]))
+    interval = ("95 % interval",) if intervals else ()
+    return _by_source("Arms", ("Step", "After", *interval, "Gain", *interval, "Prompts"), rows, sources)
 
 
 def final_table(finals: Sequence[Final], sources: Sequence[str]) -> Table:
@@ -112,10 +112,10 @@ def entropy_table(arms: Sequence[ArmResult]) -> Table:
 
 
 def _rebound_cells(arm: ArmResult, key: str) -> list[str]:
-    line = metric_line(arm, key, Style(light="", dark="", marker=""), smooth=True)
+    line = metric_line(arm, key)
     if line is None:
         return []
-    values = line.values if line.smoothed else running_mean(line.values, smoothing_window(len(line.values)))
+    values = line.values
     lowest = int(np.argmin(values))
     rebound = values[-1] - values[lowest]
     return [

@@ -342,13 +342,41 @@ def _method(config: Mapping[str, Any]) -> "Algorithm | None":
 
 
 def read_credit_samples(training: Training) -> list[dict[str, Any]]:
-    """The sampled responses with their advantages, of the last step that has any; empty where none were kept."""
+    """Steps that kept responses with their advantages, {"step": ..., "samples": [...]}; none where none were kept."""
     file = training.path / SAMPLES_FILE
     if not training.path.is_dir() or not file.is_file():
         return []
     lines = [line for _, line in read_json_lines(file) if isinstance(line, dict) and line.get("samples")]
-    kept = [line for line in lines if line["step"] <= training.last_step]
-    return [sample | {"step": kept[-1]["step"]} for sample in kept[-1]["samples"]] if kept else []
+    return [line for line in lines if line["step"] <= training.last_step]
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response of a validation; ``correct`` as the training scored it."""
+
+    step: int
+    prompt: str
+    text: str
+    correct: bool
+
+
+def read_responses(training: Training, step: int, count: int) -> list[Response]:
+    """The first response to each of the first prompts of a validation, in the order of its file.
+
+    Args:
+        training: that kept the samples of its validations.
+        step: of the validation.
+        count: of prompts.
+    """
+    threshold = float(training.config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
+    found: dict[str, Response] = {}
+    for _, line in read_json_lines(training.path / "validation" / f"{step}.jsonl"):
+        if line is not None and line["input"] not in found:
+            text, acc = str(line.get("output", "")), line.get("acc")
+            found[line["input"]] = Response(step, line["input"], text, is_correct(acc, threshold))
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 def logged_accuracies(keys: Collection[str]) -> dict[str, str]:

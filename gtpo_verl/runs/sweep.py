@@ -24,7 +24,8 @@ class Sweep:
     axes: the values of each key. common: overrides that all runs have. runs: by name, which is also that of the run's
     directory, its values on the axes as overrides. baseline: the values on some axes of the runs that the others are
     compared with. retries: attempts at a run after one that failed without a new training step. about: what a report
-    says of the sweep beside its runs: ``command``, ``created``, ``settings``, ``notes``.
+    says of the sweep beside its runs: ``command``, ``created``, ``settings``, ``notes``, ``planned_seeds``, how many
+    the first definition had.
     """
 
     name: str
@@ -51,7 +52,9 @@ def write(sweep: Sweep) -> None:
     """Write `sweep.json`; runs of an earlier definition with the same axes and overrides stay in it."""
     found = read(sweep.directory)
     axes, runs = dict(sweep.axes), dict(sweep.runs)
+    planned = len(axes.get("seed", ()))
     if found is not None:
+        planned = found.about.get("planned_seeds", len(found.axes.get("seed", ())))
         axes = {key: tuple(dict.fromkeys((*values, *found.axes[key]))) for key, values in axes.items()}
         runs = {**found.runs, **runs}
     facts = {
@@ -61,6 +64,7 @@ def write(sweep: Sweep) -> None:
         "baseline": sweep.baseline,
         "common": sweep.common,
         "runs": {name: {"overrides": overrides} for name, overrides in runs.items()},
+        "planned_seeds": planned,
     }
     write_json(sweep.directory / SWEEP_FILE, {**sweep.about, **facts})
 

@@ -146,7 +146,7 @@ def test_a_job_that_was_stopped_says_where_and_how_to_go_on(
 
 THIN = """
 import sys
-blocked = ("torch", "verl", "vllm", "transformers", "matplotlib", "math_verify", "jinja2")
+blocked = ("torch", "verl", "vllm", "transformers", "vl_convert", "math_verify", "jinja2")
 sys.modules.update(dict.fromkeys(blocked))  # importing one fails, and it counts as missing
 from gtpo_verl.cli import main
 sys.exit(main(sys.argv[1:]))

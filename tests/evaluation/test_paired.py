@@ -10,6 +10,7 @@ from gtpo_verl.evaluation import paired as module
 from gtpo_verl.evaluation.paired import (
     compared,
     detectable_difference,
+    deviation_at_most,
     holm,
     interquartile_mean,
     least_sign_flip_p,
@@ -149,3 +150,9 @@ def test_the_detectable_difference_is_shown_four_times_in_five(n: int, compariso
     differences = np.random.default_rng(11).normal(shift, 2.0, (RUNS, n))
     shown = (student_p(differences) <= 0.05 / comparisons) & (differences.mean(axis=1) > 0)
     assert shown.mean() == pytest.approx(module.POWER, abs=0.015)
+
+
+def test_the_upper_bound_of_a_standard_deviation_covers_as_it_says():
+    assert deviation_at_most(1.0, 8) == pytest.approx(2.0353, abs=1e-4)  # sqrt(7 / 1.68987), of a table of chi-square
+    drawn = np.random.default_rng(0).standard_normal((20_000, 5)).std(axis=1, ddof=1)
+    assert np.mean([deviation_at_most(float(one), 5) >= 1 for one in drawn]) == pytest.approx(0.975, abs=0.005)

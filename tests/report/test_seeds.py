@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 from gtpo_verl.errors import UserError
 from gtpo_verl.report.page import Report, write_report
 from gtpo_verl.report.results import arm_results
+from gtpo_verl.report.samples import credit_samples
 from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons
 from gtpo_verl.report.tables import entropy_table
 from gtpo_verl.report.words import notes, seed_verdict, status_text
 from gtpo_verl.runs.design import design
 from gtpo_verl.runs.reader import read_runs
+from gtpo_verl.runs.sweep import load, write
 
 BARE = {"bare": True, "prompts": 40, "every": 30}
 
@@ -74,7 +77,8 @@ def test_no_difference_is_said_with_what_would_have_been_shown(runs):
     assert not comparison.paired.shown
     assert seed_verdict(comparison) == (
         "No difference between GTPO and DAPO shown: +0.1 points (95 % interval −1.7 to +1.9, p = 0.875). One of "
-        f"{100 * comparison.paired.detectable:.1f} points would have been, with a probability of 80 %."
+        f"{100 * comparison.paired.detectable:.1f} points would have been, with a probability of 80 % "
+        f"({100 * comparison.paired.detectable_at_most:.1f} at the upper bound of the spread)."
     )
     assert 0.02 < comparison.paired.detectable < 0.03
 
@@ -147,7 +151,7 @@ def test_curves_are_drawn_against_cost_and_pass_at_k_over_seeds(written: Report)
     drawn = {figure.name: figure for figure in written.figures}
     assert {"accuracy", "cost", "pass_at_k", "entropy"} <= set(drawn)
     assert "Means over 4 seeds" in drawn["pass_at_k"].caption
-    assert "by responses generated: DAPO from" in drawn["cost"].alt
+    assert [panel.title for panel in drawn["cost"].panels] == ["by responses generated", "by time of training"]
 
 
 @pytest.mark.slow
@@ -158,7 +162,38 @@ def test_credit_is_coloured_by_advantage(written: Report):
     assert (min(shades), max(shades)) == (pytest.approx(0.15), pytest.approx(1))
     dapo = written.samples[0]
     assert {token.shade for token in dapo.tokens} == {0.5}
-    assert f'title="+{gtpo[0].tokens[0].advantage:.3f}"' in written.html.read_text()
+    assert f'title="advantage +{gtpo[0].tokens[0].advantage:.3f}, entropy' in written.html.read_text()
+
+
+def test_credit_is_shown_on_a_prompt_of_all_arms_with_two_of_each_verdict(runs):
+    """The last step has a response alone with its verdict, on which GTPO's credit is DAPO's."""
+    path = runs.run(arms=["dapo", "gtpo"], prompts=4)
+    for arm, only in (("dapo", "seen by dapo"), ("gtpo", "seen by gtpo")):
+        file = path / arm / "credit_samples.jsonl"
+        (pair,) = (json.loads(line)["samples"] for line in file.read_text().splitlines())
+        kinds = {"common": (20, [4, 4]), only: (30, [4, 4]), "alone": (60, [7, 1])}
+        lines = [
+            {"step": step, "samples": [one | {"prompt": prompt, "group": group} for one in pair]}
+            for prompt, (step, group) in kinds.items()
+        ]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _, _, arms = analysed(path)
+    shown = credit_samples(arms)
+    assert [(one.arm, one.prompt, one.step) for one in shown] == [
+        (name, "common", 20) for name in ("DAPO", "DAPO", "GTPO", "GTPO")
+    ]
+    assert max(token.entropy_shade for token in shown[0].tokens) == 1
+
+
+def test_seeds_that_were_added_to_a_planned_sweep_are_said(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(3), **BARE)
+    first = load(path)
+    assert not any("added later" in note for note in notes(*analysed(path), []))
+    write(replace(first, axes=first.axes | {"seed": ("0", "1")}))
+    facts = json.loads((path / "sweep.json").read_text())
+    assert (facts["planned_seeds"], facts["axes"]["seed"]) == (3, ["0", "1", "2"])
+    (path / "sweep.json").write_text(json.dumps(facts | {"planned_seeds": 2}))
+    assert any("2 seeds were planned and 1 added later." in note for note in notes(*analysed(path), []))
 
 
 def test_rebound_is_measured_from_the_lowest_point(runs):

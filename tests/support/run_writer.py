@@ -194,6 +194,7 @@ class RunWriter:
                 {
                     "prompt": "What is 47 + 38?",
                     "correct": correct,
+                    "group": [5, 3],
                     "length": len(tokens),
                     "tokens": tokens,
                     "advantages": advantages.round(4).tolist(),

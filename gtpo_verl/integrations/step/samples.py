@@ -1,5 +1,6 @@
-"""Responses with the advantage of every token: a pair of them for the report, and whole batches for analysis."""
+"""Responses with the advantage of every token: pairs of them for the report, and whole batches for analysis."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.transfer_queue import uid_of
 from gtpo_verl.runs.directory import SAMPLES_FILE
 
-MOST_TOKENS = 1000  # of a response; a sample of a step is then some 50 kB
+MOST_TOKENS = 1000  # of a response, which is then some 30 kB
+PAIRS = 4  # of a step
 
 
 class CreditFiles:
@@ -37,7 +39,7 @@ class CreditFiles:
             self._columns.append("rollout_log_probs")
 
     def keep(self, step: Step, number: int, update: int, tokenizer: Any, *, last: bool) -> None:
-        """Write the batch every ``trainer.credit_dump_freq`` steps, and two responses in steps that validate.
+        """Write the batch every ``trainer.credit_dump_freq`` steps, and pairs of responses in steps that validate.
 
         Args:
             step: the responses of an update, with their advantages.
@@ -70,25 +72,23 @@ class CreditFiles:
         )
 
     def _keep_samples(self, step: Step, number: int, decode: Callable[[list[int]], str]) -> None:
-        """Append a correct and a wrong response of one prompt to ``credit_samples.jsonl``."""
-        pair = contrasting_pair([uid_of(key) for key in step.keys], step.correct, ~step.of_guide)
-        if not pair:
+        """Append a correct and a wrong response of each of up to `PAIRS` prompts to ``credit_samples.jsonl``."""
+        groups = [uid_of(key) for key in step.keys]
+        first = dict(zip(reversed(groups), reversed(step.keys), strict=True))
+        prompts = {
+            uid: decode(ids.tolist()) for uid, ids in zip(first, _prompts(step, list(first.values())), strict=True)
+        }
+        pairs = contrasting_pairs(groups, [prompts[uid] for uid in groups], step.correct, ~step.of_guide)[:PAIRS]
+        if not pairs:
             return
-        prompts = _prompts(step, [step.keys[row] for row in pair])
         columns = (*step.fetch("responses", "advantages", self._entropies), step.mask)
         responses, advantages, entropies, masks = (step.rows(column) for column in columns)
-        samples = [
-            credit_sample(
-                decode,
-                prompt,
-                responses[row],
-                bool(step.correct[row]),
-                advantages[row],
-                entropies[row],
-                masks[row],
-            )
-            for row, prompt in zip(pair, prompts, strict=True)
-        ]
+        samples = []
+        for row in (row for pair in pairs for row in pair):
+            group = step.correct[[other == groups[row] for other in groups]]
+            sample = credit_sample(decode, responses[row], advantages[row], entropies[row], masks[row])
+            verdict = {"correct": bool(step.correct[row]), "group": [int(group.sum()), int((~group).sum())]}
+            samples.append({"prompt": prompts[groups[row]], **verdict, **sample})
         append_json_line(self._run_dir / SAMPLES_FILE, {"step": number, "samples": samples})
 
 
@@ -97,26 +97,35 @@ def _prompts(step: Step, keys: list[str]) -> list[torch.Tensor]:
     return [row.clone() for row in data["prompts"].unbind()]
 
 
-def contrasting_pair(groups: Sequence[str], correct: torch.Tensor, own: torch.Tensor) -> list[int]:
-    """The first correct and the first wrong response of the first group that has both; empty without such a group.
+def contrasting_pairs(
+    groups: Sequence[str], prompts: Sequence[str], correct: torch.Tensor, own: torch.Tensor
+) -> list[tuple[int, int]]:
+    """The first correct and the first wrong response of each group that has both, the groups for a report first.
+
+    These are the groups with two of each verdict: a response alone with its verdict has the same credit on every token,
+    whatever its entropies. The order depends on nothing else but the prompts, so that runs that saw the same prompts
+    keep the same.
 
     Args:
-        groups: R names, the prompt of each response.
+        groups: R names, the group of each response.
+        prompts: R texts.
         correct: (R,) bool.
         own: (R,) bool, responses of the policy.
     """
-    first: dict[str, dict[bool, int]] = {}
+    rows: dict[str, dict[bool, list[int]]] = {}
     for row, group in enumerate(groups):
         if own[row]:
-            first.setdefault(group, {}).setdefault(bool(correct[row]), row)
-    return next(([rows[True], rows[False]] for rows in first.values() if len(rows) == 2), [])
+            rows.setdefault(group, {True: [], False: []})[bool(correct[row])].append(row)
+    found = {
+        (of[True][0], of[False][0]): min(len(of[True]), len(of[False])) for of in rows.values() if all(of.values())
+    }
+    digest = {pair: hashlib.sha256(prompts[pair[0]].encode()).hexdigest() for pair in found}
+    return sorted(found, key=lambda pair: (found[pair] < 2, digest[pair]))
 
 
 def credit_sample(
     decode: Callable[[list[int]], str],
-    prompt: torch.Tensor,
     response: torch.Tensor,
-    correct: bool,
     advantages: torch.Tensor,
     entropies: torch.Tensor,
     mask: torch.Tensor,
@@ -127,17 +136,13 @@ def credit_sample(
 
     Args:
         decode: the tokenizer's.
-        prompt: (P,) token ids.
         response: (T_i,) token ids.
-        correct: its verdict.
         advantages, entropies: (T_i,) float.
         mask: (T_i,) bool, tokens of the policy.
     """
     own = mask.nonzero().flatten()
     kept = own[:MOST_TOKENS]
     return {
-        "prompt": decode(prompt.tolist()),
-        "correct": correct,
         "length": len(own),
         "tokens": [decode([token]) for token in response[kept].tolist()],
         "advantages": [round(value, 5) for value in advantages[kept].tolist()],

@@ -1,0 +1,120 @@
+"""Responses on the page: where a method put the credit, and how answers to one prompt changed over the training."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gtpo_verl.report.results import ArmResult
+from gtpo_verl.runs.reader import Response, read_credit_samples, read_responses
+
+SHOWN_PROMPTS = 2  # of the validation, with their responses over time
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token's text, its advantage and its entropy in nats, and their shades.
+
+    ``shade`` is in [0.15, 1]: how far the advantage is from 0; ``entropy_shade`` in [0, 1]. Both are relative to the
+    other tokens of the response.
+    """
+
+    text: str
+    advantage: float
+    entropy: float
+    shade: float
+    entropy_shade: float
+
+    @property
+    def positive(self) -> bool:
+        return self.advantage >= 0
+
+
+@dataclass(frozen=True)
+class CreditSample:
+    """A response of an arm at a step; ``group``: how many of its group are correct and wrong, 0 if unknown.
+
+    ``left_out``: tokens behind those that were kept.
+    """
+
+    arm: str
+    step: int
+    prompt: str
+    correct: bool
+    group: tuple[int, int]
+    tokens: tuple[Token, ...]
+    left_out: int
+
+    @property
+    def lowest(self) -> float:
+        return min(token.advantage for token in self.tokens)
+
+    @property
+    def highest(self) -> float:
+        return max(token.advantage for token in self.tokens)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other of its group has its verdict: its tokens then have one credit, whatever their entropies."""
+        return self.group[0 if self.correct else 1] == 1
+
+
+def credit_samples(arms: Sequence[ArmResult]) -> list[CreditSample]:
+    """Two responses of each arm's first training to one prompt, the same for as many arms as kept one, in their order.
+
+    Preferred are prompts with two responses of each verdict in every arm, and the last step that has one.
+    """
+    kept: dict[tuple[int, str], dict[str, list[CreditSample]]] = {}
+    for arm in arms:
+        for line in read_credit_samples(arm.counted[0].training):
+            for found in line["samples"]:
+                if found.get("tokens"):
+                    place = kept.setdefault((line["step"], found["prompt"]), {})
+                    place.setdefault(arm.name, []).append(_sample(arm.name, line["step"], found))
+    if not kept:
+        return []
+
+    def worth(place: tuple[int, str]) -> tuple[int, int, int]:
+        by_arm = kept[place].values()
+        return sum(min(samples[0].group) > 1 for samples in by_arm), len(by_arm), place[0]
+
+    return [sample for samples in kept[max(kept, key=worth)].values() for sample in samples]
+
+
+def responses_over_time(arms: Sequence[ArmResult]) -> list[tuple[str, list[tuple[str, list[Response]]]]]:
+    """Of the first prompts that all arms validated: the prompt, and for each arm its responses at a few validations."""
+    by_arm = {arm.name: _over_time(arm) for arm in arms}
+    read = {name: found for name, found in by_arm.items() if found}
+    if not read:
+        return []
+    prompts = [prompt for prompt in next(iter(read.values())) if all(prompt in found for found in read.values())]
+    return [(prompt, [(name, found[prompt]) for name, found in read.items()]) for prompt in prompts[:SHOWN_PROMPTS]]
+
+
+def _over_time(arm: ArmResult) -> dict[str, list[Response]]:
+    """The first response to each prompt at the first validation, one in the middle and the last."""
+    training = arm.counted[0].training
+    steps = sorted({validation.step for found in training.validations.values() for validation in found})
+    chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
+    found: dict[str, list[Response]] = {}
+    for step in chosen:
+        for response in read_responses(training, step, SHOWN_PROMPTS * 8):
+            found.setdefault(response.prompt, []).append(response)
+    return {prompt: responses for prompt, responses in found.items() if len(responses) == len(chosen)}
+
+
+def _sample(arm: str, step: int, found: dict[str, Any]) -> CreditSample:
+    """Shades run from the smallest to the largest in the response, so that small shifts are seen."""
+    advantages, entropies = ([float(value) for value in found[name]] for name in ("advantages", "entropies"))
+    distances = _relative([abs(value) for value in advantages])
+    shades = [0.15 + 0.85 * distance for distance in distances] if any(distances) else [0.5] * len(advantages)
+    columns = (found["tokens"], advantages, entropies, shades, _relative(entropies))
+    tokens = tuple(Token(*one) for one in zip(*columns, strict=True))
+    left_out = int(found.get("length", len(tokens))) - len(tokens)
+    correct, wrong = found.get("group", (0, 0))
+    return CreditSample(arm, int(step), found["prompt"], bool(found["correct"]), (correct, wrong), tokens, left_out)
+
+
+def _relative(values: Sequence[float]) -> list[float]:
+    """Values as shares of their range; 0 where all are equal."""
+    low, width = min(values), max(values) - min(values)
+    return [(value - low) / width if width > 1e-6 else 0.0 for value in values]
