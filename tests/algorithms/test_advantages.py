@@ -269,15 +269,15 @@ def test_a_penalty_that_is_ignored_may_hold_anything():
     torch.testing.assert_close(out.advantages, gtpo(length_penalty=torch.tensor([-0.5, 0, 0, 0, 0])).advantages)
 
 
-def test_shares_that_do_not_sum_to_one_are_mentioned():
-    with pytest.warns(UserWarning, match=r"alpha1 \+ alpha2 = 1.1"):
-        GTPOConfig()
-    with pytest.warns(UserWarning, match=r"beta1 \+ beta2 = 1.1"):
-        GRPOSConfig()
+def test_shares_of_an_unusual_sum_are_mentioned():
+    with pytest.warns(UserWarning, match=r"alpha1 \+ alpha2 = 1.3"):
+        GTPOConfig(alpha2=0.3)
+    with pytest.warns(UserWarning, match=r"beta1 \+ beta2 = 1.3"):
+        GRPOSConfig(beta2=0.3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        GTPOConfig(alpha1=0.9)
-        GRPOSConfig(beta1=0.9)
+        GTPOConfig(), GRPOSConfig()  # the published 1.1
+        GTPOConfig(alpha1=0.9), GRPOSConfig(beta1=0.9)
 
 
 @pytest.mark.parametrize("function", [gtpo_advantages, grpo_s_advantages])
