@@ -30,6 +30,7 @@ class Queue:
         self.rows: dict[str, dict[str, Any]] = {}
         self.most_in_flight = 0
         self.submitted: list[int] = []
+        self.agent_loop_workers: list[Any] = []  # whom a failure's cause is asked of
 
     def generate_sequences(self, prompts: dict[str, int]) -> None:
         for uid, row in prompts.items():

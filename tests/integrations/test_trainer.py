@@ -96,7 +96,7 @@ def test_steps_that_validate_keep_two_responses_with_their_advantages(tmp_path: 
     for trainer.global_steps in range(1, 7):
         batch = put(trainer, rows)
         ids = [
-            {"prompts": torch.tensor([number, number]), "responses": torch.full((row.length,), 10 + number)}
+            {"prompts": torch.tensor([7, 7]), "responses": torch.full((row.length,), 10 + number)}
             for number, row in enumerate(rows.values())
         ]
         tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=list_of_dict_to_tensordict(ids))
@@ -104,8 +104,8 @@ def test_steps_that_validate_keep_two_responses_with_their_advantages(tmp_path: 
     lines = [json.loads(line) for line in (tmp_path / "credit_samples.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 6]
     right, wrong = lines[0]["samples"]
-    assert (right["prompt"], right["tokens"], right["correct"]) == ("2 2", ["12"], True)
-    assert (wrong["prompt"], wrong["tokens"], wrong["correct"]) == ("1 1", ["11"] * 3, False)
+    assert (right["prompt"], right["tokens"], right["correct"]) == ("7 7", ["12"], True)
+    assert (wrong["prompt"], wrong["tokens"], wrong["correct"]) == ("7 7", ["11"] * 3, False)
     assert right["advantages"][0] == pytest.approx(-wrong["advantages"][0])
     assert wrong["entropies"] == [0.5] * 3
 
