@@ -10,7 +10,8 @@ def write_model(directory: Path) -> Path:
     (directory / "config.json").write_text('{"model_type": "qwen2"}')
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a", "chat_template": "{{ messages }}"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     places = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (directory / "model.safetensors").write_bytes(len(places).to_bytes(8, "little") + places + bytes(4))
     return directory
