@@ -15,7 +15,7 @@ OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test
 CHROMIUM := /usr/bin/chromium
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm upstream check results bench fuzz chaos vulnerabilities wheel clean
+.PHONY: help setup quickstart example test test-fast test-exhaustive test-faults test-vllm upstream check results bench fuzz chaos vulnerabilities wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,13 @@ setup: $(READY) ## create .venv with the CPU stack, the project (editable) and t
 
 quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
+
+example: $(READY) ## train a pretrained model, SmolLM2-135M, on sums of two digits and write a report (docs/real-model.md)
+	$(BIN)/gtpo-verl prepare-data smollm2
+	$(BIN)/gtpo-verl prepare-data reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1 --output data/smollm2-sums
+	$(BIN)/gtpo-verl train setting=smollm2 hardware=cpu verifier=reasoning_gym algo=gtpo actor_rollout_ref.model.path=outputs/smollm2 \
+		data.train_files=data/smollm2-sums/train.parquet data.val_files=data/smollm2-sums/val.parquet trainer.run_dir=outputs/example
+	$(BIN)/gtpo-verl report outputs/example
 
 test: $(READY) $(CHROMIUM) ## all tests but the exhaustive ones, including end-to-end runs
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder

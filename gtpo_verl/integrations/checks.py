@@ -114,6 +114,8 @@ def model(config: DictConfig) -> Iterator[Problem]:
                 f"{key}: transformers cannot read the {what} in {place} ({type(error).__name__}: {first_line(error)}): "
                 "copy the model again."
             )
+    if len(read) == 2:
+        yield from (Problem(f"{key}: {fault}") for fault in _tokenizer_faults(settings, **read))
     changed = set(settings.get("override_config") or ()) - {"attn_implementation"}  # by the run
     if "configuration" not in read or changed:
         return
@@ -153,6 +155,20 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
                     "that, or leave long prompts out with data.filter_overlong_prompts=true."
                 )
                 break
+
+
+def _tokenizer_faults(settings: DictConfig, configuration: Any, tokenizer: Any) -> Iterator[str]:
+    """What keeps a tokenizer from writing prompts, or its ids from the model."""
+    if tokenizer.eos_token_id is None:
+        yield "its tokenizer has no end-of-sequence token: set eos_token in tokenizer_config.json."
+    if tokenizer.chat_template is None and not settings.get("custom_chat_template"):
+        yield (
+            "its tokenizer has no chat template, by which prompts are written: choose a model that was trained on "
+            "chats, or set actor_rollout_ref.model.custom_chat_template."
+        )
+    size = getattr(configuration, "vocab_size", None)
+    if isinstance(size, int) and size < len(tokenizer):
+        yield f"its tokenizer has {len(tokenizer)} tokens, and the model {size}: they do not belong together."
 
 
 def guide(config: DictConfig) -> Iterator[Problem]:

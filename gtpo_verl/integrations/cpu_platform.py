@@ -120,6 +120,8 @@ class CpuWorkerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # before verl opens the process group: it would ask for ``cpu:gloo,cpu:gloo``, a duplicate that torch refuses
         initialize_global_process_group_ray(backend="cpu:gloo")
+        from gtpo_verl.integrations import cpu_engine  # noqa: F401  registers the engine; imports verl's, for workers alone
+
         functions: Any = torch_functional
         functions.logprobs_from_logits_v2 = together(functions.logprobs_from_logits_v2)
         super().__init__(*args, **kwargs)

@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import StepGivenUpError, UserError, first_line
 from gtpo_verl.integrations.checks import RULES
+from gtpo_verl.integrations.weights import fit_to_model
 from gtpo_verl.problems import Problem, evaluate, note, refuse
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, err, say
@@ -33,6 +34,7 @@ def export_environment(config: DictConfig) -> dict[str, str]:
     if not joined_cluster(config) and not any(name in os.environ for name in RAY_TOKENS):
         # Ray would leave a token in the home directory, and every cluster started there later would ask for it
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    fit_to_model(config)
     variables = config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     environment = {name: str(value) for name, value in variables.items()}
     os.environ.update(environment)

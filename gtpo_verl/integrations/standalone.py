@@ -6,7 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_config
 from gtpo_verl.config import set_value
-from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.integrations.weights import fit_to_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -24,7 +24,7 @@ def standalone(config: DictConfig) -> None:
     }
     for key, value in settings.items():
         set_value(config, key, value)
-    size_bucket(config)  # verl's servers calculate with it, though nothing is sent
+    fit_to_model(config)  # verl's servers calculate with it, though nothing is sent
 
 
 def guide_of(config: DictConfig) -> GuideConfig:

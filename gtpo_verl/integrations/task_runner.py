@@ -16,7 +16,7 @@ from gtpo_verl.integrations.health import watched
 from gtpo_verl.integrations.queue_namespace import QueueWatch
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
-from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.integrations.weights import fit_to_model
 from gtpo_verl.seeds import seed_process
 
 
@@ -68,7 +68,7 @@ class TaskRunner:
         seed_process()  # again: the checks of the command may have drawn numbers
         config.transfer_queue.enable = True
         OmegaConf.resolve(config)
-        size_bucket(config)
+        fit_to_model(config)
         if entropy_source(config).from_rollout:
             enable_rollout_entropy(config)
         trainer: Any = None

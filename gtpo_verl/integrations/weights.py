@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.files import read_json
@@ -94,20 +95,27 @@ def model_directory(path: str) -> Path | None:
 
 # -------------------------------------------------------------------- the bucket of a weight sync
 
+TINY = 10_000_000  # parameters; the embedded tasks' model has 0.66 M, and takes 1.7 times as long on two threads
 LEAST_BUCKET, VERLS_BUCKET = 64, 2048  # MiB; verl's default is for a model whose size is not known here
+
+
+def tensor_shapes(directory: Path) -> dict[str, Shape]:
+    """{tensor: shape} of the safetensors files in a directory."""
+    files = directory.glob("*.safetensors")
+    return {name: tuple(entry["shape"]) for file in files for name, entry in header(file).items()}
 
 
 def largest_tensor(directory: Path) -> tuple[str, int] | None:
     """Name and number of values of a model's largest tensor, by its files or, without safetensors, by its config.json;
     None where neither says it.
     """
-    shapes = {name: entry["shape"] for file in directory.glob("*.safetensors") for name, entry in header(file).items()}
+    shapes = tensor_shapes(directory)
     if not shapes:
         settings = read_json(directory / "config.json") or {}
-        sizes = [settings.get(name) for name in ("vocab_size", "hidden_size")]
+        sizes: list[Any] = [settings.get(name) for name in ("vocab_size", "hidden_size")]
         if not all(isinstance(size, int) for size in sizes):
             return None
-        shapes = {"the embedding": sizes}
+        shapes = {"the embedding": tuple(map(int, sizes))}
     name = max(shapes, key=lambda name: math.prod(shapes[name]))
     return name, math.prod(shapes[name])
 
@@ -128,8 +136,19 @@ def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
     return name, math.ceil(values * each / 2**20)
 
 
-def size_bucket(config: DictConfig) -> None:
-    """Give a run whose bucket is null, as with hardware=cpu, one that holds every tensor of its model; in place."""
+def fit_to_model(config: DictConfig) -> None:
+    """Fill in, in place, what hardware=cpu leaves to the model: a bucket that holds every tensor; and, but for a model
+    whose kernels are too small for it, a thread for every core and micro-batches without padding.
+    """
+    model, variables = config.actor_rollout_ref.model, config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
+    if config.trainer.device == "cpu":
+        directory = model_directory(str(model.path))
+        shapes = {} if directory is None else tensor_shapes(directory)
+        tiny = bool(shapes) and sum(map(math.prod, shapes.values())) < TINY
+        if model.use_remove_padding is None:
+            model.use_remove_padding = not tiny
+        if "OMP_NUM_THREADS" in variables and variables["OMP_NUM_THREADS"] is None:
+            variables["OMP_NUM_THREADS"] = "1" if tiny else str(psutil.cpu_count(logical=False) or 1)
     settings = config.actor_rollout_ref.rollout.checkpoint_engine
     if settings.update_weights_bucket_megabytes is None:
         needed = needed_bucket(config)

@@ -63,7 +63,7 @@ def load_shape(path: str | None) -> ModelShape:
 
     Args:
         path: ``actor_rollout_ref.model.path``: a local directory, a name on the hub that is in the cache, or one of the
-            models whose config ships with the package (Qwen2.5, with or without ``-Instruct``).
+            models whose config ships with the package (Qwen2.5 and SmolLM2-135M, with or without ``-Instruct``).
 
     Raises:
         UserError: the model is not here, or is not a dense decoder.
@@ -84,7 +84,7 @@ def _find_config(path: str) -> tuple[dict[str, Any], str]:
         return _parsed(directory / "config.json"), str(directory / "config.json")
     if shipped:
         config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
-        if name.endswith(INSTRUCT) and "Math" not in name:
+        if name.startswith("Qwen") and name.endswith(INSTRUCT) and "Math" not in name:
             config["max_position_embeddings"] = INSTRUCT_POSITIONS
         return config, "shipped with gtpo_verl"
     raise UserError(

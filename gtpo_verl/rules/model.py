@@ -2,16 +2,18 @@
 machine without GPUs hold them.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import read_json
 from gtpo_verl.integrations.launch import joined_cluster
-from gtpo_verl.integrations.weights import header, model_directory, needed_bucket
+from gtpo_verl.integrations.weights import header, model_directory, needed_bucket, tensor_shapes
 from gtpo_verl.planning.memory import GIB, host_memory, machine_memory
 from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import load_shape
@@ -19,6 +21,7 @@ from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.ranges import ROLLOUT
 
 HUB_TIMEOUT = 5.0  # seconds
+BYTES = 20  # a parameter, in float32: the actor's, its gradient, Adam's two moments, and the rollout's
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 
@@ -33,7 +36,7 @@ def model(config: DictConfig) -> Iterator[Problem]:
         )
         return
     found = list(_model_at("actor_rollout_ref.model.path", str(settings.path), settings.get("tokenizer_path")))
-    yield from found or _bucket(config)
+    yield from found or (*_memory(config), *_bucket(config))
 
 
 def guide_model(config: DictConfig) -> Iterator[Problem]:
@@ -43,6 +46,20 @@ def guide_model(config: DictConfig) -> Iterator[Problem]:
     guide = guide_config(config.algorithm.guide)
     if guide.served:
         yield from _model_at("algorithm.guide.model", str(guide.model), None)
+
+
+def _memory(config: DictConfig) -> Iterator[Problem]:
+    """A model that is trained without a GPU fits into this machine's memory, without what a step needs besides."""
+    path = str(config.actor_rollout_ref.model.path)
+    directory = model_directory(path) if config.trainer.device == "cpu" else None
+    needed = BYTES * sum(map(math.prod, tensor_shapes(directory).values())) if directory else 0
+    total = psutil.virtual_memory().total
+    if needed > total:
+        yield Problem(
+            f"actor_rollout_ref.model.path={path}: its weights, their gradients, Adam's state and the rollout's "
+            f"weights take {needed / 2**30:.0f} GiB in float32, and this machine has "
+            f"{total / 2**30:.0f}: train it on a GPU."
+        )
 
 
 def _bucket(config: DictConfig) -> Iterator[Problem]:

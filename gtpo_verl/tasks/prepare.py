@@ -234,24 +234,9 @@ def _warm_start_with_progress(
     recipe: WarmStart,
     console: "Console",
 ) -> None:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import Progress
 
-    columns = (
-        TextColumn("warm start"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
+    with Progress(*Progress.get_default_columns(), "loss {task.fields[loss]:.3f}", console=console) as bar:
         row = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
 
         def advance(loss: float) -> None:

@@ -1,12 +1,14 @@
-"""The two rules as reward functions of verl.
+"""The rules as reward functions of verl.
 
-To be set as ``reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward`` and ``name=answer`` or ``boxed``.
+To be set as ``reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward`` and ``name=answer``, ``boxed`` or
+``reasoning_gym``.
 Every reward worker of verl (``reward.num_workers``) has its own pool of ``workers`` processes. An unknown key in
 ``reward_kwargs`` is an error.
 """
 
 import asyncio
 import atexit
+import json
 import threading
 from collections.abc import Mapping
 from numbers import Number
@@ -75,6 +77,38 @@ async def boxed(
     options = {"fallback": fallback, "decimals": decimals, "strict": strict, "set_relations": set_relations}
     limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
     return await asyncio.wrap_future(_pool("boxed", options, limits).submit(solution_str, truth_text(ground_truth)))
+
+
+async def reasoning_gym(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    workers: int = 2,
+    timeout: float = 10.0,
+    memory_mb: int = 1024,
+    max_chars: int = TAIL,
+    reward_router_address: str | None = None,
+    reward_model_tokenizer: Any = None,
+) -> Verdict:
+    """Let the generator of a problem score the answer; see ``gtpo_verl.verifiers.reasoning_gym``.
+
+    Args:
+        solution_str: the response.
+        extra_info: has ``reasoning_gym``, the record that ``gtpo-verl prepare-data reasoning-gym:NAME`` writes.
+        workers, timeout, memory_mb, max_chars: limits of the pool; see ``gtpo_verl.verifiers.pool.VerifierPool``.
+        data_source, ground_truth, reward_router_address, reward_model_tokenizer: passed by verl, not used.
+    """
+    record = (extra_info or {}).get("reasoning_gym")
+    if record is None:
+        raise UserError(
+            f"verifier=reasoning_gym: a row of {data_source} has no extra_info.reasoning_gym, the record of its "
+            "problem: `gtpo-verl prepare-data reasoning-gym:NAME` writes it."
+        )
+    limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
+    pool = _pool("gtpo_verl.verifiers.reasoning_gym", {}, limits)
+    return await asyncio.wrap_future(pool.submit(solution_str, json.dumps(dict(record))))
 
 
 def truth_text(ground_truth: Any) -> str:

@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.integrations.launch import export_environment
-from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.integrations.weights import fit_to_model
 
 
 def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -148,7 +148,7 @@ def main(run_dir: Path, step: str, out: Path) -> None:
     config = OmegaConf.load(run_dir / "config.yaml")
     assert isinstance(config, DictConfig)
     export_environment(config)
-    size_bucket(config)
+    fit_to_model(config)
     recorded = torch.load(run_dir / "credit" / f"{step}.pt")
     import verl.workers.engine_workers  # noqa: F401  (before the fork, so that it is paid for once)
 

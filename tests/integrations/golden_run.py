@@ -1,7 +1,8 @@
 """Three updates of a tiny model by verl's own FSDP actor, for every algorithm: losses and gradient norms, always the
 same.
 
-``python tests/integrations/golden_run.py OUT.json``. Model, prompts, responses and verdicts are drawn from seeds;
+``python tests/integrations/golden_run.py OUT.json [packed]``; packed: without padding and with shared prompts, as a run
+with a larger model. Model, prompts, responses and verdicts are drawn from seeds;
 nothing is sampled, and Ray and vLLM have no part in it. Entropies and log-probs, advantages and updates are computed as
 in a training (tests/e2e/replay_batch.py). ``golden_run.json`` beside this file is what it wrote; after a change that is
 meant to change the numbers:
@@ -27,7 +28,7 @@ from replay_batch import free_port, run_rank
 
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations.launch import export_environment
-from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.integrations.weights import fit_to_model
 from gtpo_verl.tasks import model as tiny
 
 ALGORITHMS = ("dapo", "gtpo", "grpo_s")
@@ -57,7 +58,7 @@ def recorded_batch(vocabulary: int) -> dict[str, Any]:
     }
 
 
-def config_of(algorithm: str, model: Path) -> DictConfig:
+def config_of(algorithm: str, model: Path, packed: bool) -> DictConfig:
     overrides = [
         *(f"algo={algorithm}", "setting=quickstart", "hardware=cpu", f"actor_rollout_ref.model.path={model}"),
         *(f"trainer.run_dir={model}", f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={RESPONSES}"),
@@ -65,13 +66,20 @@ def config_of(algorithm: str, model: Path) -> DictConfig:
         # large enough that some of the second and third update is clipped, and not all of it
         "actor_rollout_ref.actor.optim.lr=0.0002",
     ]
+    if packed:
+        overrides += [
+            *("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=200",  # three micro-batches, the groups of two cut
+            "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=200",
+        ]
     config = compose_config(overrides)
     prepare(config, overrides)
-    size_bucket(config)
+    fit_to_model(config)
     return config
 
 
-def main(out: Path) -> None:
+def main(out: Path, packed: bool) -> None:
     results = {}
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
@@ -81,7 +89,7 @@ def main(out: Path) -> None:
             policy.lm_head.weight.mul_(3)  # entropies that differ from token to token
         tiny.save(policy, tokenizer, model)
         batch = recorded_batch(len(tokenizer))
-        configs = {algorithm: config_of(algorithm, model) for algorithm in ALGORITHMS}
+        configs = {algorithm: config_of(algorithm, model, packed) for algorithm in ALGORITHMS}
         export_environment(configs["dapo"])
         os.environ["OMP_NUM_THREADS"] = "1"
         import verl.workers.engine_workers  # noqa: F401  (before the fork, so that it is paid for once)
@@ -100,4 +108,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), "packed" in sys.argv[2:])

@@ -19,10 +19,11 @@ GOLDEN = json.loads((HERE / "golden_run.json").read_text())
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["padded", "packed"])
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("golden") / "results.json"
-    done = subprocess.run([sys.executable, HERE / "golden_run.py", out], capture_output=True, text=True, timeout=600)
+    command = [sys.executable, HERE / "golden_run.py", out, request.param]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return json.loads(out.read_text())
 

@@ -203,7 +203,11 @@ def test_a_ray_of_the_runs_own_gets_a_token_of_its_own(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(os.environ, "RAY_ADDRESS", "head:6379" if joined else "local")
-    launch.export_environment(run_with(address=None if joined else "local", runtime_env={}))
+    config = run_with(address=None if joined else "local", runtime_env={})
+    model = {"path": None, "use_remove_padding": True}
+    bucket = {"checkpoint_engine": {"update_weights_bucket_megabytes": 64}}
+    sections = {"trainer": {"device": "cuda"}, "actor_rollout_ref": {"model": model, "rollout": bucket}}
+    launch.export_environment(OmegaConf.merge(config, sections))
     token = os.environ.get("RAY_AUTH_TOKEN")
     assert (token is not None and token != "theirs") is ours
 

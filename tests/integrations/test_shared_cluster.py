@@ -291,9 +291,9 @@ def test_a_placement_group_is_not_waited_for_without_end(monkeypatch: pytest.Mon
 
 def test_a_local_ray_leaves_no_token_in_the_home_directory(tmp_path: Path) -> None:
     program = """
-from omegaconf import OmegaConf
+from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.launch import export_environment
-export_environment(OmegaConf.create({"ray_kwargs": {"ray_init": {"address": "local", "runtime_env": {}}}}))
+export_environment(compose_config(["hardware=cpu", "+ray_kwargs.ray_init.address=local"]))
 import ray
 ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 print(ray.get(ray.remote(lambda: 7).remote()))

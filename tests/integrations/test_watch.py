@@ -83,7 +83,7 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
             gone()
 
     monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)
-    monkeypatch.setattr(task_runner, "size_bucket", lambda config: None)
+    monkeypatch.setattr(task_runner, "fit_to_model", lambda config: None)
     monkeypatch.setattr(task_runner, "training_bundles", lambda config: [])
     monkeypatch.setattr(task_runner, "Placement", lambda bundles: SimpleNamespace(check=lambda: None))
     monkeypatch.setattr(task_runner, "watched", functools.partial(watched, interval=0.1))

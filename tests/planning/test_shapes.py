@@ -21,6 +21,7 @@ PARAMETERS = {  # as published with the weights
     "Qwen2.5-72B": 72_706_203_648,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
     "Qwen2.5-Math-7B": 7_615_616_512,
+    "SmolLM2-135M": 134_515_008,
 }
 
 
@@ -53,6 +54,7 @@ def test_instruct_models_have_their_own_positions() -> None:
     assert load_shape("Qwen/Qwen2.5-7B").positions == 131072
     assert load_shape("Qwen/Qwen2.5-7B-Instruct").positions == 32768
     assert load_shape("Qwen/Qwen2.5-Math-7B").positions == 4096
+    assert load_shape("HuggingFaceTB/SmolLM2-135M-Instruct").positions == 8192
 
 
 def test_a_directory_wins_and_needs_no_weights(tmp_path: Path) -> None:

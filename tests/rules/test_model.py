@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from model_files import write_model
 from omegaconf import DictConfig
 
-from gtpo_verl.integrations.weights import size_bucket
+from gtpo_verl.integrations.weights import fit_to_model
 from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.problems import evaluate
 from gtpo_verl.rules import model as model_rules
@@ -57,7 +58,7 @@ def test_the_bucket_of_a_cpu_follows_the_model(
     config.actor_rollout_ref.model.path = str(with_tensors(tmp_path, **tensors))
     assert bucket(config) is None
     assert evaluate([model], config) == []
-    size_bucket(config)
+    fit_to_model(config)
     assert bucket(config) == needed
 
 
@@ -66,10 +67,10 @@ def test_without_safetensors_the_embedding_of_the_configuration_counts(run: Run,
     config.actor_rollout_ref.model.path = str(write_model(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2_135M))
-    size_bucket(config)
+    fit_to_model(config)
     assert bucket(config) == 108
     config = run("setting=quickstart", "hardware=cpu", {"actor_rollout_ref.model.path": "organisation/not-here"})
-    size_bucket(config)
+    fit_to_model(config)
     assert bucket(config) == 2048, "verl's, where the model is not known here"
 
 
@@ -87,3 +88,32 @@ def test_a_run_that_the_machine_cannot_hold_is_warned_of(run: Run, monkeypatch: 
     assert found == problem
     on_gpus = run("setting=small_gpu")
     assert list(model_rules.memory(on_gpus)) == []
+
+
+@pytest.mark.parametrize(("rows", "packed"), [(49152, True), (300, False)])
+def test_threads_and_padding_follow_the_model(run: Run, tmp_path: Path, rows: int, packed: bool) -> None:
+    """A thread for every core and no padding, but for a model too small for either."""
+    config = run("setting=quickstart", "hardware=cpu")
+    config.actor_rollout_ref.model.path = str(with_tensors(tmp_path, embed=[rows, 576]))
+    fit_to_model(config)
+    threads = config.ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS
+    assert config.actor_rollout_ref.model.use_remove_padding is packed
+    assert threads == (str(psutil.cpu_count(logical=False) or 1) if packed else "1")
+    given = {
+        "actor_rollout_ref.model.path": str(tmp_path),
+        "actor_rollout_ref.model.use_remove_padding": not packed,
+        "ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS": "7",
+    }
+    config = run("setting=quickstart", "hardware=cpu", given)
+    fit_to_model(config)
+    assert config.actor_rollout_ref.model.use_remove_padding is not packed
+    assert str(config.ray_kwargs.ray_init.runtime_env.env_vars.OMP_NUM_THREADS) == "7"
+
+
+def test_a_model_larger_than_the_memory_is_refused_without_a_gpu(run: Run, tmp_path: Path) -> None:
+    parameters = psutil.virtual_memory().total // 20 + 1024
+    path = with_tensors(tmp_path, embed=[parameters // 1024 + 1, 1024])
+    given = {"actor_rollout_ref.model.path": str(path)}
+    (problem,) = evaluate([model], run("setting=quickstart", "hardware=cpu", given))
+    assert "GiB in float32, and this machine has" in problem.message
+    assert evaluate([model], run("setting=quickstart", given)) == []

