@@ -60,7 +60,7 @@ def test_the_description_is_readme(setup_py: dict[str, Any]) -> None:
 
 
 def test_every_link_of_the_repositorys_pages_leads_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "recipe" / "README.md"]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "recipe" / "README.md"]
     broken = []
     for page in pages:
         prose = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)

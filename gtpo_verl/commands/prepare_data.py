@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         choices=[*DATASETS, "parquet", *TASKS],
-        help="a data set, `parquet` for files of your own, or an embedded task (docs/tasks.md)",
+        help="a data set, `parquet` for files of your own, or an embedded task (docs/guides/tasks.md)",
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
     parser.add_argument(

@@ -266,4 +266,4 @@ def few_seeds(sweep: Sweep) -> list[str]:
     if len(sweep.runs) == seeds or least <= 0.05:  # one arm, or enough
         return []
     arms = f"{seeds} seed{'s' * (seeds > 1)} for each arm"
-    return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}; see docs/statistics.md."]
+    return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}: docs/guides/sweeps.md."]

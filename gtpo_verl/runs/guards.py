@@ -102,7 +102,9 @@ class Guards:
                 f"outside for {self._outside[name]} steps in a row"
             )
             if bound.action == "stop":
-                raise UserError(f"{text}. docs/metrics.md says what to do; guards.bounds.{name}=null switches it off.")
+                raise UserError(
+                    f"{text}. docs/reference/metrics.md says what to do; guards.bounds.{name}=null switches it off."
+                )
             if self._outside[name] == bound.steps:
                 warnings.append(f"{text}.")
         return warnings
