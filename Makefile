@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test_nodes.py tests/experiments/test_jobs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm upstream check results bench fuzz chaos vulnerabilities wheel clean
+.PHONY: help setup quickstart test test-fast test-exhaustive test-faults test-vllm upstream check docs results bench fuzz chaos vulnerabilities wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ check: $(READY) ## check format, lint, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY) ## build the documentation into build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet docs build/docs
 
 results: $(READY) ## compute docs/results/verdict.md from the committed data of its runs
 	$(BIN)/python docs/results/verdict.py page
