@@ -15,7 +15,7 @@ OWN_PROCESS := tests/integrations/test_shared_cluster.py tests/integrations/test
 CHROMIUM := /usr/bin/chromium
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart example test test-fast test-exhaustive test-faults test-vllm upstream check results bench fuzz chaos vulnerabilities wheel clean
+.PHONY: help setup quickstart example test test-fast test-exhaustive test-faults test-vllm upstream check docs results bench fuzz chaos vulnerabilities wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,7 +25,7 @@ setup: $(READY) ## create .venv with the CPU stack, the project (editable) and t
 quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
 
-example: $(READY) ## train a pretrained model, SmolLM2-135M, on sums of two digits and write a report (docs/real-model.md)
+example: $(READY) ## train a pretrained model, SmolLM2-135M, on sums of two digits and write a report (docs/start/real-model.md)
 	$(BIN)/gtpo-verl prepare-data smollm2
 	$(BIN)/gtpo-verl prepare-data reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1 --output data/smollm2-sums
 	$(BIN)/gtpo-verl train setting=smollm2 hardware=cpu verifier=reasoning_gym algo=gtpo actor_rollout_ref.model.path=outputs/smollm2 \
@@ -57,6 +57,9 @@ check: $(READY) ## check format, lint, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY) ## build the documentation into build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet docs build/docs
 
 results: $(READY) ## compute docs/results/verdict.md from the committed data of its runs
 	$(BIN)/python docs/results/verdict.py page

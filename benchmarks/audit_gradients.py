@@ -32,7 +32,7 @@ def cell(figure: list[float | None]) -> str:
 
 
 def report(name: str, audits: list[dict[str, Any]]) -> str:
-    lines = [f"# Gradients of `{name}`", "", "`benchmarks/audit_gradients.py`; docs/audit.md explains the figures.", ""]
+    lines = [f"# Gradients of `{name}`", "", "`benchmarks/audit_gradients.py`; docs/guides/audit.md explains.", ""]
     for audit in audits:
         facts = audit["measurement"]
         chosen = f" with a name like `{facts['chosen']}`" if facts["chosen"] else ""

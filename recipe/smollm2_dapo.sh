@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# DAPO, SmolLM2-135M-Instruct on problems of reasoning-gym, one GPU (on a CPU: docs/real-model.md). No published result
+# DAPO, SmolLM2-135M-Instruct on problems of reasoning-gym, one GPU (on a CPU: docs/start/real-model.md). No published result
 exec "$(dirname "${BASH_SOURCE[0]}")/launch.sh" one_node setting=smollm2 algo=dapo verifier=reasoning_gym "$@"

@@ -10,7 +10,7 @@ export PYTHONUNBUFFERED=1 # logs as they are written
 
 # Nodes, and whoever submits a job, show a token to each other. Without a mode, Ray asks for one where it finds one in
 # the home directory, and sends none. `scripts/ray_node.sh head` makes the token, ~/.ray/auth_token: where nodes do not
-# share a home directory, copy the file, or export its content as RAY_AUTH_TOKEN (containers: docs/clusters.md). RAY_AUTH_MODE=disabled, on all nodes,
+# share a home directory, copy the file, or export its content as RAY_AUTH_TOKEN (containers: docs/guides/cluster-environment.md). RAY_AUTH_MODE=disabled, on all nodes,
 # is for a network that nobody else reaches.
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
 

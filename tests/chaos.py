@@ -9,7 +9,8 @@ kind of process in every state. What is saved after a kill is compared bit for b
 those of tests/breaking/faults.py.
 
 What is done is in --dir; Ctrl-C loses what is under way, and the same command goes on. Writes a table beside --output.
-The exit code is 1 where a promise of docs/reliability.md was broken. A full disk and a read-only directory need root.
+The exit code is 1 where a promise of docs/inside/reliability.md was broken. A full disk and a read-only directory need
+root.
 """
 
 import argparse

@@ -44,7 +44,7 @@ def test_nothing_but_a_file_is_replaced(tmp_path: Path) -> None:
 def test_where_nothing_can_be_written_is_named_with_its_option(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").touch()
     place = place.format(file=tmp_path / "file")
-    with pytest.raises(UserError, match=rf"^--output X: ({place} cannot be written to|.*file is a file)"):
+    with pytest.raises(UserError, match=r"^--output X: (nothing can be written in /proc|.*file is a file)"):
         files.check_writable(Path(place), "--output X")
 
 

@@ -47,7 +47,9 @@ def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
 
 def test_the_packages_of_the_image_are_those_documented_for_nodes_without_one() -> None:
     installed = re.search(r"--no-install-recommends \\\n\s+(.*) \\", DOCKERFILE.read_text())
-    documented = re.search(r"^apt-get install (.*)$", (ROOT / "docs" / "clusters.md").read_text(), re.MULTILINE)
+    documented = re.search(
+        r"^apt-get install (.*)$", (ROOT / "docs" / "guides" / "cluster-environment.md").read_text(), re.MULTILINE
+    )
     assert installed is not None
     assert documented is not None
     # the image's base has a compiler

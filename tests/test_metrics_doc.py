@@ -1,4 +1,4 @@
-"""docs/metrics.md has a row for every metric that this project logs."""
+"""docs/reference/metrics.md has a row for every metric that this project logs."""
 
 import ast
 import re

@@ -261,12 +261,12 @@ def test_an_allocator_with_which_vllm_cannot_sleep_is_refused(script: str, tools
 
 
 def launch_lines() -> list[str]:
-    """The complete launch lines of docs/clusters.md and README.md."""
+    """The complete launch lines of README.md and the documentation."""
     found = []
-    for document in ("README.md", "docs/clusters.md"):
-        for block in re.findall(r"```bash\n(.*?)```", (ROOT / document).read_text(), re.DOTALL):
+    for document in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        for block in re.findall(r"```bash\n(.*?)```", document.read_text(), re.DOTALL):
             lines = block.replace("\\\n", " ").splitlines()
-            found += [line for line in lines if line.startswith("scripts/launch_ray_cluster.sh")]
+            found += [line for line in lines if line.startswith("scripts/launch_") and not line.endswith("...")]
     assert len(found) >= 3
     return found
 

@@ -60,7 +60,7 @@ class ShapingConfig:
     appendix C).
     scope: whose entropies are compared, those of the `group` or of the whole `batch`.
     normalization: the set whose mean and standard deviation normalise a reward: `all`, `joint`, `within` or `none`
-    (docs/equations.md).
+    (docs/reference/equations.md).
     norm_scope: that set within the `group` or over the `batch`.
     entropy_clip: clamp of the entropies in nats, (lo, hi), or None.
     entropy_floor: lower bound of the entropies in nats, applied after the clamp; above 0, because wrong responses use

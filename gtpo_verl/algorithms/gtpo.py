@@ -139,7 +139,7 @@ def gtpo_advantages(
     `CreditMetrics`.
     Raises ValueError for shapes or types that disagree and for entropies that are not finite or negative, with row and
     position.
-    Source: early eqs. 2, 3, 4, 13 to 17, 19; late eqs. 3, 5, 6 and appendix C. Normalisation: docs/equations.md.
+    Source: early eqs. 2, 3, 4, 13 to 17, 19; late eqs. 3, 5, 6 and appendix C. docs/reference/equations.md.
     """
     batch = ShapedBatch(FORMULAS, config, entropy, correct, response_mask, group, length_penalty, guide)
     return batch.advantages(return_shaped)

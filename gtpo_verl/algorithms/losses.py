@@ -34,7 +34,7 @@ def token_loss(
     the dual clip.
     Raises ValueError for impossible clip ratios.
     Source: DAPO (arXiv 2503.14476) eq. 8; GTPO (arXiv 2508.04349) uses it with shaped advantages, under a number that
-    is not identified (docs/equations.md); dual clip arXiv 1912.09729. A training has verl's own, `vanilla`.
+    is not identified (docs/reference/equations.md); dual clip arXiv 1912.09729. A training has verl's own, `vanilla`.
     """
     if clip_ratio_c is not None and clip_ratio_c <= 1:
         raise ValueError(f"clip_ratio_c (dual clip) must be above 1, got {clip_ratio_c}")
@@ -186,7 +186,7 @@ def mixed_loss(
     Returns the losses (B, T), 0 outside the mask, and the metrics of `token_loss` over the tokens of own rows.
     Raises ValueError for impossible clip ratios.
     Source: inferred for arXiv 2507.12931; the shaping and eq. 4, after which it is inferred, are LUFFY's (arXiv
-    2504.14945). docs/mixed-policy.md.
+    2504.14945). docs/guides/mixed-policy.md.
     """
     mask = response_mask != 0
     on_guide = guide[:, None] & mask

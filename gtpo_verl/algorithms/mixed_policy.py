@@ -2,7 +2,7 @@
 arXiv 2507.12931, the only part of it that was read; LUFFY (arXiv 2504.14945) is one of its settings.
 
 A group has N_on responses of the policy that generates (own rows) and N_off of a frozen policy π_φ (guide rows). Guide
-rows have ratios r̂ = π_θ / π_φ. docs/mixed-policy.md says what is read and what is inferred.
+rows have ratios r̂ = π_θ / π_φ. docs/guides/mixed-policy.md says what is read and what is inferred.
 """
 
 from collections.abc import Mapping, Sequence

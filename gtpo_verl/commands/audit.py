@@ -44,7 +44,7 @@ examples:
   gtpo-verl audit outputs/gtpo-20260101-120000 --gradients 192 data.val_files=data/dapo-math-17k.parquet
   gtpo-verl audit --reanalyse outputs/gtpo-20260101-120000/audit/global_step_20 --methods gtpo,fork20,eapo
 
-Ctrl-C keeps what is finished, and the same command goes on. docs/audit.md explains the figures.
+Ctrl-C keeps what is finished, and the same command goes on. docs/guides/audit.md explains the figures.
 """
 
 

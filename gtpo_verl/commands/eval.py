@@ -52,7 +52,7 @@ examples:
 Every problem is written to problems.jsonl when it is finished. Ctrl-C keeps the finished ones, and repeating the
 command evaluates the rest; it refuses to if a setting has changed on which the responses depend. The number of vLLM
 replicas follows from trainer.n_gpus_per_node and actor_rollout_ref.rollout.tensor_model_parallel_size. On a node of a
-Ray cluster it joins that Ray (docs/clusters.md, section 7).
+Ray cluster it joins that Ray (docs/guides/cluster-ray.md).
 """
 
 

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name",
         metavar="NAME",
         help=f"a data set ({', '.join(DATASETS)}), `parquet` for files of your own, an embedded task "
-        f"({', '.join(TASKS)}; docs/tasks.md), or a model ({', '.join(models.MODELS)}, gguf:FILE) or "
-        "reasoning-gym:GENERATOR,KEY=VALUE (docs/real-model.md)",
+        f"({', '.join(TASKS)}), or a model ({', '.join(models.MODELS)}, gguf:FILE) or "
+        "reasoning-gym:GENERATOR,KEY=VALUE",
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
     parser.add_argument(

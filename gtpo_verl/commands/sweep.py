@@ -18,7 +18,7 @@ examples:
 
 A value a,b or range(8) makes an axis, and a run is trained for every combination. sweep=NAME takes axes from a file; a
 key on the command line replaces the file's. The same command continues a sweep that was stopped or killed: a finished
-run is never trained again, and others go on from their checkpoints. docs/sweeps.md has the rest.
+run is never trained again, and others go on from their checkpoints. docs/guides/sweeps.md has the rest.
 """
 ACTIONS = {"status": experiment.status, "stop": experiment.stop}
 

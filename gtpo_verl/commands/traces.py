@@ -26,7 +26,7 @@ EPILOG = """\
 MODEL is a run, a checkpoint or a model, as for gtpo-verl eval. It answers every prompt of FILE, a parquet file in
 verl's schema, sampled as the training samples (actor_rollout_ref.rollout.temperature). Responses that the verifier
 calls correct become the columns guide_responses and guide_log_probs, which algorithm.guide reads
-(docs/mixed-policy.md); one that the limit cut off is never kept.
+(docs/guides/mixed-policy.md); one that the limit cut off is never kept.
 
 examples:
   gtpo-verl traces Qwen/Qwen2.5-32B-Instruct data/dapo-math-17k.parquet verifier=answer trainer.n_gpus_per_node=8

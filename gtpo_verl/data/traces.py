@@ -1,4 +1,4 @@
-"""Responses of a guiding policy as columns of the training data (docs/mixed-policy.md).
+"""Responses of a guiding policy as columns of the training data (docs/guides/mixed-policy.md).
 
 ``guide_responses``: a list for each prompt, of texts or of lists of token ids, empty or null where there is none. Token
 ids are a whole response with its end; a text is what follows the student's prompt, which its chat template renders.

@@ -205,7 +205,7 @@ def _seed_notes(arms: Sequence[ArmResult], over_seeds: Sequence[SeedComparison])
             skewness = f"{one.paired.skewness:+.1f}".replace("-", "−")
             sentences.append(
                 f"{one.arm.name} − {one.baseline.name}: the differences are skewed ({skewness}), where "
-                "Student's interval covers less than it says, 88 to 90 % for exponential ones (docs/statistics.md)."
+                "Student's interval covers less than it says, 88 to 90 % for exponential ones (docs/guides/sweeps.md)."
             )
     return sentences
 

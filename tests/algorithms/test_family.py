@@ -493,8 +493,8 @@ WITH_A_GUIDE = {"dapo_mixed", "luffy"}  # which the README names
 
 @pytest.mark.parametrize("name", sorted(algorithms().keys() - OF_THE_PAPER))
 def test_a_method_has_a_row_in_the_docs(name: str) -> None:
-    table = (REPOSITORY / "docs" / "methods.md").read_text()
-    assert re.search(rf"^\| .*`{name}`", table, re.MULTILINE), f"docs/methods.md has no row of {name}"
+    table = (REPOSITORY / "docs" / "reference" / "methods.md").read_text()
+    assert re.search(rf"^\| .*`{name}`", table, re.MULTILINE), f"docs/reference/methods.md has no row of {name}"
 
 
 def test_the_readme_counts_the_methods() -> None:

@@ -14,7 +14,7 @@ TABLE = {
     ),
     "gtpo_v2": (GTPOConfig, {"alpha1": 0.9, "alpha2": 0.1, "negatives": "inverse"}),
     "gtpo_v6": (GTPOConfig, {"alpha1": 1.0, "alpha2": 0.1, "negatives": "based_inverse"}),
-    "gtpo": (GTPOConfig, {"entropy_floor": 1e-3}),  # deviates from the text: docs/equations.md, 5
+    "gtpo": (GTPOConfig, {"entropy_floor": 1e-3}),  # deviates from the text: docs/reference/equations.md, 5
     "grpo_s_v1": (GRPOSConfig, {"beta1": 0.9, "beta2": 0.1, "negatives": "zero"}),
     "grpo_s_v2": (GRPOSConfig, {"beta1": 0.9, "beta2": 0.1, "negatives": "inverse"}),
     "grpo_s": (GRPOSConfig, {"beta1": 1.0, "beta2": 0.1, "negatives": "based_inverse"}),

@@ -1,7 +1,7 @@
 """verl's trainer with its Megatron engine on a CPU: two tensor-parallel ranks, two vLLM servers, real Ray. It is
 stopped, resumed, exported and evaluated.
 
-docs/megatron.md says what of Megatron is real here.
+docs/inside/megatron.md says what of Megatron is real here.
 """
 
 import json

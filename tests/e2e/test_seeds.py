@@ -1,5 +1,5 @@
-"""Two trainings of one seed are the same training, though their responses end in another order; docs/reproducibility.md
-has what was measured.
+"""Two trainings of one seed are the same training, though their responses end in another order;
+docs/inside/reproducibility.md has what was measured.
 """
 
 import json

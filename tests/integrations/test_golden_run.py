@@ -14,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 GOLDEN = json.loads((HERE / "golden_run.json").read_text())
-# Relative. Float32 on another CPU sums in another order. What that does grows from update to update: docs/testing.md
-# has it measured.
+# Relative. Float32 on another CPU sums in another order. What that does grows from update to update:
+# docs/inside/testing.md has it measured.
 TOLERANCE = 1e-4
 
 

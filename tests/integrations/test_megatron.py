@@ -1,7 +1,7 @@
 """A small Qwen2 under verl's Megatron engine is the one under its FSDP engine, whatever the split: weights converted,
 losses, metrics, gradients, three updates, and what a checkpoint gives back.
 
-drive_engines.py says what is verl's and Megatron's own in this comparison, and docs/megatron.md where it ends.
+drive_engines.py says what is verl's and Megatron's own in this comparison, and docs/inside/megatron.md where it ends.
 """
 
 import json

@@ -163,7 +163,7 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.val_files=DIR/lacking.jsonl", "lacks the column reward_model; it has data_source, prompt"),
         ("data.train_files=DIR/text_prompt.parquet", "prompt must be a list of messages"),
         ("data.val_files=DIR/no_truth.parquet", "reward_model must be a dict with ground_truth"),
-        ("data.val_files=DIR/null_prompt.parquet", "null_prompt.parquet: row 2 has no prompt: leave it out"),
+        ("data.val_files=DIR/null_prompt.parquet", "null_prompt.parquet: row 2 (the first is 0) has no prompt"),
         ("data.val_files=DIR/damaged.parquet", "damaged.parquet is not a parquet file, or it is damaged"),
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
         ("data.train_batch_size=30", "not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),

@@ -1,6 +1,6 @@
 """verl's Megatron engine on a CPU, for tests: how models are split, and what its processes need in their environment.
 
-What makes Megatron run there is in ``megatron_cpu/``; docs/megatron.md says what that proves and what not.
+What makes Megatron run there is in ``megatron_cpu/``; docs/inside/megatron.md says what that proves and what not.
 """
 
 import os

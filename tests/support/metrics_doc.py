@@ -1,10 +1,10 @@
-"""The names in the tables of docs/metrics.md, and which logged metrics have no row there."""
+"""The names in the tables of docs/reference/metrics.md, and which logged metrics have no row there."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOC = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 # Metrics of verl that the second table of the document leaves out.
 VERL = (
@@ -24,7 +24,7 @@ def documented() -> list[str]:
 
 
 def undocumented(names: Iterable[str]) -> set[str]:
-    """The names that neither have a row in docs/metrics.md nor are verl's."""
+    """The names that neither have a row in docs/reference/metrics.md nor are verl's."""
     known = re.compile("|".join([*map(_pattern, documented()), *VERL]))
     return {name for name in names if not known.fullmatch(name)}
 

@@ -1,4 +1,4 @@
-"""An agent loop of a user's own, in two turns: what docs/rollout-entropy.md says to write. Used by drive_verl.py."""
+"""A user's own agent loop, in two turns: what docs/inside/rollout-entropy.md says to write. Used by drive_verl.py."""
 
 from typing import Any
 from uuid import uuid4
