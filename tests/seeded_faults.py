@@ -255,7 +255,7 @@ FAULTS = (
     Fault(
         "sessions",
         "of a session with several outputs the first counts",
-        "integrations/step/columns.py",
+        "integrations/transfer_queue.py",
         "(row.output, number)",
         "(-row.output, number)",
         ("tests/integrations/test_step.py",),

@@ -340,7 +340,7 @@ def png(charts: Mapping[str, Mapping[str, Any]], theme: str = "light", styles: M
 @functools.cache
 def javascript() -> str:
     """Vega, Vega-Lite and Vega-Embed in one script, as vl-convert carries them; nothing is loaded from elsewhere."""
-    return vl_convert.javascript_bundle("")
+    return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
 def running_mean(values: Floats, window: int) -> Floats:

@@ -90,8 +90,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         pd.DataFrame(changed).to_parquet(directory / f"{name}.parquet")
         (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in changed))
     (directory / "not.parquet").write_text("text")
-    nulls = [row if number != 2 else row | {"prompt": None} for number, row in enumerate(rows)]
-    pd.DataFrame(nulls).to_parquet(directory / "null_prompt.parquet")
     sound = (directory / "small.parquet").read_bytes()
     (directory / "damaged.parquet").write_bytes(sound[:40] + b"\xff" * 100 + sound[140:])  # in a page of the prompts
     (directory / "not.jsonl").write_text('{"prompt":')
@@ -163,7 +161,6 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.val_files=DIR/lacking.jsonl", "lacks the column reward_model; it has data_source, prompt"),
         ("data.train_files=DIR/text_prompt.parquet", "prompt must be a list of messages"),
         ("data.val_files=DIR/no_truth.parquet", "reward_model must be a dict with ground_truth"),
-        ("data.val_files=DIR/null_prompt.parquet", "null_prompt.parquet: row 2 (the first is 0) has no prompt"),
         ("data.val_files=DIR/damaged.parquet", "damaged.parquet is not a parquet file, or it is damaged"),
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
         ("data.train_batch_size=30", "not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),

@@ -17,13 +17,15 @@ def sweep(directory: Path, *seeds: str) -> Sweep:
 def test_what_is_written_is_read_and_grows(tmp_path: Path) -> None:
     assert read(tmp_path) is None
     write(sweep(tmp_path, "1", "2"))
-    assert load(tmp_path) == sweep(tmp_path, "1", "2")
+    first = load(tmp_path)
+    assert (first.axes, first.runs) == (sweep(tmp_path, "1", "2").axes, sweep(tmp_path, "1", "2").runs)
     write(sweep(tmp_path, "2", "3"))
     found = load(tmp_path)
     assert (found.axes, list(found.runs)) == ({"seed": ("2", "3", "1")}, ["seed=1", "seed=2", "seed=3"])
     facts = json.loads((tmp_path / "sweep.json").read_text())
     assert (facts["schema"], facts["command"]) == (1, "x")
     assert facts["runs"]["seed=3"] == {"overrides": ["seed=3"]}
+    assert facts["planned_seeds"] == 2
 
 
 def test_what_is_no_sweep_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ def wait_until(condition: object, seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
+def own_terminal() -> None:
+    """Standard input is the terminal of the session; SIGHUP is not ignored, as what `nohup` starts would inherit."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("words", [(), ("verbose",)])
 def test_a_training_whose_terminal_is_closed_saves_and_ends_as_asked(tmp_path: Path, words: tuple[str, ...]) -> None:
     """The kernel sends SIGHUP, and every later write to the terminal is an EIO."""
@@ -154,7 +160,7 @@ def test_a_training_whose_terminal_is_closed_saves_and_ends_as_asked(tmp_path: P
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=own_terminal,
     )
     os.close(slave)
     wait_until(lambda: has_steps(tmp_path, 3))
