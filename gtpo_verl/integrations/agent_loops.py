@@ -166,9 +166,12 @@ def last_failure(manager: Any) -> str:
     """Which response failed last, and why, as the workers of an agent loop manager say; where they are not ours or do
     not know, where to look.
     """
+    unknown = "its traceback is in the run's log"
     asked = [worker.take_failure.remote() for worker in manager.agent_loop_workers if hasattr(worker, "take_failure")]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT) if asked else ([], [])
-    return next(filter(None, ray.get(answered)), "its traceback is in the run's log")
+    if not asked:
+        return unknown
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_TIMEOUT)
+    return next(filter(None, ray.get(answered)), unknown)
 
 
 class SeededAgentLoopManager(AgentLoopManagerTQ):

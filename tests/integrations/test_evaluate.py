@@ -122,7 +122,9 @@ def test_rows_are_answered_in_order_with_a_bounded_number_in_flight(run: Any) ->
 
 def test_a_failure_ends_the_evaluation_with_what_was_in_flight_kept(run: Any) -> None:
     kept: list[ProblemRecord] = []
-    with pytest.raises(UserError, match=r"failed on 1 problems \(rows 2;.*Repeat the command.*--failures-as-wrong"):
+    with pytest.raises(
+        UserError, match=r"failed on 1 problems \(rows 2\), the last one: .*Repeat the command.*--failures-as-wrong"
+    ):
         run(list(range(12)), {2}, kept.append)
     assert [record.row for record in kept] == [0, 1, 3]
 

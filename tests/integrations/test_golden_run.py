@@ -17,6 +17,8 @@ GOLDEN = json.loads((HERE / "golden_run.json").read_text())
 # Relative. Float32 on another CPU sums in another order. What that does grows from update to update:
 # docs/inside/testing.md has it measured.
 TOLERANCE = 1e-4
+# verl averages a share over micro-batches, and packed ones hold other rows.
+OF_MICRO_BATCHES = "actor/pg_clipfrac"
 
 
 @pytest.fixture(scope="module", params=["padded", "packed"])
@@ -29,11 +31,17 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("algorithm", GOLDEN)
-def test_updates_are_those_of_the_golden_run(results: dict[str, Any], algorithm: str) -> None:
+def test_updates_are_those_of_the_golden_run(
+    results: dict[str, Any], algorithm: str, request: pytest.FixtureRequest
+) -> None:
+    packed = "packed" in request.node.name
     golden = GOLDEN[algorithm]
     assert golden["actor/pg_clipfrac"][0] == 0 < min(golden["actor/pg_clipfrac"][1:])
     assert results[algorithm].keys() == golden.keys()
     for name, expected in golden.items():
+        if packed and name == OF_MICRO_BATCHES:
+            assert all(0 <= share < 1 for share in results[algorithm][name])
+            continue
         assert results[algorithm][name] == pytest.approx(expected, rel=TOLERANCE), name
 
 
