@@ -58,7 +58,7 @@ def recorded_batch(vocabulary: int) -> dict[str, Any]:
     }
 
 
-def config_of(algorithm: str, model: Path, packed: bool) -> DictConfig:
+def config_of(algorithm: str, model: Path, packed: bool = False) -> DictConfig:
     overrides = [
         *(f"algo={algorithm}", "setting=quickstart", "hardware=cpu", f"actor_rollout_ref.model.path={model}"),
         *(f"trainer.run_dir={model}", f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={RESPONSES}"),
