@@ -77,6 +77,8 @@ ELSEWHERE = {
     # a critic
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",
+    # the command, before the run
+    "trainer.allow_changes": "gtpo_verl/rules/start.py",
     # environment variables
     "ray_kwargs.ray_init.runtime_env.env_vars.GTPO_VERL_RUN": "gtpo_verl/integrations/plugin.py",
     "ray_kwargs.ray_init.runtime_env.env_vars.TORCHDYNAMO_DISABLE": "torch/_dynamo/eval_frame.py:1752",

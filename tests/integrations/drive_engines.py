@@ -129,6 +129,8 @@ def section(layout: Layout, algorithm: str, model: Path) -> DictConfig:
     found = copy.deepcopy(compose(layout.backend, algorithm).actor_rollout_ref)
     found.model.path = str(model)
     found.actor.rollout_n = 1
+    if layout.backend == "fsdp":
+        found.model.use_remove_padding = False  # as a run of this model would have it
     if layout.backend == "megatron":
         for key, value in layout.settings().items():
             OmegaConf.update(found.actor.megatron, key, value, force_add=True)
