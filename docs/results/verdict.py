@@ -139,7 +139,7 @@ def numbers(run: Path) -> dict[str, Any]:
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (name,) = {key for step in steps for key in step["data"] if key.startswith("val/") and key.endswith("/mean@1")}
     return {
-        "validations": {step["step"]: step["data"][name] for step in steps if name in step["data"]},
+        "validations": {str(step["step"]): step["data"][name] for step in steps if name in step["data"]},
         "steps": {kept: [step["data"].get(key) for step in steps if step["step"] > 0] for kept, key in KEPT.items()},
     }
 
@@ -229,7 +229,7 @@ def counted(audit: Path, names: list[str]) -> list[str]:
 
 def endpoint(run: dict[str, Any]) -> float | None:
     """Mean accuracy of the validations at `VALIDATED`; None of a run that has not reached the last."""
-    found = [run.get("validations", {}).get(str(step), run.get("validations", {}).get(step)) for step in VALIDATED]
+    found = [run.get("validations", {}).get(str(step)) for step in VALIDATED]
     return None if None in found else float(np.mean(found))
 
 

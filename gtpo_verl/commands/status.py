@@ -32,10 +32,10 @@ def run(args: argparse.Namespace) -> int:
 
         return experiment.status(directory)
     if is_job(args.what):
-        from gtpo_verl.commands.submit import known, show
         from gtpo_verl.experiments.jobs import Jobs
+        from gtpo_verl.experiments.status import print_jobs
 
-        show([known(Jobs(args.address), args.what)])
+        print_jobs([Jobs(args.address).known(args.what)])
         return 0
     status = status_of(directory)
     console = Console(soft_wrap=True, highlight=False)

@@ -55,12 +55,12 @@ def is_job(name: str) -> bool:
 
 def stop_job(name: str, address: str | None, grace: float) -> int:
     """Stop a job, wait for its end and show it; returns the exit code."""
-    from gtpo_verl.commands.submit import known, show
     from gtpo_verl.experiments.jobs import Jobs
+    from gtpo_verl.experiments.status import print_jobs
 
     jobs = Jobs(address)
-    known(jobs, name)
+    jobs.known(name)
     print(f"Stopping {name}: up to {grace:g} s for its step and checkpoint.", flush=True)
     jobs.stop(name, grace=grace)
-    show([known(jobs, name)])
+    print_jobs([jobs.known(name)])
     return 0

@@ -6,18 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from gtpo_verl.commands.options import overrides_of, renamed, share
 from gtpo_verl.commands.stop import add_grace, stop_job
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.jobs import JobInfo, Jobs
+from gtpo_verl.experiments.jobs import Jobs
 from gtpo_verl.experiments.package import WorkingDirectory
 from gtpo_verl.experiments.request import check_request, run_dir_of
+from gtpo_verl.experiments.status import print_jobs
 from gtpo_verl.runs.terminal import STOPPED
 
 EPILOG = """\
@@ -91,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
         return submit(args)
     jobs = Jobs(args.address)
     if args.list:
-        show(jobs.list())
+        print_jobs(jobs.list())
         return 0
     if args.logs:
         return follow(jobs, args.logs)
     if args.stop:
         return stop_job(args.stop, args.address, args.grace)
-    show([known(jobs, args.status)])
+    print_jobs([jobs.known(args.status)])
     return 0
 
 
@@ -135,7 +133,7 @@ def follow(jobs: Jobs, name: str) -> int:
     Raises:
         UserError: it failed, with its last error; or it is unknown.
     """
-    known(jobs, name)
+    jobs.known(name)
     unfinished, step, stopped = "", "", False
     try:
         for text in jobs.follow(name):
@@ -147,39 +145,13 @@ def follow(jobs: Jobs, name: str) -> int:
     except KeyboardInterrupt:
         print(f"\nThe job goes on. {_hints(name)}", file=sys.stderr)
         return 130
-    job = known(jobs, name)
+    job = jobs.known(name)
     if job.status == "FAILED":
         raise UserError(f"job {name} failed: {job.reason}")
     if stopped or job.status == "STOPPED":
         print(f"Job {name} was stopped{step}. To resume it, submit the same line again, with a new --id if it has one.")
     print(f"Job {name}: {job.status}", flush=True)
     return 0 if job.status == "SUCCEEDED" else 1
-
-
-def known(jobs: Jobs, name: str) -> JobInfo:
-    """The job of this name.
-
-    Raises:
-        UserError: there is none.
-    """
-    job = jobs.info(name)
-    if job is None:
-        raise UserError(f"{name}: no such job on {jobs.address}; `gtpo-verl submit --list` shows them.")
-    return job
-
-
-def show(jobs: Sequence[JobInfo]) -> None:
-    """Print a table of jobs, and why one failed."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("job", "status", "started", "ended", "run directory"):
-        table.add_column(column, overflow="fold")
-    for job in jobs:
-        table.add_row(job.id, job.status, _moment(job.start), _moment(job.end), job.run_dir)
-    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
-    console.print(table if jobs else "No training was submitted to this cluster.")
-    for job in jobs:
-        if job.status == "FAILED":
-            console.print(f"{job.id}: {job.reason}")
 
 
 def variables(given: Iterable[str], script: Path | None) -> dict[str, str]:
@@ -228,7 +200,3 @@ def _as_id(path: str) -> str:
 
 def _hints(name: str) -> str:
     return f"`gtpo-verl submit --logs {name}` follows it, `gtpo-verl stop {name}` stops it."
-
-
-def _moment(seconds: float | None) -> str:
-    return "" if seconds is None else f"{dt.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

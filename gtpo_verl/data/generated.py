@@ -13,14 +13,13 @@ import yaml
 from gtpo_verl.data.prompts import wrap
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_atomically
-from gtpo_verl.verifiers.reasoning_gym import generator, utils
+from gtpo_verl.verifiers.reasoning_gym import NUMBER, generator, utils
 
 TRAIN, VALIDATION = "train.parquet", "val.parquet"
 DRAWN = 2000  # problems, of which many may be equal, where the settings name no `size`
 LEAST, MOST = 64, 256  # problems for validation: a quarter of all, within these bounds
 
 _SETTING = re.compile(r",(?=\w+=)")  # a comma in a list separates no settings
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ def _row(index: int, entry: dict[str, Any], record: dict[str, Any], split: str) 
 
 
 def _is_number(answer: Any) -> bool:
-    return answer is not None and _NUMBER.fullmatch(str(answer)) is not None
+    return answer is not None and NUMBER.fullmatch(str(answer)) is not None
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:

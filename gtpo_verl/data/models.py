@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -115,15 +117,24 @@ def convert(file: Path, directory: Path) -> None:
         raise UserError(f"{file}: its end-of-sequence token is {end}, none of the tokenizer's {len(tokenizer)}.")
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    if tokenizer.chat_template is None:
-        raise UserError(f"{file}: its tokenizer has no chat template, by which prompts are written.")
-    if len(tokenizer) > model.config.vocab_size:
-        raise UserError(
-            f"{file}: its tokenizer has {len(tokenizer)} tokens and its model {model.config.vocab_size}: they do not "
-            "belong together."
-        )
+    for fault in tokenizer_faults(model.config, tokenizer, tokenizer.chat_template):
+        raise UserError(f"{file}: {fault}")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def tokenizer_faults(configuration: Any, tokenizer: Any, template: str | None) -> Iterator[str]:
+    """What keeps a tokenizer from writing prompts with this chat template, or its ids from the model."""
+    if tokenizer.eos_token_id is None:
+        yield "its tokenizer has no end-of-sequence token: set eos_token in tokenizer_config.json."
+    if not template:
+        yield (
+            "its tokenizer has no chat template, by which prompts are written: choose a model that was trained on "
+            "chats, or set actor_rollout_ref.model.custom_chat_template."
+        )
+    size = getattr(configuration, "vocab_size", None)
+    if isinstance(size, int) and size < len(tokenizer):
+        yield f"its tokenizer has {len(tokenizer)} tokens, and the model {size}: they do not belong together."
 
 
 def _header(file: Path) -> tuple[str, int]:

@@ -140,6 +140,17 @@ class Jobs:
                 return None
             raise UserError(f"{self.address}: {first_line(error)}") from error
 
+    def known(self, submission_id: str) -> JobInfo:
+        """The same of a job that must be there.
+
+        Raises:
+            UserError: there is none.
+        """
+        job = self.info(submission_id)
+        if job is None:
+            raise UserError(f"{submission_id}: no such job on {self.address}; `gtpo-verl submit --list` shows them.")
+        return job
+
     def status(self, submission_id: str) -> str | None:
         """Ray's PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED; None if it knows no job of ours of this id.
 

@@ -1,13 +1,17 @@
-"""What is known of the runs of a sweep, from its directory alone."""
+"""What is known of the runs of a sweep, from its directory alone; and a table of a cluster's jobs."""
 
+import datetime as dt
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
+from gtpo_verl.experiments.jobs import JobInfo
 from gtpo_verl.experiments.scheduler import Attempts, read_attempts
 from gtpo_verl.runs.lock import LOCK_FILE, live_owner
 from gtpo_verl.runs.state import RunState, in_words, state_of
@@ -115,3 +119,21 @@ def _cells(run: RunStatus) -> tuple[str, str, str]:
     shown = [f"{v:.3f}" if len(one.accuracy) == 1 else f"{source} {v:.3f}" for source, v in one.accuracy.items()]
     left = in_words(one.seconds_left) if one.seconds_left and run.state == "running" else ""
     return step, ", ".join(shown), left
+
+
+def print_jobs(jobs: Sequence[JobInfo]) -> None:
+    """Print a table of jobs, and why one failed."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("job", "status", "started", "ended", "run directory"):
+        table.add_column(column, overflow="fold")
+    for job in jobs:
+        table.add_row(job.id, job.status, _moment(job.start), _moment(job.end), job.run_dir)
+    console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+    console.print(table if jobs else "No training was submitted to this cluster.")
+    for job in jobs:
+        if job.status == "FAILED":
+            console.print(f"{job.id}: {job.reason}")
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else f"{dt.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

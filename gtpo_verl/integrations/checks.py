@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.algorithms.mixed_policy import guide_config
 from gtpo_verl.config import files_of
+from gtpo_verl.data.models import tokenizer_faults
 from gtpo_verl.data.table import FORMATS, open_table
 from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError, did_you_mean, first_line, raised_in, within
@@ -81,8 +82,7 @@ def checkpoint_engine(config: DictConfig) -> Iterator[Problem]:
         return
     if settings.backend in Registry._registry:
         return
-    unknown = list(_name(f"{key}.backend", settings.backend, {*Registry._registry, *ENGINE_MODULES} - {"naive"}))
-    if unknown:
+    if unknown := list(_name(f"{key}.backend", settings.backend, {*Registry._registry, *ENGINE_MODULES} - {"naive"})):
         yield from unknown
         return
     why = Registry._import_errors.get(ENGINE_MODULES[settings.backend], "its module did not register it")
@@ -115,7 +115,8 @@ def model(config: DictConfig) -> Iterator[Problem]:
                 "copy the model again."
             )
     if len(read) == 2:
-        yield from (Problem(f"{key}: {fault}") for fault in _tokenizer_faults(settings, **read))
+        template = settings.get("custom_chat_template") or read["tokenizer"].chat_template
+        yield from (Problem(f"{key}: {fault}") for fault in tokenizer_faults(**read, template=template))
     changed = set(settings.get("override_config") or ()) - {"attn_implementation"}  # by the run
     if "configuration" not in read or changed:
         return
@@ -155,20 +156,6 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
                     "that, or leave long prompts out with data.filter_overlong_prompts=true."
                 )
                 break
-
-
-def _tokenizer_faults(settings: DictConfig, configuration: Any, tokenizer: Any) -> Iterator[str]:
-    """What keeps a tokenizer from writing prompts, or its ids from the model."""
-    if tokenizer.eos_token_id is None:
-        yield "its tokenizer has no end-of-sequence token: set eos_token in tokenizer_config.json."
-    if tokenizer.chat_template is None and not settings.get("custom_chat_template"):
-        yield (
-            "its tokenizer has no chat template, by which prompts are written: choose a model that was trained on "
-            "chats, or set actor_rollout_ref.model.custom_chat_template."
-        )
-    size = getattr(configuration, "vocab_size", None)
-    if isinstance(size, int) and size < len(tokenizer):
-        yield f"its tokenizer has {len(tokenizer)} tokens, and the model {size}: they do not belong together."
 
 
 def guide(config: DictConfig) -> Iterator[Problem]:
@@ -304,9 +291,8 @@ def _local_files(config: DictConfig, *keys: str) -> Iterator[tuple[str, str]]:
 
 def _examples(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     """The first row of every data source in every local file of the run, with words that say where it is."""
-    source_key = config.data.reward_fn_key
     for key, file in _local_files(config, *FILES):
-        found = open_table(file).first_rows(source_key, ("reward_model", "extra_info"))
+        found = open_table(file).first_rows(config.data.reward_fn_key, ("reward_model", "extra_info"))
         for source, row in found.items():
             yield f"the first prompt of data_source={source!r} in data.{key}={file}", row
 

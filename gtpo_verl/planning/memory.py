@@ -266,8 +266,8 @@ RANK_PROCESSES = 1.75 * GIB  # trainer, vLLM server and engine of a rank, withou
 def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> dict[str, float]:
     """The most memory that a run without GPUs takes, in bytes by component, of all its processes together.
 
-    Nothing is offloaded or put to sleep there, and sequences are padded: the peak is that of an update in which a
-    response reaches its limit. Types are float32 but for the engine's.
+    Nothing is offloaded or put to sleep there, and sequences are counted as padded: the peak is that of an update in
+    which a response reaches its limit. Types are float32 but for the engine's.
     """
     rollout, variables = config.actor_rollout_ref.rollout, config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     trained = MODEL_DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype] * shape.parameters

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError, first_line, within
@@ -53,7 +52,7 @@ def _memory(config: DictConfig) -> Iterator[Problem]:
     path = str(config.actor_rollout_ref.model.path)
     directory = model_directory(path) if config.trainer.device == "cpu" else None
     needed = BYTES * sum(map(math.prod, tensor_shapes(directory).values())) if directory else 0
-    total = psutil.virtual_memory().total
+    total = machine_memory()
     if needed > total:
         yield Problem(
             f"actor_rollout_ref.model.path={path}: its weights, their gradients, Adam's state and the rollout's "

@@ -13,11 +13,20 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import seeds
 from gtpo_verl.files import reading
-from gtpo_verl.runs.directory import CONFIG_FILE, flatten, is_bookkeeping, parse_config, read_config, read_record
+from gtpo_verl.runs.directory import (
+    CONFIG_FILE,
+    NOT_SET,
+    changed,
+    flatten,
+    is_bookkeeping,
+    parse_config,
+    read_config,
+    read_record,
+    within,
+)
 from gtpo_verl.runs.provenance import FILE_KEYS, checksums, run_versions
 
 ALLOWED = "trainer.allow_changes"
-NOT_SET = "not set"
 _KINDS = ("gtpo_verl", "verl")  # another version of one has other keys
 _MOST_NAMED = 5
 # Settings that may change from attempt to attempt, as patterns of fnmatch, beside names, directories and addresses:
@@ -84,8 +93,7 @@ def changes(run_dir: Path, config: DictConfig, *, contents: bool = True) -> Chan
         versions = dict(record.get("versions") or {})
     written: Any = OmegaConf.to_container(config, resolve=False)
     now, text = dict(flatten(parse_config(OmegaConf.to_yaml(config, resolve=True)))), dict(flatten(written))
-    found = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in sorted({*before, *now})}
-    found = {key: pair for key, pair in found.items() if pair[0] != pair[1]}
+    found = changed(before, now)
     if any(versions.get(name, here) != here for name, here in run_versions().items() if name in _KINDS):
         found = {key: pair for key, pair in found.items() if NOT_SET not in pair}
     own = {key: pair for key, pair in found.items() if not (is_bookkeeping(key) or _follows(key, text, found))}
@@ -118,9 +126,7 @@ def refusal(found: Changes, allowed: Collection[str]) -> str | None:
         found: as `changes` gives them.
         allowed: keys, and sections of them, that may change.
     """
-    other = [
-        key for key in found if decides(key) and not any(key == one or key.startswith(f"{one}.") for one in allowed)
-    ]
+    other = [key for key in found if decides(key) and not within(key, allowed)]
     if not other:
         return None
     more = f" and {len(other) - _MOST_NAMED} more" if len(other) > _MOST_NAMED else ""

@@ -14,14 +14,13 @@ from typing import Any
 
 from gtpo_verl.config import option_keys
 from gtpo_verl.errors import UserError, did_you_mean
-from gtpo_verl.runs.directory import is_bookkeeping
+from gtpo_verl.runs.directory import NOT_SET, is_bookkeeping, within
 from gtpo_verl.runs.provenance import FILE_KEYS
 from gtpo_verl.runs.reader import Run, Training, registry_rank
 from gtpo_verl.runs.sweep import Sweep
 
 ALGORITHM = "algorithm"  # the axis of runs outside of a sweep
 SEED = "seed"
-NOT_SET = "not set"
 
 _SEED_KEY = re.compile(r"(?i)seed$")
 _FOLLOWING = ("critic.loss_agg_mode",)  # verl interpolates the actor's, which is a method's
@@ -90,7 +89,7 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     facts = {training: _facts(training) for training in trainings}
     known = {*_RECORDED, *(key for training in trainings for key in (*facts[training], *training.config))}
     for key in allow:
-        if not any(_matches(one, [key]) for one in known):
+        if not any(within(one, [key]) for one in known):
             hint = did_you_mean(key, known) or ": name one in which they differ."
             raise UserError(f"--allow {key}: no run has such a setting{hint}")
     _refuse_differences(facts, keys, allow, _explained(trainings, sweeps))
@@ -104,7 +103,7 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     allowed = {
         key: dict(Counter(one[key] for one in recorded if key in one))
         for key in sorted({key for one in recorded for key in one})
-        if _matches(key, allow) and len({one.get(key, NOT_SET) for one in recorded}) > 1
+        if within(key, allow) and len({one.get(key, NOT_SET) for one in recorded}) > 1
     }
     return Design(arms, _pairs(arms, baseline), allowed, _unknown(trainings))
 
@@ -136,7 +135,7 @@ def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> list[ArmKe
         values = {key: value for key, value in training.axes.items() if key != SEED}
         if not training.axes:
             values[ALGORITHM] = training.method.name if training.method else training.name
-        tolerated = {key for key in training.config if _matches(key, allow) and not is_bookkeeping(key)}
+        tolerated = {key for key in training.config if within(key, allow) and not is_bookkeeping(key)}
         values |= {key: _shown(training.config, key) for key in tolerated if key not in values}
         method_keys = training.method.keys if training.method and not training.axes else ()
         settings = {key: _shown(training.config, key) for key in training.config if _listed(key, method_keys)}
@@ -268,7 +267,7 @@ def _refuse_differences(
 ) -> None:
     found = {}
     for key in sorted({key for one in facts.values() for key in one}):
-        if key == SEED or _matches(key, allow):
+        if key == SEED or within(key, allow):
             continue
         having = [training for training in facts if key in facts[training] or _says(training, key)]
         values = {training: facts[training].get(key, NOT_SET) for training in having}
@@ -355,10 +354,6 @@ def _everyone(some: Sequence[Training], every: Sequence[Training]) -> str:
     if len(some) == len(every):
         return "all runs" if len(every) > 2 else "both runs"
     return ", ".join(training.path.name for training in some[:3]) + (f" and {len(some) - 3} more" * (len(some) > 3))
-
-
-def _matches(key: str, allow: Sequence[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in allow)
 
 
 def _listed(key: str, keys: Sequence[str]) -> bool:

@@ -5,7 +5,7 @@ early.
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from gtpo_verl.files import (
 METRICS_FILE = "metrics.jsonl"
 GROUPS_FILE = "groups.jsonl"
 RECORD_FILE = "run.json"
+NOT_SET = "not set"  # what is said of a setting that is not there
 CONFIG_FILE = "config.yaml"
 DIFF_FILE = "code.diff"  # what the working tree changes in the recorded commit
 SAMPLES_FILE = "credit_samples.jsonl"
@@ -184,14 +185,20 @@ def is_bookkeeping(key: str) -> bool:
     return _BOOKKEEPING.search(key) is not None
 
 
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{key: (before, now)} of each setting that differs, in order; `NOT_SET` for one that is not there."""
+    pairs = {key: (before.get(key, NOT_SET), now.get(key, NOT_SET)) for key in sorted({*before, *now})}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """``KEY was OLD, is NEW`` for each setting that differs."""
-    nothing = "not set"
-    return [
-        f"{key} was {before.get(key, nothing)}, is {now.get(key, nothing)}"
-        for key in sorted({*before, *now})
-        if before.get(key, nothing) != now.get(key, nothing)
-    ]
+    return [f"{key} was {old}, is {new}" for key, (old, new) in changed(before, now).items()]
+
+
+def within(key: str, names: Collection[str]) -> bool:
+    """Whether a dotted key is one of these, or in a section that is."""
+    return any(key == name or key.startswith(f"{name}.") for name in names)
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,7 @@ with warnings.catch_warnings():  # its requirements compile with warnings
 # How the answer is read from a response; the prompt asks for it in the same way (`data.generated`).
 READERS = ("number", "tags", "answer", "boxed", "response")
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 def judge(response: str, truth: str) -> tuple[bool, str]:
@@ -54,7 +54,7 @@ def read_answer(response: str, reader: str) -> str | None:
             "Answer:" on its line; `boxed`, the last \\boxed{}; `response`, all of it.
     """
     if reader == "number":
-        numbers = _NUMBER.findall(response)
+        numbers = NUMBER.findall(response)
         return numbers[-1].rstrip(",") if numbers else None
     if reader == "tags":
         return utils.extract_answer(response)

@@ -114,7 +114,7 @@ class EndedJob:
         self.log = log
         self.job = JobInfo(id="a", status=status, run_dir="/a", start=None, end=None)
 
-    def info(self, name: str) -> JobInfo:
+    def known(self, name: str) -> JobInfo:
         return self.job
 
     def follow(self, name: str) -> Iterator[str]:
