@@ -19,7 +19,7 @@ from breaking.checks import file_problems, last_saved, weights_difference
 from breaking.lab import Lab
 from breaking.training import DRIVER, Attempt, Ended, status_line
 from gtpo_verl.runs.checkpoints import TRACKER
-from gtpo_verl.runs.directory import METRICS_FILE, STOP_FILE
+from gtpo_verl.runs.directory import METRICS_FILE, RECORD_FILE, STOP_FILE
 
 REWARD = Path(__file__).with_name("reward.py")
 NOBODY = 65534
@@ -135,6 +135,13 @@ def last(lab: Lab, name: str, count: int = 2) -> tuple[Path, Path]:
     return run_dir, run_dir / "checkpoints" / f"global_step_{end}"
 
 
+def finished_before(lab: Lab, name: str) -> tuple[Path, Path]:
+    """As `last`, with the record of the reference, which says what was trained."""
+    run_dir, folder = last(lab, name)
+    shutil.copy(lab.reference / RECORD_FILE, run_dir / RECORD_FILE)
+    return run_dir, folder
+
+
 # ---------------------------------------------------------------- checkpoints
 
 
@@ -209,6 +216,40 @@ def torn_metrics(lab: Lab, name: str) -> Found:
     file.write_bytes(file.read_bytes()[:-100])
     ended, problems = finished(lab, run_dir)
     return Found(said(ended), problems, ended)
+
+
+@fault("a foreign folder is half copied beside the checkpoints", "resumes from its own, same weights; so does `model`")
+def foreign_folder(lab: Lab, name: str) -> Found:
+    run_dir, folder = last(lab, name)
+    shutil.copytree(folder / "actor" / "huggingface", folder.with_name("global_step_999") / "actor" / "huggingface")
+    found = resumed(lab, run_dir)
+    model = (run_dir / "model").resolve()
+    if f"global_step_{lab.steps}" not in model.parts:
+        found.problems.append(f"`model` is {model.relative_to(run_dir)}")
+    return found
+
+
+@fault("a copy of a checkpoint under another name", "left alone; every step is saved, same weights")
+def stray_folder(lab: Lab, name: str) -> Found:
+    run_dir, folder = last(lab, name)
+    stray = folder.with_name(f"{folder.name}_backup")
+    shutil.copytree(folder, stray)
+    found = resumed(lab, run_dir)
+    if not (stray / "data.pt").is_file():
+        found.problems.append(f"{stray.name} was touched")
+    return found
+
+
+@fault("continued with another seed", "refused in one line with the difference, before Ray starts")
+def other_seed(lab: Lab, name: str) -> Found:
+    run_dir, _ = finished_before(lab, name)
+    return refused(lab, run_dir, "seed", "allow_changes", more=("seed=1",))
+
+
+@fault("continued with another algorithm", "refused in one line with the difference, before Ray starts")
+def other_algorithm(lab: Lab, name: str) -> Found:
+    run_dir, _ = finished_before(lab, name)
+    return refused(lab, run_dir, "algorithm", "allow_changes", more=("algo=grpo_s",))
 
 
 # ---------------------------------------------------------------- inputs
@@ -291,6 +332,22 @@ def sighup(lab: Lab, name: str) -> Found:
     return signalled(lab, name, signal.SIGHUP, state="updating")
 
 
+@fault("the terminal closes", "the step is finished and saved, status interrupted; resumes with the same weights")
+def closed_terminal(lab: Lab, name: str) -> Found:
+    run_dir, _ = last(lab, name)
+    with lab.training(run_dir, terminal=True) as attempt:
+        reach(lab, attempt, "updating")
+        attempt.hang_up()
+        ended = attempt.end(lab.limit)
+    saved, status = last_saved(run_dir), status_line(run_dir)
+    problems = [] if saved == lab.steps - 1 else [f"step {saved} is the last that was saved, not {lab.steps - 1}"]
+    problems += [] if status.startswith("interrupted") else [f"status: {status}"]
+    problems += [f"left behind: {ended.left}"] if ended.left else []
+    again, wrong = finished(lab, run_dir)
+    happened = f"exit code {ended.code}; step {saved} was saved; {status}; then {said(again)}"
+    return Found(happened, problems + wrong, ended, state="updating")
+
+
 @fault("Ctrl-C twice", "ends at once, exit code 130, status interrupted; resumes with the same weights")
 def twice(lab: Lab, name: str) -> Found:
     run_dir, _ = last(lab, name)
@@ -371,6 +428,16 @@ def node_daemon(lab: Lab, name: str) -> Found:
 @fault("Ray's head is killed", "one line ends the command; resumes with the same weights")
 def head(lab: Lab, name: str) -> Found:
     return killed_daemon(lab, name, "cluster head")
+
+
+@fault("Ray's agent of the node is killed", "one line ends the command; resumes with the same weights")
+def node_agent(lab: Lab, name: str) -> Found:
+    return killed_daemon(lab, name, "node agent")
+
+
+@fault("Ray's agent of environments is killed", "one line ends the command; resumes with the same weights")
+def environment_agent(lab: Lab, name: str) -> Found:
+    return killed_daemon(lab, name, "environment agent")
 
 
 def limited(lab: Lab, name: str, kind: str, size: int) -> Found:
@@ -457,6 +524,7 @@ def tolerated_reward(lab: Lab, name: str, overrides: tuple[str, ...], failed: in
         ended = attempt.end(lab.limit)
     problems = [] if ended.code == 0 else [f"exit code {ended.code}"]
     problems += [f"left behind: {ended.left}"] if ended.left else []
+    problems += [] if any("reward" in line for line in ended.warnings) else ["no warning names the reward"]
     happened = (
         f"{said(ended)}; {failed} of 16 responses of step {lab.steps - 1} failed, step {last_saved(run_dir)} is saved"
     )
@@ -476,6 +544,26 @@ def hanging(lab: Lab, name: str) -> Found:
 @fault("reward function raises for one response", "it counts as failed; goes on")
 def raising_once(lab: Lab, name: str) -> Found:
     return tolerated_reward(lab, name, reward_overrides("raise", 5, 1), 1)
+
+
+@fault("reward function calls sys.exit for one response", "it counts as failed; goes on")
+def exiting_once(lab: Lab, name: str) -> Found:
+    return tolerated_reward(lab, name, reward_overrides("exit", 5, 1), 1)
+
+
+@fault("reward function returns a string for one response", "it counts as failed; goes on")
+def string_once(lab: Lab, name: str) -> Found:
+    return tolerated_reward(lab, name, reward_overrides("string", 5, 1), 1)
+
+
+@fault("reward function returns None for one response", "it counts as failed; goes on")
+def nothing_once(lab: Lab, name: str) -> Found:
+    return tolerated_reward(lab, name, reward_overrides("nothing", 5, 1), 1)
+
+
+@fault("reward function returns None for all responses", "one line ends the command; nothing is trained")
+def nothing(lab: Lab, name: str) -> Found:
+    return broken_reward(lab, name, reward_overrides("nothing", 17, 10**6), "must be a number")
 
 
 @fault("reward function raises for all responses", "one line ends the command; nothing is trained")

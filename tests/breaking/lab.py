@@ -57,10 +57,10 @@ class Lab:
         return [*SHORT, *files, f"trainer.total_training_steps={self.steps}", *more]
 
     @contextlib.contextmanager
-    def training(self, run_dir: Path, *more: str, user: int | None = None) -> Iterator[Attempt]:
+    def training(self, run_dir: Path, *more: str, user: int | None = None, terminal: bool = False) -> Iterator[Attempt]:
         """An attempt to train in a directory, alone on the machine where there is a lock."""
         with turn(self.lock):
-            attempt = Attempt(run_dir, self.overrides(*more), user=user)
+            attempt = Attempt(run_dir, self.overrides(*more), user=user, terminal=terminal)
             try:
                 yield attempt
             finally:

@@ -15,7 +15,7 @@ from gtpo_verl.tasks.sums import reward
 _calls = itertools.count(1)
 
 
-def compute_score(*args: Any, fault: str, at: int, times: int = 1, **kwargs: Any) -> dict[str, Any]:
+def compute_score(*args: Any, fault: str, at: int, times: int = 1, **kwargs: Any) -> Any:
     """As `gtpo_verl.tasks.sums.reward.compute_score`, but for the calls that break."""
     score = dict(reward.compute_score(*args, **kwargs))
     if not ray.is_initialized():  # the checks before the start
@@ -29,6 +29,12 @@ def compute_score(*args: Any, fault: str, at: int, times: int = 1, **kwargs: Any
         os._exit(1)
     if fault == "raise":
         raise RuntimeError("the verifier breaks")
+    if fault == "exit":
+        raise SystemExit(3)
+    if fault == "string":
+        score["score"] = "good"
+    if fault == "nothing":
+        return None
     if fault == "is_nan":  # nan alone would be read as the number
         score["score"] = float("nan")
     if fault == "no_verdict":

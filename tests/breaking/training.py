@@ -3,16 +3,19 @@
 import contextlib
 import fcntl
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -33,6 +36,8 @@ KINDS = {
     "queue storage": "ray::SimpleStorageUnit",
     "node daemon": "raylet/raylet",
     "cluster head": "gcs_server",
+    "node agent": "dashboard/agent.py",
+    "environment agent": "runtime_env/agent/main.py",
 }
 DRIVER, CLUSTER = "driver", "whole cluster"
 PHASES = {
@@ -107,9 +112,12 @@ class Attempt:
         run_dir: of the training.
         overrides: of the command, without the run directory.
         user: id of the user that it runs as; None for this one.
+        terminal: whether it runs in the foreground of a terminal, which `hang_up` closes.
     """
 
-    def __init__(self, run_dir: Path, overrides: Sequence[str], *, user: int | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, overrides: Sequence[str], *, user: int | None = None, terminal: bool = False
+    ) -> None:
         self.run_dir = run_dir
         self.phases: list[Phase] = []
         self.seen: dict[str, float] = {}  # when a kind of process was first there
@@ -121,17 +129,21 @@ class Attempt:
         command = [sys.executable, "-m", "gtpo_verl.train", *overrides, f"trainer.run_dir={run_dir}"]
         self._began = time.time()
         self._started = self.touched = time.monotonic()
-        with self._terminal.open("ab") as terminal:
+        environment = os.environ | {"RAY_TMPDIR": str(self.ray_files), "PYTHONUNBUFFERED": "1"}
+        options: dict[str, Any] = {"cwd": run_dir.parent, "start_new_session": True, "user": user, "env": environment}
+        self._screen: int | None = None
+        if terminal:
+            self._screen, keyboard = pty.openpty()
             self.process = psutil.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=terminal,
-                stderr=subprocess.STDOUT,
-                cwd=run_dir.parent,
-                start_new_session=True,
-                user=user,
-                env=os.environ | {"RAY_TMPDIR": str(self.ray_files), "PYTHONUNBUFFERED": "1"},
+                command, stdin=keyboard, stdout=keyboard, stderr=keyboard, preexec_fn=_take_terminal, **options
             )
+            os.close(keyboard)
+            threading.Thread(target=self._copy_screen, args=(self._screen,), daemon=True).start()
+        else:
+            with self._terminal.open("ab") as file:
+                self.process = psutil.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, **options
+                )
         self._all: dict[int, psutil.Process] = {self.process.pid: self.process}
         self._titles: dict[int, str] = {}
         self._scanned = 0.0
@@ -211,6 +223,17 @@ class Attempt:
                 target.send_signal(number)
         self.touched = time.monotonic()
 
+    def hang_up(self) -> None:
+        """Close its terminal: the kernel sends SIGHUP, and whatever it shows afterwards is an error (EIO)."""
+        assert self._screen is not None
+        os.close(self._screen)
+        self.touched = time.monotonic()
+
+    def _copy_screen(self, screen: int) -> None:
+        with contextlib.suppress(OSError), self._terminal.open("ab", buffering=0) as file:
+            while content := os.read(screen, 65536):
+                file.write(content.replace(b"\r\n", b"\n"))
+
     def end(self, limit: float) -> Ended:
         """Wait for its end; at the limit (seconds) it is killed. Nothing of it is left afterwards."""
         self.wait(lambda attempt: False, limit)
@@ -260,6 +283,11 @@ class Attempt:
 
     def _traced(self) -> bool:
         return "Traceback (most recent call last)" in self.said()
+
+
+def _take_terminal() -> None:
+    """Make the standard input the terminal that the process and its children belong to."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _lives(process: psutil.Process) -> bool:
