@@ -1,6 +1,6 @@
 """An engine that dies in verl's synchronous trainer, alone or beside another one, in every phase of a step.
 
-test_train.py kills the only engine of a training that is there anyway.
+test_real_model.py kills the only engine of a training that is there anyway.
 """
 
 import time

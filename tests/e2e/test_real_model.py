@@ -1,5 +1,8 @@
 """SmolLM2-135M, a pretrained model with its own tokenizer, on sums of reasoning-gym: a step of a training, its
 entropies over 49,152 ids against transformers in float64, and its advantages against loops.
+
+The small training takes its entropies from the rollout, goes on for ever, and ends when its engine is killed. The whole
+one is a step of the setting, with the actor's entropies.
 """
 
 from collections.abc import Callable
@@ -16,9 +19,15 @@ from gtpo_verl.config import compose_config
 
 pytestmark = pytest.mark.e2e
 
-SIZES = {
-    "small": ("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "data.max_response_length=16"),
-    "whole": (),
+Training = Any  # tests/e2e/conftest.py
+Metrics = Callable[[Path], dict[int, dict[str, Any]]]
+
+TRAININGS = {
+    "small": (
+        *("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "data.max_response_length=16"),
+        *("algorithm.entropy.source=rollout", "trainer.total_training_steps=1000"),
+    ),
+    "whole": ("algorithm.entropy.source=actor", "trainer.total_training_steps=1"),
 }
 
 
@@ -30,29 +39,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=["small", pytest.param("whole", marks=pytest.mark.exhaustive)])
-def run_dir(
+def training(
     model: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, start: Callable[..., Any]
-) -> Path:
-    """One step of GTPO on all groups, those of one verdict too, with both entropies."""
+) -> Training:
+    """GTPO on all groups, those of one verdict too, after its first step."""
     place = tmp_path_factory.mktemp(request.param)
     name = "reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1"
     assert main(["prepare-data", name, "--output", str(place / "sums")]) == 0
     training = start(
-        *(
-            place / "run",
-            "setting=smollm2",
-            "hardware=cpu",
-            "algo=gtpo",
-            "verifier=reasoning_gym",
-            *SIZES[request.param],
-        ),
+        *(place / "run", "setting=smollm2", "hardware=cpu", "algo=gtpo", "verifier=reasoning_gym"),
         *(f"actor_rollout_ref.model.path={model}", f"data.train_files={place / 'sums' / 'train.parquet'}"),
         *(f"data.val_files={place / 'sums' / 'val.parquet'}", "algorithm.filter_groups.enable=false"),
         *("actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}", "trainer.val_before_train=false"),
-        *("trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.credit_dump_freq=1"),
+        *("trainer.test_freq=-1", "trainer.credit_dump_freq=1"),
+        *TRAININGS[request.param],
         bare=True,
     )
-    found: Path = training.wait_for_end()
+    training.wait_for_step(1)
+    return training
+
+
+@pytest.fixture
+def run_dir(training: Training) -> Path:
+    found: Path = training.run_dir
     return found
 
 
@@ -63,7 +72,7 @@ def test_entropies_of_a_real_vocabulary(
 
     batch = torch.load(run_dir / "credit" / "1.pt")
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
-    errors: dict[str, list[torch.Tensor]] = {"rollout_entropies": [], "entropy": []}
+    errors: dict[str, list[torch.Tensor]] = {"rollout_entropies": [], "entropy": []}  # and those that are trained on
     for row, prompt in enumerate(batch["prompts"]):
         mask = batch["response_mask"][row]
         tokens = torch.cat([prompt, batch["responses"][row][mask]])
@@ -94,8 +103,37 @@ def test_advantages_are_those_of_loops_on_the_entropies_of_the_step(run_dir: Pat
     torch.testing.assert_close(batch["advantages"].double(), wanted, atol=1e-6, rtol=0)
 
 
-def test_the_step_is_a_whole_one(run_dir: Path, metrics: Callable[[Path], dict[int, dict[str, float]]]) -> None:
+def test_the_step_is_a_whole_one(run_dir: Path, metrics: Metrics) -> None:
     data = metrics(run_dir)[1]
     assert 0 < data["actor/grad_norm"] < 100
     assert 0 < data["credit/entropy_all"] < np.log(49152)
     assert data["rollout_entropy/abs_diff_mean"] < 1e-5
+
+
+@pytest.mark.parametrize("training", ["small"], indirect=True)
+def test_entropies_of_the_rollout_replace_the_actors_pass(training: Training, metrics: Metrics) -> None:
+    """verl's old-log-prob pass is run twice for a comparison, then skipped; colocate_async: test_trainer_modes."""
+    training.wait_for_step(3)
+    steps = metrics(training.run_dir)
+    for compared in (1, 2):
+        assert 0 < steps[compared]["rollout_entropy/abs_diff_max"] < 1e-4
+        assert steps[compared]["rollout_entropy/stale_share"] == 0
+        assert steps[compared]["rollout_entropy/check_s"] > 0
+    assert "actor/entropy" not in steps[3]
+    assert steps[3]["rollout_entropy/time_saved_s"] > 0
+    batch = torch.load(training.run_dir / "credit" / "3.pt")
+    assert batch["entropy"].sum() > 0
+    assert torch.equal(batch["entropy"], torch.where(batch["response_mask"], batch["rollout_entropies"], 0.0))
+
+
+@pytest.mark.parametrize("training", ["small"], indirect=True)
+def test_a_killed_engine_ends_the_training_with_its_name(training: Training) -> None:
+    """Runs last: the training does not survive it. In every phase: test_dead_engine.py."""
+    processes = training.process.children(recursive=True)
+    (engine,) = [one for one in processes if "VLLM::EngineCor" in " ".join(one.cmdline() or [one.name()])]
+    engine.kill()
+    training.wait_for_end(code=2, seconds=300)
+    lines = [line for line in training.output().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: vLLM died (server 0: its engine's process has ended). ")
+    assert "EngineCore" not in training.output(), "vLLM's own sentence is for the log"
