@@ -24,7 +24,6 @@ from verl.trainer.ppo.v1 import replay_buffer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
-from gtpo_verl.integrations.step.generation import SamplingLimits
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, RUNS = 40, 2
@@ -103,14 +102,14 @@ def simulate(arm: str, batch_size: int, share: float, window: int, seed: int) ->
         max_inflight_gen_batches=window,
     )
     if arm != "verl":
-        limits = SamplingLimits(
-            max_num_gen_batches=0,
-            on_budget="train_smaller",
-            carry_over_max_age=int(arm == "carry-over"),
-            correct_threshold=1.0,
-            mini_batch_size=batch_size,
-        )
-        buffer = BudgetedReplayBuffer.like(buffer, limits)
+        carry_over = {"max_age": int(arm == "carry-over")}
+        limits = {"max_num_gen_batches": 0, "on_budget": "train_smaller", "carry_over": carry_over}
+        config = {
+            "algorithm": {"filter_groups": limits, "correct_threshold": 1.0},
+            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": batch_size}, "rollout": {"n": 2}},
+            "guards": {"max_failed_share": 1.0},
+        }
+        buffer = BudgetedReplayBuffer(buffer, OmegaConf.create(config))
     buffer._wait_for_next_poll = engines.wait  # type: ignore[method-assign]
     trained: set[str] = set()
     carried = 0.0

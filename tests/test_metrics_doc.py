@@ -55,10 +55,10 @@ def test_metrics_of_the_rollouts_entropies() -> None:
 
 def test_metrics_of_dynamic_sampling() -> None:
     verdicts = {"a": GroupVerdict("mixed"), "b": GroupVerdict("mixed")}
-    step = Generation(2, "train", 0, 2, (1, 1), window=2, budget=None, prompts=["a", "b"], verdicts=verdicts)
+    sizes: dict[str, Any] = {"carried_in": 0, "missing": 2, "last_step": (1, 1), "window": 2, "budget": None}
+    step = Generation(number=2, partition_id="train", prompts=["a", "b"], verdicts=verdicts, **sizes)
     step.note_time()
-    limits, born = SimpleNamespace(carry_over_max_age=1), {"train": {"a": 1, "b": 2}}
-    buffer: Any = SimpleNamespace(_expired=0, limits=limits, prompt_global_steps=born)
+    buffer: Any = SimpleNamespace(_max_age=1, prompt_global_steps={"train": {"a": 1, "b": 2}})
     found = step.metrics() | BudgetedReplayBuffer._metrics(buffer, step, ["a", "b"], [])
     names = {f"training/filter_groups/{name}" for name in found}
     assert len(names) == 13

@@ -2,10 +2,8 @@
 
 verl refills every group that its filter evicts without limit, and discards what a step generated beyond a batch. Here a
 step generates at most ``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left
-over may wait for a later step (``carry_over_max_age``).
-
-Which prompts a step generates, and which groups it trains on, follows from the order of the data and the verdicts: all
-in flight is finished first, and groups are taken in the order of their prompts. Who finished first has no part in it.
+over may wait for a later step (``carry_over.max_age``). Which prompts a step generates, and which groups it trains on,
+follows from the order of the data and the verdicts, not from who finished first.
 """
 
 import logging
@@ -14,19 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import transfer_queue as tq
+from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.step.generation import Generation, GroupVerdict, SamplingLimits, groups_to_train
+from gtpo_verl.integrations.step.generation import Generation, GroupVerdict, groups_to_train
 from gtpo_verl.integrations.transfer_queue import parse_key, reward_infos, uid_of
 from gtpo_verl.runs.correctness import is_correct, verdict
 
 logger = logging.getLogger(__name__)
 
-VERDICT = "acc"
 FAILED = "training/failed_responses"  # metric
-REWARD = "reward"  # verl's name for the sum of `rm_scores`
 
 
 class BudgetSpentError(UserError):
@@ -37,42 +34,29 @@ class BudgetedReplayBuffer(ReplayBuffer):
     """verl's synchronous replay buffer with a budget; groups that it discards and responses that failed are counted.
 
     Args:
-        limits: of dynamic sampling; all other arguments are verl's.
+        stock: the buffer as verl built it; ``sampler_kwargs.poll_interval`` (seconds) is honoured here.
+        config: of the run.
 
     Attributes:
         last_step: groups with contrast, and groups generated, in the last step that generated any.
         why: says which response failed last, and why.
     """
 
-    def __init__(self, *args: Any, limits: SamplingLimits, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.limits = limits
+    def __init__(self, stock: ReplayBuffer, config: DictConfig) -> None:
+        vars(self).update(vars(stock))
+        options: Any = self.sampler_kwargs
+        self.poll_interval = float(options.get("poll_interval", self.poll_interval))
         self.last_step = (1, 1)
         self.why: Callable[[], str] = lambda: "its traceback is in the run's log"
+        self._limits = config.algorithm.filter_groups
+        self._max_age = self._limits.carry_over.max_age
+        self._threshold = config.algorithm.correct_threshold
+        self._mini_batch = config.actor_rollout_ref.actor.ppo_mini_batch_size
+        self._responses = config.actor_rollout_ref.rollout.n  # of a group
+        self._max_failed_share = config.guards.max_failed_share
         self._failed = 0  # responses of the groups that ended in this step
-        self._expired = 0  # groups that grew too old since the last sampling
         self._with_contrast: set[str] = set()  # groups whose verdicts have been read
         self._generation: Generation | None = None
-
-    @classmethod
-    def like(cls, stock: ReplayBuffer, limits: SamplingLimits) -> "BudgetedReplayBuffer":
-        """The same buffer as verl built, with limits; ``sampler_kwargs.poll_interval`` (seconds) is honoured here."""
-        options: Any = stock.sampler_kwargs
-        return cls(
-            trainer_mode=stock.trainer_mode,
-            trainer_config=stock.trainer_config,
-            max_off_policy_threshold=stock.max_off_policy_threshold,
-            max_off_policy_strategy=stock.max_off_policy_strategy,
-            sampler_kwargs=options,
-            poll_interval=float(options.get("poll_interval", stock.poll_interval)),
-            refill_fn=stock.refill_fn,
-            filter_groups_metric=stock.filter_groups_metric,
-            train_batch_size=stock.train_batch_size,
-            gen_batch_size=stock.gen_batch_size,
-            max_inflight_gen_batches=stock.max_inflight_gen_batches,
-            sync_refill_failed_groups=stock.sync_refill_failed_groups,
-            limits=limits,
-        )
 
     @property
     def filters(self) -> bool:
@@ -83,18 +67,19 @@ class BudgetedReplayBuffer(ReplayBuffer):
         """Begin a step; returns the prompts to submit: for the groups that are missing, at the last step's yield."""
         assert self.train_batch_size is not None
         self._sync_metadata_from_transfer_queue()
-        self._expire(global_steps, partition_id)
+        expired = self._expire(global_steps, partition_id)
         self._judge(partition_id)  # groups restored from a checkpoint
         self._failed = 0
         waiting = len(self._terminal(partition_id))
         self._generation = Generation(
-            global_steps,
-            partition_id,
-            waiting,
+            number=global_steps,
+            partition_id=partition_id,
+            carried_in=waiting,
+            expired=expired,
             missing=batch_size - waiting,
             last_step=self.last_step,
             window=self.max_inflight_gen_batches * self.train_batch_size,
-            budget=self.limits.max_num_gen_batches * self.train_batch_size or None,
+            budget=self._limits.max_num_gen_batches * self.train_batch_size or None,
         )
         return self._generation.target()
 
@@ -112,16 +97,16 @@ class BudgetedReplayBuffer(ReplayBuffer):
         assert step is not None
         assert step.number == global_steps
         kept = self._generate(step)
-        self._check_failures("responses", self._failed, self.limits.responses * len(step.verdicts))
+        self._check_failures("responses", self._failed, self._responses * len(step.verdicts))
         if step.prompts:
             self.last_step = (max(step.count("mixed"), 1), len(step.prompts))
-        size = groups_to_train(len(kept), batch_size, self.limits.mini_batch_size)
+        size = groups_to_train(len(kept), batch_size, self._mini_batch)
         if len(kept) < batch_size:
             self._spend(step, size, len(kept), batch_size)
         in_order = self._in_order(partition_id, kept)
         chosen, surplus = in_order[:size], in_order[size:]
         metrics = step.metrics() | self._metrics(step, chosen, surplus)
-        if self.limits.carry_over_max_age == 0:
+        if self._max_age == 0:
             self._clear(partition_id, set(surplus))
         self._with_contrast -= set(chosen)
         named = {f"training/filter_groups/{name}": value for name, value in metrics.items()}
@@ -135,7 +120,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         selected = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
         if partition_id != "val":
             self._failed = self._failures(partition_id, set(selected[0]))
-            self._check_failures("responses", self._failed, self.limits.responses * len(selected[0]))
+            self._check_failures("responses", self._failed, self._responses * len(selected[0]))
         return selected
 
     def _materialize_batch(
@@ -143,13 +128,9 @@ class BudgetedReplayBuffer(ReplayBuffer):
     ) -> KVBatchMeta:
         """verl's, with the rows prompt by prompt and session by session: the queue lists them as they arrived."""
         place = {uid: number for number, uid in enumerate(self._in_order(partition_id, set(selected_prompt_uids)))}
-
-        def order(key: str) -> tuple[int, int, int]:
-            row = parse_key(key)
-            return place[row.uid], row.session, row.output
-
-        rows = sorted((key for key in partition_snapshot if uid_of(key) in place), key=order)
-        return super()._materialize_batch(partition_id, list(place), {key: partition_snapshot[key] for key in rows})
+        rows = {key: parse_key(key) for key in partition_snapshot if uid_of(key) in place}
+        in_order = sorted(rows, key=lambda key: (place[rows[key].uid], *rows[key][1:]))
+        return super()._materialize_batch(partition_id, list(place), {key: partition_snapshot[key] for key in in_order})
 
     # ---------------------------------------------------------------- one step
 
@@ -176,12 +157,8 @@ class BudgetedReplayBuffer(ReplayBuffer):
                 last_debug = self._wait_for_next_poll(step.partition_id, last_debug)
 
     def _check_failures(self, what: str, failed: int, ended: int) -> None:
-        """End the run where too many groups, or responses, have failed; warn of responses that are left out.
-
-        Raises:
-            UserError: all of them have, or more than `guards.max_failed_share`.
-        """
-        share = self.limits.max_failed_share
+        """End the run where all groups, or responses, have failed or too many; warn of responses that are left out."""
+        share = self._max_failed_share
         if failed and (failed == ended or failed > share * ended):
             raise UserError(
                 f"{failed} of {ended} {what} of the step failed, and guards.max_failed_share={share}. The last one: "
@@ -192,11 +169,9 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
     def _spend(self, step: Generation, size: int, kept: int, batch_size: int) -> None:
         """End the run, or say how much smaller its batch is: ``size`` of the ``kept`` groups with contrast."""
-        limits = self.limits
-        spent = (
-            f"dynamic sampling spent its budget of {limits.max_num_gen_batches} generation batches; {step.describe()}"
-        )
-        if limits.on_budget == "stop" or kept == 0:
+        budget = self._limits.max_num_gen_batches
+        spent = f"dynamic sampling spent its budget of {budget} generation batches; {step.describe()}"
+        if self._limits.on_budget == "stop" or kept == 0:
             raise BudgetSpentError(
                 f"{spent}. Choose prompts that the model solves sometimes, raise "
                 "algorithm.filter_groups.max_num_gen_batches, or switch dynamic sampling off with "
@@ -207,24 +182,21 @@ class BudgetedReplayBuffer(ReplayBuffer):
             logger.warning(
                 "%d more groups do not fill a mini-batch of %d and %s.",
                 kept - size,
-                limits.mini_batch_size,
-                "are carried over" if limits.carry_over_max_age > 0 else "were dropped",
+                self._mini_batch,
+                "are carried over" if self._max_age > 0 else "were dropped",
             )
 
     def _metrics(self, step: Generation, chosen: list[str], surplus: list[str]) -> dict[str, Any]:
         """Of the groups that the step trains on, and of those left over."""
         born = self.prompt_global_steps[step.partition_id]
         carried = [step.number - born[uid] for uid in chosen if step.number > born[uid]]
-        kept = self.limits.carry_over_max_age > 0
-        expired, self._expired = self._expired, 0
         return {
             "kept_groups": len(chosen),
-            "expired_groups": expired,
             "carried_share": len(carried) / len(chosen),
             "carried_age_mean": sum(carried) / len(carried) if carried else 0.0,
             "carried_age_max": max(carried, default=0),
-            "carried_over_groups": len(surplus) if kept else 0,
-            "discarded_surplus_groups": 0 if kept else len(surplus),
+            "carried_over_groups": len(surplus) if self._max_age > 0 else 0,
+            "discarded_surplus_groups": 0 if self._max_age > 0 else len(surplus),
         }
 
     # ---------------------------------------------------------------- groups
@@ -242,26 +214,25 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._clear_groups(partition_id, uids)
         self._with_contrast -= uids
 
-    def _expire(self, global_steps: int, partition_id: str) -> None:
-        """Clear the groups that have waited too long, with a warning; the next metrics count them."""
-        steps, most = self.prompt_global_steps[partition_id], self.limits.carry_over_max_age
-        old = {uid for uid, step in steps.items() if global_steps - step > most}
-        if not old:
-            return
-        self._clear(partition_id, old)
-        self._expired += len(old)
-        logger.warning(
-            "%d groups carried over are older than algorithm.filter_groups.carry_over.max_age=%d and were dropped.",
-            len(old),
-            most,
-        )
+    def _expire(self, global_steps: int, partition_id: str) -> int:
+        """Clear the groups that have waited too long, with a warning; returns how many."""
+        steps = self.prompt_global_steps[partition_id]
+        old = {uid for uid, step in steps.items() if global_steps - step > self._max_age}
+        if old:
+            self._clear(partition_id, old)
+            logger.warning(
+                "%d groups carried over are older than algorithm.filter_groups.carry_over.max_age=%d and were dropped.",
+                len(old),
+                self._max_age,
+            )
+        return len(old)
 
     def _judge(self, partition_id: str) -> dict[str, GroupVerdict]:
         """Read the verdicts of the groups that have ended since the last time, and clear those without contrast."""
         unread = self._terminal(partition_id) - self._with_contrast
         self._failed += self._failures(partition_id, unread)
         failed = self.failure_keys[partition_id]
-        values = self._read(partition_id, unread)
+        values = self._values(partition_id, unread)
         verdicts = {uid: GroupVerdict.of(values[uid], failed=uid in failed) for uid in unread}
         with_contrast = {uid for uid, verdict in verdicts.items() if verdict.outcome == "mixed"}
         self._with_contrast |= with_contrast
@@ -272,21 +243,20 @@ class BudgetedReplayBuffer(ReplayBuffer):
         """Responses of these groups that failed: verl writes no row of them."""
         failed = uids & self.failure_keys[partition_id]
         sessions = {parse_key(key)[:2] for key in self.partitions[partition_id] if uid_of(key) in failed}
-        return self.limits.responses * len(failed) - len(sessions)
+        return self._responses * len(failed) - len(sessions)
 
-    def _read(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
+    def _values(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
         """What the filter reads: {uid: a value per response}; with the metric ``acc`` these are verdicts, 0 or 1."""
         values: dict[str, list[float]] = {uid: [] for uid in uids}
         keys = [key for key in self.partitions[partition_id] if uid_of(key) in uids]
-        if not keys:
-            return values
-        if self.filter_groups_metric == REWARD:
+        if keys and self.filter_groups_metric == "reward":  # verl's name for the sum of `rm_scores`
             scores = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["rm_scores"])["rm_scores"]
-            for key, row in zip(keys, scores, strict=True):
-                values[uid_of(key)].append(float(row.sum()))
-            return values
-        for key, info in zip(keys, reward_infos(partition_id, keys), strict=True):
-            values[uid_of(key)].append(self._value(key, info))
+            found = [float(row.sum()) for row in scores]
+        else:
+            infos = reward_infos(partition_id, keys)
+            found = [self._value(key, info) for key, info in zip(keys, infos, strict=True)]
+        for key, value in zip(keys, found, strict=True):
+            values[uid_of(key)].append(value)
         return values
 
     def _value(self, key: str, info: dict[str, Any]) -> float:
@@ -295,6 +265,6 @@ class BudgetedReplayBuffer(ReplayBuffer):
                 f"dynamic sampling filters on {self.filter_groups_metric!r}, and the reward function did not return it "
                 f"for response {key}: add it to the dict that it returns, or set algorithm.filter_groups.enable=false."
             )
-        if self.filter_groups_metric == VERDICT:
-            return float(is_correct(verdict(info, f"on response {key}"), self.limits.correct_threshold))
+        if self.filter_groups_metric == "acc":
+            return float(is_correct(verdict(info, f"on response {key}"), self._threshold))
         return float(info[self.filter_groups_metric])

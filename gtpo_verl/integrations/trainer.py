@@ -29,7 +29,6 @@ from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.step.checkpoints import Checkpoints
-from gtpo_verl.integrations.step.generation import SamplingLimits
 from gtpo_verl.integrations.step.health import Health
 from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.step.prompts import PromptNames
@@ -86,7 +85,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _build_replay_buffer(self) -> ReplayBuffer:
         buffer = super()._build_replay_buffer()
         if type(buffer) is ReplayBuffer:  # asynchronous trainers and custom samplers keep their own
-            buffer = BudgetedReplayBuffer.like(buffer, SamplingLimits.of(self.config))
+            buffer = BudgetedReplayBuffer(buffer, self.config)
             buffer.why = self._why_failed
         bound_wait(buffer, self.config.guards.stall_timeout, self.health.stopping, self.health.limit.polled)
         return buffer
@@ -260,8 +259,8 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
             self._save_checkpoint()
             return
         # The weights are saved. The data has advanced since, and groups wait that the checkpoint does not have.
-        self.checkpoints.save_position(self.global_steps, self.train_dataloader.state_dict())
-        self.checkpoints.save_groups(self.global_steps, self._sampling())
+        position = self.train_dataloader.state_dict()
+        self.checkpoints.save_later_prompts(self.global_steps, self._sampling(), position)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
@@ -273,7 +272,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         metrics = super()._validate()
         self.health.check_servers()  # verl would take the responses of the other engines for all
         if not self._in_training:
-            self.records.log_validation(self.global_steps, metrics)
+            self.records.metrics.write(self.global_steps, metrics)
         return metrics
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from gtpo_verl.integrations.carry_over import SAMPLING_FILE
+from gtpo_verl.integrations.step.checkpoints import SAMPLING_FILE
 from gtpo_verl.tasks import Task
 
 pytestmark = pytest.mark.e2e

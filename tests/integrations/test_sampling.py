@@ -17,9 +17,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
-from gtpo_verl.integrations.step.generation import SamplingLimits
+from gtpo_verl.integrations.step.checkpoints import restore_groups, save_groups
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -135,16 +134,13 @@ def make_run() -> Iterator[MakeRun]:
             gen_batch_size=1,
             max_inflight_gen_batches=window,
         )
-        limits = SamplingLimits(
-            max_num_gen_batches=budget,
-            on_budget=on_budget,
-            carry_over_max_age=max_age,
-            correct_threshold=1.0,
-            mini_batch_size=mini_batch,
-            responses=GROUP,
-            max_failed_share=max_failed_share,
-        )
-        buffer = BudgetedReplayBuffer.like(stock, limits)
+        limits = {"max_num_gen_batches": budget, "on_budget": on_budget, "carry_over": {"max_age": max_age}}
+        config = {
+            "algorithm": {"filter_groups": limits, "correct_threshold": 1.0},
+            "actor_rollout_ref": {"actor": {"ppo_mini_batch_size": mini_batch}, "rollout": {"n": GROUP}},
+            "guards": {"max_failed_share": max_failed_share},
+        }
+        buffer = BudgetedReplayBuffer(stock, OmegaConf.create(config))
         if order is not None:
             wait = buffer._wait_for_next_poll
 

@@ -23,10 +23,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import health
-from gtpo_verl.integrations.carry_over import restore_groups
 from gtpo_verl.integrations.context import CreditContext
 from gtpo_verl.integrations.health import PhaseLimit
 from gtpo_verl.integrations.sampling import BudgetSpentError
+from gtpo_verl.integrations.step.checkpoints import restore_groups
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start

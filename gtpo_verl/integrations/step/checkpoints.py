@@ -1,4 +1,8 @@
-"""Checkpoints of a run: what is saved beside verl's part, which of them stay, and what a restart takes from them."""
+"""Checkpoints of a run: what is saved beside verl's part, which of them stay, and what a restart takes from them.
+
+verl saves TransferQueue for its asynchronous trainers only. With dynamic sampling, a synchronous checkpoint has the
+groups carried over in ``global_step_N/sampling.pt``, with every column that the rollout wrote.
+"""
 
 import logging
 from collections.abc import Callable
@@ -7,16 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transfer_queue as tq
 from omegaconf import DictConfig
 
+from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_atomically
-from gtpo_verl.integrations.carry_over import restore_groups, save_groups
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.temporarily import temporarily
+from gtpo_verl.integrations.transfer_queue import is_prompt, uid_of
+from gtpo_verl.integrations.vllm.names import ENTROPIES
 from gtpo_verl.runs.checkpoints import link_model, prune
+from gtpo_verl.runs.directory import restore_step
 
 logger = logging.getLogger(__name__)
+
+SAMPLING_FILE = "sampling.pt"
 
 
 class Checkpoints:
@@ -53,7 +63,8 @@ class Checkpoints:
         """
         trainer = self._trainer
         keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.get("max_actor_ckpt_to_keep")
-        self.save_groups(number, sampling)
+        if sampling is not None:
+            save_groups(self.folder(number), "train", sampling.last_step)
         self._records.keep_in(self.folder(number), number)
         with ExitStack() as stack:
             # verl removes the old checkpoint before the new one is complete, and forgets those of earlier attempts
@@ -65,14 +76,13 @@ class Checkpoints:
         link_model(self._run_dir)  # now, because the run may be killed
         self._saved = number
 
-    def save_groups(self, number: int, sampling: BudgetedReplayBuffer | None) -> None:
-        """Save the groups that wait in TransferQueue with a step's checkpoint."""
+    def save_later_prompts(self, number: int, sampling: BudgetedReplayBuffer | None, position: dict[str, Any]) -> None:
+        """Bring a complete checkpoint up to prompts that were generated since: their groups, and the position in the
+        data.
+        """
+        write_atomically(self.folder(number) / "data.pt", lambda path: torch.save(position, path))
         if sampling is not None:
             save_groups(self.folder(number), "train", sampling.last_step)
-
-    def save_position(self, number: int, position: dict[str, Any]) -> None:
-        """Replace the position in the data that a complete checkpoint has, once more prompts were generated."""
-        write_atomically(self.folder(number) / "data.pt", lambda path: torch.save(position, path))
 
     def restore(self, number: int, sampling: BudgetedReplayBuffer | None) -> None:
         """After verl has loaded the checkpoint of a step: log that step if it was not, and restore its groups."""
@@ -80,9 +90,53 @@ class Checkpoints:
         folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self.folder(number)
         if folder.resolve() == self.folder(number).resolve() and not trainer.del_local_ckpt_after_load:
             self._saved = number
-        self._records.restore_from(folder, number)
+        if restore_step(self._run_dir, folder):
+            logger.warning("Step %d had not been logged when the run ended: restored from %s.", number, folder)
         if sampling is None:
             return
         groups, sampling.last_step = restore_groups(folder, "train", with_entropies=self._from_rollout)
         if groups:
             logger.info("Restored %d groups carried over from %s.", groups, folder)
+
+
+def save_groups(directory: Path, partition_id: str, last_step: tuple[int, int]) -> int:
+    """Save the groups that are in TransferQueue, and the yield of the last step; returns the number of groups."""
+    listed = (tq.kv_list(partition_id) or {}).get(partition_id, {})
+    prompts = {key: tag for key, tag in listed.items() if is_prompt(tag)}
+    rows = {key: tag for key, tag in listed.items() if key not in prompts and uid_of(key) in prompts}
+    fields = tq.kv_batch_get(keys=list(rows), partition_id=partition_id) if rows else None
+    state = {"last_step": last_step, "prompts": prompts, "rows": rows, "fields": fields}
+    write_atomically(directory / SAMPLING_FILE, lambda path: torch.save(state, path))
+    return len(prompts)
+
+
+def restore_groups(directory: Path, partition_id: str, *, with_entropies: bool) -> tuple[int, tuple[int, int]]:
+    """Put the groups of :func:`save_groups` back into TransferQueue, in their order and with their steps.
+
+    Args:
+        directory: the checkpoint from which the run resumes.
+        partition_id: TransferQueue's name for the training data.
+        with_entropies: whether this run's rollouts return entropies; every row of a batch must have the same columns.
+
+    Returns:
+        The number of groups, and ``last_step``; 0 and (1, 1) where the checkpoint has no such file.
+
+    Raises:
+        UserError: the groups of the file and this run's have different columns.
+    """
+    file = directory / SAMPLING_FILE
+    if not file.is_file():
+        return 0, (1, 1)
+    state: dict[str, Any] = torch.load(file, weights_only=False)
+    prompts, rows = state["prompts"], state["rows"]
+    if rows and (ENTROPIES in state["fields"]) != with_entropies:
+        had, has = ("actor", "rollout or both") if with_entropies else ("rollout or both", "actor")
+        raise UserError(
+            f"{file} holds groups made with algorithm.entropy.source={had}, and this run has {has}: keep the source, "
+            "or remove the file to resume without these groups."
+        )
+    if prompts:
+        tq.kv_batch_put(keys=list(prompts), partition_id=partition_id, tags=list(prompts.values()))
+    if rows:
+        tq.kv_batch_put(keys=list(rows), partition_id=partition_id, fields=state["fields"], tags=list(rows.values()))
+    return len(prompts), state["last_step"]

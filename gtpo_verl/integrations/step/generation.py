@@ -1,12 +1,10 @@
-"""What a step of dynamic sampling has generated, and how many prompts more it needs. No verl, no TransferQueue."""
+"""What a step of dynamic sampling has generated, and how many more prompts it needs. No verl, no TransferQueue."""
 
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-
-from omegaconf import DictConfig
 
 Outcome = Literal["mixed", "all_correct", "all_wrong", "failed"]
 
@@ -27,46 +25,7 @@ class GroupVerdict(NamedTuple):
         return cls("all_correct" if values[0] > 0 else "all_wrong", values[0])
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingLimits:
-    """The limits of dynamic sampling, from ``algorithm.filter_groups`` and the sizes of a batch.
-
-    Attributes:
-        max_num_gen_batches: prompts a step may generate, in units of ``train_batch_size``; 0 is no limit.
-        on_budget: ``train_smaller`` trains on the mixed groups there are, ``stop`` ends the run. With no mixed group at
-            all there is nothing to train on, and both end the run.
-        carry_over_max_age: steps that a group with contrast may wait for its turn; 0 discards what a step leaves over.
-        correct_threshold: a response is correct when its ``acc`` reaches this. With the metric ``acc`` it is this
-            verdict in which the responses of a group must differ, not the number.
-        mini_batch_size: prompts of one update; a batch that the budget leaves short is cut to whole updates.
-        responses: of a group.
-        max_failed_share: of the groups of a step, and of its responses; when more have failed, the run ends.
-    """
-
-    max_num_gen_batches: int
-    on_budget: str
-    carry_over_max_age: int
-    correct_threshold: float
-    mini_batch_size: int
-    responses: int
-    max_failed_share: float = 1.0
-
-    @classmethod
-    def of(cls, config: DictConfig) -> "SamplingLimits":
-        """Those of a run."""
-        filter_groups = config.algorithm.filter_groups
-        return cls(
-            max_num_gen_batches=filter_groups.max_num_gen_batches,
-            on_budget=filter_groups.on_budget,
-            carry_over_max_age=filter_groups.carry_over.max_age,
-            correct_threshold=config.algorithm.correct_threshold,
-            mini_batch_size=config.actor_rollout_ref.actor.ppo_mini_batch_size,
-            responses=config.actor_rollout_ref.rollout.n,
-            max_failed_share=config.guards.max_failed_share,
-        )
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Generation:
     """The groups that one step generates; a group is the responses to one prompt.
 
@@ -74,6 +33,7 @@ class Generation:
         number: the training step.
         partition_id: TransferQueue's.
         carried_in: groups that waited when it began.
+        expired: groups that had waited too long by then.
         missing: groups with contrast to be found beside them.
         last_step: groups with contrast, and groups generated, in the last step that generated any.
         window: prompts in flight at most.
@@ -87,6 +47,7 @@ class Generation:
     number: int
     partition_id: str
     carried_in: int
+    expired: int = 0
     missing: int
     last_step: tuple[int, int]
     window: int
@@ -115,23 +76,24 @@ class Generation:
         """Prompts that the step submits in all, as far as is known by now.
 
         After each prompt, in the order of the data, as many more are called for as are expected to fill the batch at
-        the yield up to there; the step submits the most that is called for after any of them. Groups that have not
-        ended are taken to have contrast, so verdicts can only raise the number, and where it ends does not depend on
-        the order in which they come.
+        the yield up to there, this step's and the last one's; the step submits the most that is called for after any of
+        them. Groups that have not ended are taken to have contrast, so verdicts can only raise the number, and where it
+        ends does not depend on the order in which they come.
         """
-        with_contrast, target = 0, self._called_for(self.missing, 0, 0)
+
+        def called_for(with_contrast: int, generated: int) -> int:
+            missing = self.missing - with_contrast
+            if missing <= 0:
+                return 0
+            last_with_contrast, last_generated = self.last_step
+            expected_yield = (with_contrast + last_with_contrast) / (generated + last_generated)
+            return min(groups_to_generate(missing, expected_yield), self.window)
+
+        with_contrast, target = 0, called_for(0, 0)
         for count, uid in enumerate(self.prompts, start=1):
             with_contrast += uid not in self.verdicts or self.verdicts[uid].outcome == "mixed"
-            target = max(target, count + self._called_for(self.missing - with_contrast, with_contrast, count))
+            target = max(target, count + called_for(with_contrast, count))
         return target if self.budget is None else min(target, self.budget)
-
-    def _called_for(self, missing: int, with_contrast: int, generated: int) -> int:
-        """Prompts to fill the batch, at the yield of this step so far and of the last one: a few are not enough."""
-        if missing <= 0:
-            return 0
-        last_with_contrast, last_generated = self.last_step
-        expected_yield = (with_contrast + last_with_contrast) / (generated + last_generated)
-        return min(groups_to_generate(missing, expected_yield), self.window)
 
     def describe(self) -> str:
         """In words."""
@@ -144,7 +106,11 @@ class Generation:
     def metrics(self) -> dict[str, Any]:
         """Of the groups generated, and of the seconds that the filter added."""
         generated = len(self.prompts)
-        found: dict[str, Any] = {"generated_groups": generated, "failed_groups": self.count("failed")}
+        found: dict[str, Any] = {
+            "generated_groups": generated,
+            "failed_groups": self.count("failed"),
+            "expired_groups": self.expired,
+        }
         if generated:  # a step that lives on carried groups alone has no yield
             found["yield"] = self.count("mixed") / generated
             found["solve_all_share"] = self.count("all_correct") / generated
@@ -159,34 +125,23 @@ class Generation:
 
 
 def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:
-    """How many of the groups with contrast a step trains on.
+    """How many of the ``kept`` groups with contrast a step trains on.
 
     verl fills a batch up to whole mini-batches with padding rows. A mini-batch of one group and padding would be an
     optimizer step like any other, and under a token mean each of its tokens would weigh many times as much. So a short
     batch is cut to whole mini-batches; only where there is not even one of them, all groups make one update.
-
-    Args:
-        kept: groups with contrast.
-        batch_size: groups of a full batch.
-        mini_batch_size: groups of one update.
     """
     if kept >= batch_size:
         return batch_size
-    if kept < mini_batch_size:
-        return kept
-    return kept - kept % mini_batch_size
+    return kept - kept % mini_batch_size or kept
 
 
 def groups_to_generate(missing: int, expected_yield: float) -> int:
-    """How many groups to generate so that, more than four times in five, ``missing`` of them have contrast.
+    """How many groups to generate so that, more than four times in five, ``missing`` of them (1 or more) have contrast.
 
-    The number with contrast among n has mean n·y and standard deviation √(n·y·(1-y)); n is the least for which the mean
-    is one standard deviation above ``missing``. A second round of generation costs a step the time of its longest
-    response, a few groups too many cost little.
-
-    Args:
-        missing: groups with contrast still to be found, 1 or more.
-        expected_yield: their share y among all, in (0, 1].
+    With a share y = ``expected_yield`` in (0, 1], the number with contrast among n has mean n·y and standard deviation
+    √(n·y·(1-y)); n is the least for which the mean is one standard deviation above ``missing``. A second round of
+    generation costs a step the time of its longest response, a few groups too many cost little.
     """
     root = (math.sqrt(1 - expected_yield) + math.sqrt(1 - expected_yield + 4 * missing)) / 2
     return math.ceil(root**2 / expected_yield - 1e-9)

@@ -1,7 +1,6 @@
 """What a run writes about its steps: metrics, groups, and the bounds that metrics must keep."""
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +8,23 @@ from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 
 from gtpo_verl.integrations.transfer_queue import real_rows, uid_of
-from gtpo_verl.runs.directory import MetricsRecorder, keep_step, record_groups, restore_step
+from gtpo_verl.runs.directory import MetricsRecorder, keep_step, record_groups
 from gtpo_verl.runs.guards import Guards, read_bounds
 
 logger = logging.getLogger(__name__)
 
 
 class Records:
-    """The files of a run's steps. Its batches are those that all updates of a step were made on."""
+    """The files of a run's steps. Its batches are those that all updates of a step were made on.
+
+    Attributes:
+        metrics: ``metrics.jsonl``.
+    """
 
     def __init__(self, config: DictConfig) -> None:
         self._run_dir = Path(config.trainer.run_dir)
         self._limit = config.data.max_response_length
-        self._metrics = MetricsRecorder(self._run_dir)
+        self.metrics = MetricsRecorder(self._run_dir)
         bounds: Any = OmegaConf.to_container(config.guards.bounds)
         self._bounds = Guards(read_bounds(bounds))
         self._trained: tuple[dict[str, Any], dict[str, int]] | None = None  # of a step that is not logged yet
@@ -35,11 +38,6 @@ class Records:
         if self._trained is not None:
             keep_step(checkpoint, number, *self._trained)
 
-    def restore_from(self, checkpoint: Path, number: int) -> None:
-        """Log the step of a checkpoint, where the run was killed before that."""
-        if restore_step(self._run_dir, checkpoint):
-            logger.warning("Step %d had not been logged when the run ended: restored from %s.", number, checkpoint)
-
     def log(self, number: int, metrics: dict[str, Any], batch: KVBatchMeta) -> None:
         """Log a step.
 
@@ -49,15 +47,11 @@ class Records:
         lengths = [tag["response_len"] for tag in real_rows(batch).values()]
         truncated = sum(length >= self._limit for length in lengths)
         metrics["response_length/truncated_share"] = truncated / len(lengths)
-        self._metrics.write(number, metrics)
+        self.metrics.write(number, metrics)
         record_groups(self._run_dir, number, _groups(batch))
         self._trained = None
         for warning in self._bounds.check(number, metrics):
             logger.warning("%s", warning)
-
-    def log_validation(self, number: int, metrics: Mapping[str, Any]) -> None:
-        """Log a validation before the first step; the metrics of later ones are their step's."""
-        self._metrics.write(number, dict(metrics))
 
 
 def _groups(batch: KVBatchMeta) -> dict[str, int]:
