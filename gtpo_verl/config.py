@@ -116,23 +116,27 @@ def flattened(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's parser.
+def parse_overrides(overrides: Sequence[str], hydra: "Hydra | None" = None) -> list[Override]:
+    """Parse overrides with Hydra's parser; ``hydra``, of `hydra_app`, knows the options that a `glob(*)` stands for.
 
     Raises:
         UserError: one does not parse.
     """
-    with hydras_errors("parse"):
-        return OverridesParser.create().parse_overrides(list(overrides))
+    parser = OverridesParser.create(config_loader=hydra.config_loader if hydra else None)
+    parsed = []
+    for text in overrides:
+        with hydras_errors(f"{text!r} does not parse as KEY=VALUE"):
+            parsed += parser.parse_overrides([text])
+    return parsed
 
 
 @contextmanager
-def hydras_errors(verb: str) -> Iterator[None]:
-    """What Hydra and OmegaConf say of overrides in the block becomes one line: that they do not `verb`, and why."""
+def hydras_errors(what: str) -> Iterator[None]:
+    """What Hydra and OmegaConf say of overrides in the block becomes one line behind `what`."""
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"these overrides do not {verb}: {' '.join(str(error).split())}") from error
+        raise UserError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def line_of(item: Override) -> str:
@@ -192,7 +196,7 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
 
 
 def _compose(overrides: Sequence[str]) -> DictConfig:
-    with hydras_errors("compose"):
+    with hydras_errors("these overrides do not compose"):
         return compose(TRAIN, overrides=list(overrides))
 
 
@@ -357,7 +361,7 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
             ``rules.ranges`` to name.
     """
     if any("${" in override for override in overrides):
-        with hydras_errors("compose"):  # one may take its value from a key that does not exist
+        with hydras_errors("these overrides do not compose"):  # one may take its value from a key that does not exist
             OmegaConf.to_container(config, resolve=True)
     _check_paths(config)
     for name in OUTPUTS:

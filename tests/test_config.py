@@ -256,7 +256,7 @@ def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: s
         ("sett=default", "did you mean setting?"),
         ("layout=megatron_paper_dapo_32", "did you mean megatron_paper_dapo_32b?"),
         ("layout=megatron_paper_dapo_32b", "is not for backend=fsdp"),
-        ("trainer.nnodes={", "do not parse"),
+        ("trainer.nnodes={", "does not parse"),
     ],
 )
 def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: str) -> None:

@@ -116,7 +116,7 @@ class Store:
             changed = differences(before["settings"], json.loads(json.dumps(facts["settings"])))
             if changed:
                 raise UserError(
-                    f"{directory} holds an audit with other settings ({'; '.join(changed)}): name another --output, or "
+                    f"{directory} holds an audit with other settings ({changed}): name another --output, or "
                     "discard it with --fresh."
                 )
         self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}

@@ -1,7 +1,6 @@
 """``gtpo-verl audit``: how well each method's credit agrees with true advantages, or its gradient with the true one."""
 
 import argparse
-import datetime as dt
 import re
 import shlex
 import time
@@ -20,6 +19,7 @@ from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
+from gtpo_verl.runs.directory import now
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {
         "model": str(config.actor_rollout_ref.model.path),
         "command": shlex.join(["gtpo-verl", "audit", args.model, *args.overrides]),
-        "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "created": now(),
         "versions": run_versions(),
         "hardware": hardware(),
         "settings": settings_as_in_training(config) | as_facts(plan),

@@ -1,7 +1,6 @@
 """``gtpo-verl eval``: samples a model's responses to a validation set, verifies them as the training does, reports."""
 
 import argparse
-import datetime as dt
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
+from gtpo_verl.runs.directory import now
 from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     facts = {
         "model": str(config.actor_rollout_ref.model.path),
         "command": shlex.join(["gtpo-verl", "eval", args.model, *args.overrides]),
-        "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "created": now(),
         "versions": run_versions(),
         "hardware": hardware(),
         "settings": settings,

@@ -21,7 +21,7 @@ from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.experiments.run import Where, launcher_for, locked, train_all
 from gtpo_verl.experiments.scheduler import Scheduler, unfinished
 from gtpo_verl.experiments.sweep import BASELINE, on_axes, task_overrides
-from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.directory import METRICS_FILE, now
 from gtpo_verl.runs.sweep import Sweep, read
 from gtpo_verl.runs.terminal import LOG_FILE, outlive_terminal
 from gtpo_verl.tasks import set_thread_waiting, task
@@ -149,7 +149,7 @@ def _sweep(output: Path, arms: Sequence[str], common: Sequence[str], *, fresh: b
         return replace(last, retries=0), True
     directory = _new_directory(output)
     about = {
-        "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "created": now(),
         "command": shlex.join(["gtpo-verl", *sys.argv[1:]]),
         "notes": [CONTROL_NOTE] if CONTROL in common else [],
     }

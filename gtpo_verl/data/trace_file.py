@@ -59,7 +59,7 @@ class TraceFile:
         changed = differences(lines[0]["settings"], settings)
         if changed:
             raise UserError(
-                f"{self.file} was sampled with other settings ({'; '.join(changed)}): name another --output, or "
+                f"{self.file} was sampled with other settings ({changed}): name another --output, or "
                 "discard it with --fresh."
             )
         self.answers = {line["row"]: Answers(**line) for line in lines[1:]}

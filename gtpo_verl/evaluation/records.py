@@ -161,7 +161,7 @@ def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -
         changed = differences(_recorded_settings(directory), json.loads(json.dumps(facts["settings"])))
         if changed:
             raise UserError(
-                f"{directory} holds an evaluation with other settings ({'; '.join(changed)}): name another --output, "
+                f"{directory} holds an evaluation with other settings ({changed}): name another --output, "
                 "or discard it with --fresh."
             )
     write_json(record, facts)

@@ -7,11 +7,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
-from hydra.errors import HydraException
 
-from gtpo_verl.config import hydra_app, line_of
+from gtpo_verl.config import hydra_app, line_of, parse_overrides
 from gtpo_verl.errors import UserError
 
 SEED = "seed"
@@ -25,10 +23,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
         UserError: one does not parse.
     """
     with hydra_app() as hydra:
-        try:
-            return OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(list(overrides))
-        except HydraException as error:
-            raise UserError(f"these overrides do not parse: {' '.join(str(error).split())}") from error
+        return parse_overrides(overrides, hydra)
 
 
 def split(parsed: Sequence[Override], most: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
@@ -95,7 +90,10 @@ def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]
     for values in itertools.product(*(axes[key] for key in ordered)):
         chosen = dict(zip(ordered, values, strict=True))
         overrides = tuple(f"{key}={chosen[key]}" for key in axes)
-        name = _limited(",".join(f"{keys[key]}={_safe(chosen[key])}" for key in axes))
+        name = ",".join(f"{keys[key]}={_safe(chosen[key])}" for key in axes)
+        if len(name.encode()) > LONGEST_NAME:
+            digest = blake2b(name.encode(), digest_size=4).hexdigest()
+            name = f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"
         if name in found:
             raise UserError(
                 f"{' '.join(overrides)} and {' '.join(found[name])} would both be the run {name}: values must differ "
@@ -115,10 +113,3 @@ def _short(keys: Sequence[str]) -> dict[str, str]:
 def _safe(text: str) -> str:
     """What a file system, a tracker and a shell take as part of a name."""
     return re.sub(r"[^\w.+-]+", "-", text).strip("-") or "empty"
-
-
-def _limited(name: str) -> str:
-    if len(name.encode()) <= LONGEST_NAME:
-        return name
-    digest = blake2b(name.encode(), digest_size=4).hexdigest()
-    return f"{name.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"

@@ -9,12 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from gtpo_verl.config import GROUPS, choices, compose_config, prepare
+from gtpo_verl.config import GROUPS, choices, compose_config, line_of, parse_overrides, prepare, quoted
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.problems import Problem, refuse
 from gtpo_verl.rules.data import data
@@ -27,28 +25,13 @@ CODE = (".py", ".yaml", ".yml", ".json", ".jinja", ".j2")  # of files that the j
 SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_size": 1}  # verl's names; any batch
 
 
-def parsed(overrides: Sequence[str]) -> list[Override]:
-    """Hydra's view of overrides.
-
-    Raises:
-        UserError: one does not parse.
-    """
-    found: list[Override] = []
-    for text in overrides:
-        try:
-            found += OverridesParser.create().parse_overrides([text])
-        except HydraException as error:
-            raise UserError(f"{text!r} is no override KEY=VALUE: {' '.join(str(error).split())}") from error
-    return found
-
-
 def run_dir_of(overrides: Sequence[str]) -> str:
     """The run directory, on the cluster.
 
     Raises:
         UserError: there is none, or it is relative: a job does not run where it was submitted.
     """
-    path = _values(parsed(overrides)).get(RUN_DIR)
+    path = _values(parse_overrides(overrides)).get(RUN_DIR)
     if path is None or not Path(str(path)).is_absolute():
         raise UserError(
             f"add {RUN_DIR}=/DIRECTORY, an absolute path on a file system that all nodes of the cluster share."
@@ -71,19 +54,19 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
         UserError: everything that is wrong.
     """
     run_dir_of(overrides)
-    result = [_with_absolute_path(item, text) for item, text in zip(parsed(overrides), overrides, strict=True)]
-    items = parsed(result)
+    result = [_with_absolute_path(item) for item in parse_overrides(overrides)]
+    items = parse_overrides(result)
     found = [*_missing(items), *_data(_values(items)), *_not_carried(items, working_dir, carried)]
-    refuse([*found, *(_configuration(result) if _can_compose() else _choices(items))])
+    if _can_compose():
+        from gtpo_verl.rules import stages  # imports torch
+
+        config = compose_config(result)
+        prepare(config, result)
+        found += stages.problems(config, result)
+    else:
+        found += _choices(items)
+    refuse(found)
     return result
-
-
-def _configuration(overrides: Sequence[str]) -> list[Problem]:
-    from gtpo_verl.rules import stages  # imports torch
-
-    config = compose_config(overrides)
-    prepare(config, overrides)
-    return stages.problems(config, overrides)
 
 
 def _can_compose() -> bool:
@@ -116,19 +99,19 @@ def _paths(item: Override) -> list[str]:
     return [str(path) for path in (value if isinstance(value, list) else [value])]
 
 
-def _with_absolute_path(item: Override, text: str) -> str:
+def _with_absolute_path(item: Override) -> str:
     """An override with absolute paths of what lies here."""
     given = _paths(item)
-    paths = [path if _is_elsewhere(path) else str(Path(path).expanduser().resolve()) for path in given]
+    here = {path: Path(path).expanduser() for path in given if _is_relative(path)}
+    paths = [str(here[path].resolve()) if path in here and here[path].exists() else path for path in given]
     if paths == given:
-        return text
-    quoted = ",".join("'{}'".format(path.replace("'", r"\'")) for path in paths)
-    return f"{text.partition('=')[0]}=" + (f"[{quoted}]" if isinstance(item.value(), list) else quoted)
+        return line_of(item)
+    listed = ",".join(map(quoted, paths))
+    return f"{line_of(item).partition('=')[0]}=" + (f"[{listed}]" if isinstance(item.value(), list) else listed)
 
 
-def _is_elsewhere(path: str) -> bool:
-    """Whether a path is the same everywhere, or what it names is not here."""
-    return "://" in path or Path(path).is_absolute() or not Path(path).expanduser().exists()
+def _is_relative(path: str) -> bool:
+    return not ("://" in path or Path(path).is_absolute())
 
 
 def _missing(items: Sequence[Override]) -> Iterator[Problem]:
@@ -136,9 +119,7 @@ def _missing(items: Sequence[Override]) -> Iterator[Problem]:
     for item in items:
         key = item.key_or_group
         for path in _paths(item):
-            if "://" in path or Path(path).is_absolute() or Path(path).expanduser().exists():
-                continue
-            if key in DATA or path.startswith((".", "~")):
+            if _is_relative(path) and (key in DATA or path.startswith((".", "~"))):
                 yield Problem(f"{key}={path}: no such file here. A path that only the cluster has must be absolute.")
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_slots
-from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, sweep_lock, unfinished
+from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, unfinished
 from gtpo_verl.experiments.status import is_scheduled, progress_line, statuses, summary, table
 from gtpo_verl.experiments.sweep import (
     check_directory,
@@ -27,6 +27,7 @@ from gtpo_verl.experiments.sweep import (
 )
 from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
+from gtpo_verl.runs.lock import sweep_lock
 from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import Sweep, load, write
 from gtpo_verl.runs.terminal import outlive_terminal

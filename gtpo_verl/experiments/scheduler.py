@@ -7,8 +7,7 @@ written before each: whenever this process is killed, the next one finds every a
 import errno
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.runs.directory import STOP_FILE
-from gtpo_verl.runs.lock import LOCK_FILE, DirectoryLock, LockedError, live_owner
+from gtpo_verl.runs.lock import live_owner
 from gtpo_verl.runs.session import handling_signals
 from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import Sweep
@@ -62,27 +61,6 @@ def cluster_of(directory: Path) -> str | None:
 def unfinished(sweep: Sweep) -> list[str]:
     """The runs of a sweep that were not trained to their end, as their own records say."""
     return [name for name in sweep.runs if not state_of(sweep.run_dir(name)).is_complete]
-
-
-@contextmanager
-def sweep_lock(directory: Path) -> Iterator[None]:
-    """Be the only process that schedules the runs in a directory.
-
-    Raises:
-        UserError: another one does.
-    """
-    lock = DirectoryLock(directory / LOCK_FILE)
-    try:
-        lock.acquire()
-    except LockedError as error:
-        raise UserError(
-            f"another process trains the runs in {directory}: {error}. Ctrl-C there stops it, or "
-            f"`touch {directory / STOP_FILE}` from elsewhere."
-        ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 class Scheduler:
@@ -189,7 +167,7 @@ class Scheduler:
         if attempts.open and self.launcher.is_running(run_dir, attempts.number):
             self._begun.add(name)
             return True
-        return live_owner(run_dir / LOCK_FILE) is not None
+        return live_owner(run_dir) is not None
 
     def _settle(self, name: str, attempts: Attempts) -> None:
         """Note the end of an attempt."""

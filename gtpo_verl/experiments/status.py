@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gtpo_verl.experiments.jobs import JobInfo
 from gtpo_verl.experiments.scheduler import Attempts, read_attempts
-from gtpo_verl.runs.lock import LOCK_FILE, live_owner
+from gtpo_verl.runs.lock import live_owner
 from gtpo_verl.runs.state import RunState, in_words, state_of
 from gtpo_verl.runs.sweep import load
 from gtpo_verl.runs.terminal import describe
@@ -48,7 +48,7 @@ def statuses(directory: Path) -> list[RunStatus]:
 
 def is_scheduled(directory: Path) -> bool:
     """Whether a sweep is at work in a directory."""
-    return live_owner(directory / LOCK_FILE) is not None
+    return live_owner(directory) is not None
 
 
 def _state(training: RunState, attempts: Attempts, scheduled: bool) -> str:

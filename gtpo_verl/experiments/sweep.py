@@ -18,8 +18,8 @@ from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.problems import Problem, errors_of, refuse
 from gtpo_verl.rules import overrides as given
 from gtpo_verl.rules.stages import problems
-from gtpo_verl.runs.continuation import changes, in_words, refusal
-from gtpo_verl.runs.directory import flatten, is_bookkeeping
+from gtpo_verl.runs.continuation import changes, refusal
+from gtpo_verl.runs.directory import flatten, in_words, is_bookkeeping
 from gtpo_verl.runs.lock import is_of_lock
 from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import RETRIES, Sweep, read

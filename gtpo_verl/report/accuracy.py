@@ -66,49 +66,31 @@ def accuracies(training: Training) -> dict[str, Accuracy]:
         if validations := training.validations.get(source, ()):
             curve, change = _sampled_curve(validations), _sampled_change(validations)
         else:
-            curve = _logged_curve(training, logged[source])
-            change = _logged_change(curve)
+            points = zip(*training.series(logged[source]), strict=True)
+            curve = tuple(Point(int(step), float(value), *[None] * 4) for step, value in points)
+            before, after = curve[0].accuracy, curve[-1].accuracy
+            unknown = Estimate(after - before, None)
+            change = Change(before, after, unknown, None, None, None) if len(curve) > 1 else None
         found[source] = Accuracy(source, validations, curve, change)
     return found
 
 
 def difference(training: Accuracy, baseline: Accuracy) -> Difference | None:
     """The training minus the baseline at the last step that both validated; None without a common step or prompt."""
-    ends = _paired_ends([baseline, training])
-    if ends is None:
-        return None
-    gain = ends.after - ends.before
-    return Difference(
-        ends.step,
-        after=estimate(ends.after[:, 1] - ends.after[:, 0], clusters=ends.clusters),
-        gain=estimate(gain[:, 1] - gain[:, 0], clusters=ends.clusters),
-        prompts=len(gain),
-        clusters=len(set(ends.clusters)),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _Ends:
-    """Accuracy of the P common prompts at the first validations and at ``step``, (P, 2), and their clusters."""
-
-    step: int
-    before: Floats
-    after: Floats
-    clusters: list[str]
-
-
-def _paired_ends(pair: Sequence[Accuracy]) -> _Ends | None:
+    pair = (baseline, training)
     by_step = [{validation.step: validation for validation in one.validations} for one in pair]
     step = max(set.intersection(*(set(validations) for validations in by_step)), default=None)
     if step is None or any(step == min(validations) for validations in by_step):
         return None
-    firsts = [one.validations[0] for one in pair]
-    lasts = [validations[step] for validations in by_step]
-    every = [*firsts, *lasts]
-    prompts = _common_prompts(every)
+    firsts, lasts = [one.validations[0] for one in pair], [validations[step] for validations in by_step]
+    prompts = _common_prompts([*firsts, *lasts])
     if not prompts:
         return None
-    return _Ends(step, _accuracies(firsts, prompts), _accuracies(lasts, prompts), _clusters(every, prompts))
+    clusters = _clusters([*firsts, *lasts], prompts)
+    after = _accuracies(lasts, prompts)
+    gain = after - _accuracies(firsts, prompts)
+    apart = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
+    return Difference(step, *apart, prompts=len(prompts), clusters=len(set(clusters)))
 
 
 def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:
@@ -135,18 +117,6 @@ def _sampled_change(validations: Sequence[Validation]) -> Change | None:
     difference = estimate(accuracy[:, 1] - accuracy[:, 0], clusters=clusters)
     samples = (ends[0].samples_of(prompts), ends[1].samples_of(prompts))
     return Change(float(before), float(after), difference, samples, len(prompts), len(set(clusters)))
-
-
-def _logged_curve(training: Training, key: str) -> tuple[Point, ...]:
-    steps, values = training.series(key)
-    return tuple(Point(int(step), float(value), *[None] * 4) for step, value in zip(steps, values, strict=True))
-
-
-def _logged_change(curve: Sequence[Point]) -> Change | None:
-    if len(curve) < 2:
-        return None
-    before, after = curve[0].accuracy, curve[-1].accuracy
-    return Change(before, after, Estimate(after - before, None), None, None, None)
 
 
 def _common_prompts(validations: Sequence[Validation]) -> list[str]:

@@ -1,7 +1,7 @@
 """Charts as Vega-Lite: interactive in a page, and PNGs of the same specification.
 
 Colours in a specification are the page's CSS variables, ``var(--ink)``, so one copy serves the light and the dark page;
-a PNG has the values of `THEMES` in their places. Arms can be told apart without colour vision, by marker and dashes.
+a PNG has their values in their places. Arms can be told apart without colour vision, by marker and dashes.
 """
 
 import functools
@@ -18,36 +18,21 @@ import vl_convert
 from gtpo_verl.algorithms.registry import Style, algorithms
 from gtpo_verl.runs.statistics import Floats
 
-# of pages and charts; credit, debit: red, green, blue of what is above and below 0
-THEMES: dict[str, dict[str, str]] = {
-    "light": {
-        "page": "#f5f6f9",
-        "surface": "#ffffff",
-        "ink": "#1b2330",
-        "muted": "#5c6675",
-        "line": "#e2e6ee",
-        "soft": "#f0f2f7",
-        "credit": "0, 98, 178",
-        "debit": "200, 84, 0",
-        "entropy": "112, 72, 168",
-        "warn": "#fff5dd",
-        "warn-ink": "#7a4b00",
-        "warn-line": "#f1d594",
-    },
-    "dark": {
-        "page": "#0e131b",
-        "surface": "#161c26",
-        "ink": "#e8ecf3",
-        "muted": "#97a3b6",
-        "line": "#2a3342",
-        "soft": "#1d2532",
-        "credit": "86, 180, 255",
-        "debit": "255, 140, 66",
-        "entropy": "178, 140, 255",
-        "warn": "#2c2413",
-        "warn-ink": "#ffd98a",
-        "warn-line": "#5a4a1e",
-    },
+THEMES = ("light", "dark")
+# of pages and charts, for each theme; credit, debit, entropy: red, green, blue of what is above and below 0
+_COLOURS = {
+    "page": ("#f5f6f9", "#0e131b"),
+    "surface": ("#ffffff", "#161c26"),
+    "ink": ("#1b2330", "#e8ecf3"),
+    "muted": ("#5c6675", "#97a3b6"),
+    "line": ("#e2e6ee", "#2a3342"),
+    "soft": ("#f0f2f7", "#1d2532"),
+    "credit": ("0, 98, 178", "86, 180, 255"),
+    "debit": ("200, 84, 0", "255, 140, 66"),
+    "entropy": ("112, 72, 168", "178, 140, 255"),
+    "warn": ("#fff5dd", "#2c2413"),
+    "warn-ink": ("#7a4b00", "#ffd98a"),
+    "warn-line": ("#f1d594", "#5a4a1e"),
 }
 
 # For arms whose method has no style of its own. Like those of the registry, from Okabe and Ito's palette (2008), which
@@ -68,20 +53,10 @@ GLYPHS = {
     "triangle-right": "▶",
 }
 # Tol's muted palette (2021), readable on both pages
-_CATEGORIES = [
-    "#88ccee",
-    "#44aa99",
-    "#ddcc77",
-    "#cc6677",
-    "#a99bdc",
-    "#999933",
-    "#e0a070",
-    "#6fb3a8",
-    "#c97ab0",
-    "#88a9d8",
-    "#c3c9d4",
-    "#97a2b4",
-]
+_CATEGORIES = (
+    *("#88ccee", "#44aa99", "#ddcc77", "#cc6677", "#a99bdc", "#999933"),
+    *("#e0a070", "#6fb3a8", "#c97ab0", "#88a9d8", "#c3c9d4", "#97a2b4"),
+)
 
 _MOST_POINTS = 400  # of a curve in a chart, which is some 1,000 pixels wide; more would only make the page larger
 _NO_TREND = 3  # up to so many points are not joined: three points are no trend
@@ -174,8 +149,8 @@ def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:
 
 def variables(styles: Mapping[str, Style], theme: str) -> dict[str, str]:
     """The CSS variables of a page: those of the theme, and the colour of each arm, ``arm1`` and so on."""
-    colours = (style.dark if theme == "dark" else style.light for style in styles.values())
-    return THEMES[theme] | {f"arm{number}": colour for number, colour in enumerate(colours, 1)}
+    of_theme = {name: pair[THEMES.index(theme)] for name, pair in _COLOURS.items()}
+    return of_theme | {f"arm{number}": getattr(style, theme) for number, style in enumerate(styles.values(), 1)}
 
 
 def panel_chart(panel: Panel, styles: Mapping[str, Style], *, interactive: bool = False) -> dict[str, Any]:
@@ -353,13 +328,8 @@ def running_mean(values: Floats, window: int) -> Floats:
     Returns:
         shape (N,).
     """
-    ones = np.ones(window)
-    return np.convolve(values, ones)[window // 2 :][: len(values)] / _counts(len(values), window)
-
-
-def _counts(points: int, window: int) -> Floats:
-    index, half = np.arange(points), window // 2
-    return (np.minimum(index + half + 1, points) - np.maximum(index - half, 0)).astype(np.float64)
+    sums, counts = (np.convolve(one, np.ones(window)) for one in (values, np.ones(len(values))))
+    return (sums / counts)[window // 2 :][: len(values)]
 
 
 def smoothing_window(points: int) -> int:

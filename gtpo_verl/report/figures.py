@@ -161,10 +161,6 @@ def styles(arms: Sequence[ArmResult]) -> dict[str, Style]:
     return arm_styles({arm.name: arm.arm.method for arm in arms})
 
 
-def file_name(figure: str, theme: str) -> str:
-    return f"{figure}.png" if theme == "light" else f"{figure}-{theme}.png"
-
-
 def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
     """A curve per arm: over seeds where any arm has several, so that all bands are of one kind; else over prompts."""
     sources = data_sources(arms)

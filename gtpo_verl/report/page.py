@@ -20,7 +20,6 @@ from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
 from gtpo_verl.report import charts, figures, results, seeds, tables, words
-from gtpo_verl.report.accuracy import Accuracy
 from gtpo_verl.report.figures import ReportFigure
 from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
 from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
@@ -59,18 +58,13 @@ def default_output(paths: Sequence[Path]) -> Path:
     """Where the report of these runs is written by default: into the run itself, or under outputs/ for several."""
     if len(paths) == 1:
         return paths[0].with_name(f"{paths[0].stem}-report") if paths[0].is_file() else paths[0]
-    names = [name.replace("/", ".") for name in _distinct_names(list(dict.fromkeys(paths)))]
-    shown = names if len(names) <= 3 else [names[0], "to", names[-1]]
-    return Path("outputs") / f"report-{'-'.join(shown)}"
-
-
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """The shortest tails of the paths that tell them apart, all with the same number of parts."""
-    parts = [path.resolve().parts for path in paths]
-    length = 1
+    parts = [path.resolve().parts for path in dict.fromkeys(paths)]
+    length = 1  # the shortest tails of the paths that tell them apart
     while len({part[-length:] for part in parts}) < len(parts):
         length += 1
-    return ["/".join(part[-length:]) for part in parts]
+    names = [".".join(part[-length:]) for part in parts]
+    shown = names if len(names) <= 3 else [names[0], "to", names[-1]]
+    return Path("outputs") / f"report-{'-'.join(shown)}"
 
 
 def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) -> Report:
@@ -94,7 +88,7 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
         styles = figures.styles(report.arms)
         for name in figures.FIGURES:
             for theme in charts.THEMES:
-                file = pictures / figures.file_name(name, theme)
+                file = pictures / (f"{name}.png" if theme == "light" else f"{name}-{theme}.png")
                 # a figure left by an earlier report would be taken for one of this report
                 file.unlink(missing_ok=True)
                 if name in drawn:
@@ -152,7 +146,7 @@ def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
     several = results.has_seeds(arms)
     over_seeds = seeds.seed_comparisons(compared, arms) if several else []
     return Report(
-        title=" · ".join(dict.fromkeys(run.name for run in runs)) if len(runs) <= 3 else _title(arms),
+        title=" · ".join(dict.fromkeys(one.name for one in (runs if len(runs) <= 3 else arms))),
         status=words.status_text(runs, arms),
         runs=tuple(runs),
         design=compared,
@@ -167,11 +161,6 @@ def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
         html=output / "report.html",
         summary=output / "summary.json",
     )
-
-
-def _title(arms: Sequence[ArmResult]) -> str:
-    """Of many runs: their arms."""
-    return " · ".join(arm.name for arm in arms)
 
 
 def render_page(
@@ -215,6 +204,7 @@ def _page(report: Report) -> str:
     styles = figures.styles(report.arms)
     drawn = {figure.name: figure.charts(styles, interactive=True) for figure in report.figures}
     several = results.has_seeds(report.arms)
+    phases = list(dict.fromkeys(phase for one in report.figures for row in (one.bars or {}).values() for phase in row))
     return render_page(
         "gtpo_verl.report",
         "report.html.j2",
@@ -233,11 +223,11 @@ def _page(report: Report) -> str:
         comparison_table=tables.comparison_table(report.comparisons, sources, intervals=several),
         entropy_table=tables.entropy_table(report.arms),
         titles={name: list(one) for name, one in drawn.items()},
-        phases=_phases(report.figures),
+        phases=dict(zip(phases, charts.category_colours(phases), strict=True)),
         responses=responses_over_time(report.arms),
         allowed=words.allowed_text(report.design),
         commands=_commands(report, trainings),
-        links=_links(report, trainings),
+        links={one.name: os.path.relpath(one.training.path, report.html.parent) for one in trainings},
         dots={one.name: arm.name for arm in report.arms for one in arm.trainings},
         common=common_settings([one.training for one in trainings]),
         facts=common_facts([one.training for one in trainings]),
@@ -245,41 +235,28 @@ def _page(report: Report) -> str:
     )
 
 
-def _phases(drawn: Sequence[ReportFigure]) -> dict[str, str]:
-    """The colour of each phase of a step."""
-    phases = list(dict.fromkeys(phase for one in drawn for row in (one.bars or {}).values() for phase in row))
-    return dict(zip(phases, charts.category_colours(phases), strict=True))
-
-
 def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str]]:
     """Of each data source of an arm: its name, the accuracy, the interval or where it began, and a sentence."""
-    if report.finals:
-        partners = {(one.arm, one.source): one for one in report.over_seeds}
-        return [
-            (
-                final.source,
-                words.percent(final.mean),
-                f"95 % interval over seeds {words.share_interval(final.interval)}" if final.interval else "no interval",
-                words.final_text(final, partners.get((arm, final.source))),
+    verdicts = {(one.arm, one.source): words.seed_verdict(one) for one in report.over_seeds}
+    card = []
+    for final in report.finals:
+        if final.arm == arm.name:
+            interval = f"95 % interval over seeds {words.share_interval(final.interval)}"
+            where = f"Mean of {words.seeds_text(len(final.values))} at step {final.step}."
+            sentence = f"{where} {verdicts.get((final.arm, final.source), '')}".rstrip()
+            card.append(
+                (final.source, words.percent(final.mean), interval if final.interval else "no interval", sentence)
             )
-            for final in report.finals
-            if final.arm is arm
-        ]
+    if report.finals:
+        return card
     (result,) = arm.trainings
-    return [_change_card(source, accuracy) for source, accuracy in result.accuracies.items()]
-
-
-def _change_card(source: str, accuracy: Accuracy) -> tuple[str, str, str, str]:
-    """Of one training: no interval, which would be taken for one of a difference between arms."""
-    if accuracy.change is None:
-        return source, "", "", words.verdict(accuracy)
-    change = f"{words.points(accuracy.change.difference.value)} points since the first validation"
-    return source, words.percent(accuracy.change.after), change, words.verdict(accuracy)
-
-
-def _links(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, str]:
-    """The directory of each training, as an address relative to the page's."""
-    return {one.name: Path(os.path.relpath(one.training.path, report.html.parent)).as_posix() for one in trainings}
+    for source, accuracy in result.accuracies.items():
+        number = moved = ""
+        if change := accuracy.change:  # without interval, which would be taken for one of a difference between arms
+            number = words.percent(change.after)
+            moved = f"{words.points(change.difference.value)} points since the first validation"
+        card.append((source, number, moved, words.verdict(accuracy)))
+    return card
 
 
 def _commands(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, str]:
@@ -356,33 +333,25 @@ def _summary(report: Report) -> dict[str, Any]:
         "title": report.title,
         "status": report.status,
         "allowed": {key: dict(values) for key, values in report.design.allowed.items()},
-        "runs": [_run_summary(run) for run in report.runs],
+        "runs": [
+            {
+                "name": run.name,
+                "path": str(run.path),
+                **{key: run.record.get(key) for key in ("status", "created", "command", "hardware", "seed")},
+                **{key: run.record.get(key) or {} for key in ("versions", "settings")},
+                "missing": list(run.missing),
+            }
+            for run in report.runs
+        ],
         "arms": [
             {"name": arm.name, "method": arm.arm.method, "trainings": [_training_summary(one) for one in arm.trainings]}
             for arm in report.arms
         ],
-        "over_prompts": [
-            {
-                "arm": comparison.arm.name,
-                "baseline": comparison.baseline.name,
-                "source": comparison.source,
-                **asdict(comparison.difference),
-            }
-            for comparison in report.comparisons
-        ],
+        "over_prompts": [_merged(asdict(one), "difference") for one in report.comparisons],
         "over_seeds": {
-            "final": [_final_summary(final) for final in report.finals],
+            "final": [asdict(final) for final in report.finals],
             "comparisons": [
-                {
-                    "arm": comparison.arm.name,
-                    "baseline": comparison.baseline.name,
-                    "source": comparison.source,
-                    "step": comparison.step,
-                    "seeds": list(comparison.seeds),
-                    "verdict": words.seed_verdict(comparison),
-                    **asdict(comparison.paired),
-                }
-                for comparison in report.over_seeds
+                {"verdict": words.seed_verdict(one), **_merged(asdict(one), "paired")} for one in report.over_seeds
             ],
         },
         "missing": list(report.missing),
@@ -390,21 +359,22 @@ def _summary(report: Report) -> dict[str, Any]:
     }
 
 
-def _run_summary(run: Run) -> dict[str, Any]:
-    return {
-        "name": run.name,
-        "path": str(run.path),
-        **{key: run.record.get(key) for key in ("status", "created", "command")},
-        "versions": run.record.get("versions") or {},
-        "hardware": run.record.get("hardware"),
-        "seed": run.record.get("seed"),
-        "settings": run.record.get("settings") or {},
-        "missing": list(run.missing),
-    }
+def _merged(values: dict[str, Any], inner: str) -> dict[str, Any]:
+    """A dict with the content of one of its values in that value's place."""
+    content = values.pop(inner)
+    return values | content
 
 
 def _training_summary(result: TrainingResult) -> dict[str, Any]:
     training = result.training
+    sources = {
+        source: {
+            "verdict": words.verdict(one),
+            "change": asdict(one.change) if one.change else None,
+            "curve": [asdict(point) for point in one.curve],
+        }
+        for source, one in result.accuracies.items()
+    }
     return {
         "name": result.name,
         "seed": result.seed,
@@ -412,28 +382,7 @@ def _training_summary(result: TrainingResult) -> dict[str, Any]:
         "path": str(training.path),
         "status": training.status,
         "last_step": training.last_step,
-        "sources": {source: _accuracy_summary(accuracy) for source, accuracy in result.accuracies.items()},
+        "sources": sources,
         "step_seconds": dict(result.step_seconds),
         "last_metrics": {key: float(training.series(key)[1][-1]) for key in sorted(training.keys)},
-    }
-
-
-def _final_summary(final: Final) -> dict[str, Any]:
-    return {
-        "arm": final.arm.name,
-        "source": final.source,
-        "step": final.step,
-        "values": {str(seed): value for seed, value in final.values.items()},
-        "mean": final.mean,
-        "interquartile_mean": final.interquartile_mean,
-        "deviation": final.deviation,
-        "interval": asdict(final.interval) if final.interval else None,
-    }
-
-
-def _accuracy_summary(accuracy: Accuracy) -> dict[str, Any]:
-    return {
-        "verdict": words.verdict(accuracy),
-        "change": asdict(accuracy.change) if accuracy.change else None,
-        "curve": [asdict(point) for point in accuracy.curve],
     }

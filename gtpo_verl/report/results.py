@@ -69,10 +69,10 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A training of an arm minus that of its baseline with the same seed, on the prompts of one data source."""
+    """A training of an arm minus that of its baseline with the same seed, by name, on the prompts of a data source."""
 
-    arm: TrainingResult
-    baseline: TrainingResult
+    arm: str
+    baseline: str
     source: str
     difference: Difference
 
@@ -125,7 +125,7 @@ def comparisons(design: Design, arms: Sequence[ArmResult]) -> tuple[Comparison, 
                 assert partner is not None
                 change = difference(result.accuracies[source], partner.accuracies[source])
                 if change:
-                    found.append(Comparison(result, partner, source, change))
+                    found.append(Comparison(result.name, partner.name, source, change))
     return tuple(found)
 
 

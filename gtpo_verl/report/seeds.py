@@ -20,10 +20,10 @@ class Final:
     values: by seed. interval: Student's, over seeds; None for one seed. deviation: standard deviation over seeds.
     """
 
-    arm: ArmResult
+    arm: str
     source: str
     step: int
-    values: Mapping[str | None, float]
+    values: Mapping[str, float]
     mean: float
     interquartile_mean: float
     deviation: float | None
@@ -34,8 +34,8 @@ class Final:
 class SeedComparison:
     """An arm minus its baseline on one data source, paired by seed: accuracies at ``step``."""
 
-    arm: ArmResult
-    baseline: ArmResult
+    arm: str
+    baseline: str
     source: str
     step: int
     seeds: tuple[str | None, ...]
@@ -52,18 +52,10 @@ def finals(arms: Sequence[ArmResult]) -> list[Final]:
             if step is None or not values:
                 continue
             numbers = list(values.values())
-            found.append(
-                Final(
-                    arm=arm,
-                    source=source,
-                    step=step,
-                    values=values,
-                    mean=float(np.mean(numbers)),
-                    interquartile_mean=interquartile_mean(numbers),
-                    deviation=float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None,
-                    interval=student_interval(numbers),
-                )
-            )
+            deviation = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
+            mean, middle = float(np.mean(numbers)), interquartile_mean(numbers)
+            by_seed = {str(seed): value for seed, value in values.items()}
+            found.append(Final(arm.name, source, step, by_seed, mean, middle, deviation, student_interval(numbers)))
     return found
 
 
@@ -80,7 +72,7 @@ def seed_comparisons(design: Design, arms: Sequence[ArmResult]) -> list[SeedComp
             found.append((arm, baseline, source, step, common))
     results = compared([list(common.values()) for *_, common in found])
     return [
-        SeedComparison(arm, baseline, source, step, tuple(common), paired)
+        SeedComparison(arm.name, baseline.name, source, step, tuple(common), paired)
         for (arm, baseline, source, step, common), paired in zip(found, results, strict=True)
     ]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gtpo_verl.report.accuracy import Accuracy, Change
+from gtpo_verl.report.accuracy import Accuracy
 from gtpo_verl.report.figures import metric_line
 from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
 from gtpo_verl.report.seeds import Final, SeedComparison
@@ -57,7 +57,7 @@ def comparison_table(comparisons: Sequence[Comparison], sources: Sequence[str], 
         cells = [str(found.step)]
         for estimate in (found.after, found.gain):
             cells += [points(estimate.value), *([interval_text(estimate.interval)] if intervals else [])]
-        names = f"{comparison.arm.name} − {comparison.baseline.name}"
+        names = f"{comparison.arm} − {comparison.baseline}"
         rows.append((names, comparison.source, [*cells, f"{found.prompts:,}"]))
     interval = ("95 % interval",) if intervals else ()
     return _by_source("Arms", ("Step", "After", *interval, "Gain", *interval, "Prompts"), rows, sources)
@@ -65,38 +65,28 @@ def comparison_table(comparisons: Sequence[Comparison], sources: Sequence[str], 
 
 def final_table(finals: Sequence[Final], sources: Sequence[str]) -> Table:
     """One row per arm and data source: the accuracy over seeds."""
+    columns = ("Seeds", "Mean", "95 % interval", "Interquartile mean", "S.d.", "Lowest", "Highest")
     rows = []
     for final in finals:
-        cells = [
-            str(len(final.values)),
-            percent(final.mean),
-            share_interval(final.interval),
-            percent(final.interquartile_mean),
-            "n/a" if final.deviation is None else f"{100 * final.deviation:.1f}",
-            percent(min(final.values.values())),
-            percent(max(final.values.values())),
-        ]
-        rows.append((final.arm.name, final.source, cells))
-    columns = ("Seeds", "Mean", "95 % interval", "Interquartile mean", "S.d.", "Lowest", "Highest")
+        deviation = "n/a" if final.deviation is None else f"{100 * final.deviation:.1f}"
+        middle, low, high = map(
+            percent, (final.interquartile_mean, min(final.values.values()), max(final.values.values()))
+        )
+        seeds, interval = str(len(final.values)), share_interval(final.interval)
+        rows.append((final.arm, final.source, [seeds, percent(final.mean), interval, middle, deviation, low, high]))
     return _by_source("Arm", columns, rows, sources)
 
 
 def seed_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) -> Table:
     """One row per arm with a baseline and data source: the differences over seeds."""
+    columns = ("Seeds", "Difference", "95 % interval", "p, t test", "p, sign flips", "Better on", "Interquartile mean")
     rows = []
     for comparison in comparisons:
         found = comparison.paired
-        cells = [
-            str(found.seeds),
-            points(found.mean),
-            interval_text(found.interval),
-            p_text(found.t_holm),
-            p_text(found.sign_flip_holm),
-            f"{found.better * found.seeds:g} of {found.seeds}",
-            points(found.interquartile_mean),
-        ]
-        rows.append((f"{comparison.arm.name} − {comparison.baseline.name}", comparison.source, cells))
-    columns = ("Seeds", "Difference", "95 % interval", "p, t test", "p, sign flips", "Better on", "Interquartile mean")
+        cells = [str(found.seeds), points(found.mean), interval_text(found.interval)]
+        cells += [p_text(found.t_holm), p_text(found.sign_flip_holm)]
+        cells += [f"{found.better * found.seeds:g} of {found.seeds}", points(found.interquartile_mean)]
+        rows.append((f"{comparison.arm} − {comparison.baseline}", comparison.source, cells))
     return _by_source("Arms", columns, rows, sources)
 
 
@@ -115,16 +105,9 @@ def _rebound_cells(arm: ArmResult, key: str) -> list[str]:
     line = metric_line(arm, key)
     if line is None:
         return []
-    values = line.values
-    lowest = int(np.argmin(values))
-    rebound = values[-1] - values[lowest]
-    return [
-        f"{values[0]:.3f}",
-        f"{values[lowest]:.3f}",
-        f"{line.steps[lowest]:.0f}",
-        f"{values[-1]:.3f}",
-        f"+{rebound:.3f}",
-    ]
+    place = int(np.argmin(line.values))
+    first, lowest, last = line.values[[0, place, -1]]
+    return [f"{first:.3f}", f"{lowest:.3f}", f"{line.steps[place]:.0f}", f"{last:.3f}", f"+{last - lowest:.3f}"]
 
 
 def _change_cells(accuracy: Accuracy | None) -> list[str]:
@@ -134,18 +117,11 @@ def _change_cells(accuracy: Accuracy | None) -> list[str]:
     if change is None:
         only = percent(accuracy.curve[-1].accuracy)
         return [*([only, "n/a"] if accuracy.curve[-1].step == 0 else ["n/a", only]), *["n/a"] * 4]
+    cells = [percent(change.before), percent(change.after), points(change.difference.value)]
+    samples = number_range(change.samples) if change.samples else "n/a"
     return [
-        *_difference_cells(change),
-        number_range(change.samples) if change.samples else "n/a",
+        *cells,
+        interval_text(change.difference.interval),
+        samples,
         f"{change.prompts:,}" if change.prompts else "n/a",
-    ]
-
-
-def _difference_cells(change: Change) -> list[str]:
-    difference = change.difference
-    return [
-        percent(change.before),
-        percent(change.after),
-        points(difference.value),
-        interval_text(difference.interval),
     ]

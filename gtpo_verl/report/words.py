@@ -1,13 +1,13 @@
 """What the report says in words: numbers as text, verdicts, and notes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from gtpo_verl.evaluation.paired import ALPHA, SKEWED, least_sign_flip_p
 from gtpo_verl.report.accuracy import Accuracy, Change, Point
 from gtpo_verl.report.results import ArmResult, TrainingResult, data_sources, has_seeds, trainings_of
-from gtpo_verl.report.seeds import BAND_SEEDS, Final, SeedComparison
-from gtpo_verl.runs.design import Design, missing_or_failed
-from gtpo_verl.runs.reader import Run, logged_mean_acc
+from gtpo_verl.report.seeds import BAND_SEEDS, SeedComparison
+from gtpo_verl.runs.design import Design
+from gtpo_verl.runs.reader import Run, Training, logged_mean_acc
 from gtpo_verl.runs.statistics import DRAWS, FEW_PROMPTS, Interval
 
 NO_ACCURACY = "No validation accuracy was logged, so nothing can be said about learning."
@@ -94,15 +94,9 @@ def seed_basis(arms: Sequence[ArmResult]) -> str:
     return f"Means over {number_range(counts)} seeds · {bands}"
 
 
-def final_text(final: Final, comparison: SeedComparison | None) -> str:
-    """What the card of an arm says below its final accuracy."""
-    where = f"Mean of {seeds_text(len(final.values))} at step {final.step}."
-    return f"{where} {seed_verdict(comparison)}" if comparison else where
-
-
 def seed_verdict(comparison: SeedComparison) -> str:
     """One or two sentences on an arm against its baseline over seeds."""
-    arm, baseline, found = comparison.arm.name, comparison.baseline.name, comparison.paired
+    arm, baseline, found = comparison.arm, comparison.baseline, comparison.paired
     if found.seeds == 1:
         return f"{arm} and {baseline} have one seed in common: over seeds nothing can be said."
     if found.t_p is None:
@@ -132,24 +126,24 @@ def counts_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str:
 
 def status_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str | None:
     """A warning at the top about what is not complete; None where all is, or the status was not recorded."""
-    unfinished = {"interrupted": "was interrupted", "running": "had not finished when this report was written"}
-    sentences = []
+    left_out = []
     for run in runs:
-        if run.status in unfinished:
-            reached = [_progress(result) for result in trainings_of(arms) if result.training in run.trainings]
-            reached += [f"{name} not started" for name in run.missing]
-            ended = [one.record for one in run.trainings if one.status != "complete"]
-            reasons = dict.fromkeys(record["reason"] for record in ended if record.get("reason"))
-            why = f" ({'; '.join(reasons)})" if reasons and run.status == "interrupted" else ""
-            sentences.append(
-                f"{run.name} {unfinished[run.status]}{why}, so this report is partial ({', '.join(reached)})."
-            )
-    others = [run for run in runs if run.status not in unfinished]
-    left_out = [f"{name} {why}" for name, why in missing_or_failed(others)]
-    if left_out:
-        consequence = "left out of everything over seeds" if has_seeds(arms) else "shown as far as they came"
-        sentences.append(f"Not complete: {'; '.join(left_out)}; {consequence}.")
-    return " ".join(sentences) or None
+        left_out += [f"{name} logged no step" for name in run.missing]
+        left_out += [f"{one.name} {_end_of(one)}" for one in run.trainings if one.status not in (None, "complete")]
+    if not left_out:
+        return None
+    consequence = "left out of everything over seeds" if has_seeds(arms) else "shown as far as they came"
+    return f"Not complete: {'; '.join(left_out)}; {consequence}."
+
+
+def _end_of(training: Training) -> str:
+    """How a training ended that is not complete: its status, its last step, and the recorded reason."""
+    ends = {"interrupted": "was interrupted", "running": "has not finished"}
+    attempts = training.record.get("attempts") or [{}]
+    reason = training.record.get("reason") or attempts[-1].get("exit_reason")
+    planned = training.config.get("trainer.total_training_steps")
+    where = f"step {training.last_step}" + (f" of {planned}" if planned else "")
+    return f"{ends.get(str(training.status), str(training.status))} after {where}" + (f" ({reason})" if reason else "")
 
 
 def allowed_text(design: Design) -> tuple[str, ...]:
@@ -164,132 +158,101 @@ def notes(
     runs: Sequence[Run], design: Design, arms: Sequence[ArmResult], over_seeds: Sequence[SeedComparison]
 ) -> list[str]:
     """What the intervals cover, what is unusual about these runs, and what the runs themselves recorded."""
-    sentences = [*_seed_notes(arms, over_seeds)] if has_seeds(arms) else []
-    sentences += _prompt_notes(arms)
+    sentences = [*(_seed_notes(over_seeds) if has_seeds(arms) else ()), *_prompt_notes(arms)]
     sentences += [f"{sentence}." for sentence in (*allowed_text(design), *design.unknown)]
     for result in trainings_of(arms):
-        sentences += [f"{result.name}: {note}." for note in (*_validation_notes(result), *result.training.notes)]
+        sentences += [f"{result.name}: {note}." for note in (*_accuracy_notes(result), *result.training.notes)]
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        sentences += [prefix + note for note in _added_seeds(run)]
-        sentences += [prefix + note for note in run.record.get("notes") or ()]
-        if run.sweep is None:
-            sentences += [f"{prefix}arm {name} logged no step, so it is not shown." for name in run.missing]
+        sentences += [prefix + note for note in (*_added_seeds(run), *(run.record.get("notes") or ()))]
     return sentences
 
 
-def _seed_notes(arms: Sequence[ArmResult], over_seeds: Sequence[SeedComparison]) -> list[str]:
-    basis = (
+def _seed_notes(over_seeds: Sequence[SeedComparison]) -> Iterator[str]:
+    yield (
         "Over seeds: intervals are Student's t, of a mean over seeds or of differences paired by seed; p is of the "
         "paired t test. The bootstrap is not used over seeds: with five it covers 84 % instead of 95 %. Better on: the "
         "seeds on which the arm is above the baseline, which estimates the probability of improvement."
     )
-    sentences = [basis]
     tested = [one for one in over_seeds if one.paired.t_p is not None]
     many = len(tested) > 1
     if tested:
         what = "comparisons, all p adjusted for their number by Holm's procedure" if many else "comparison"
         intervals = " Intervals are not adjusted." if many else ""
-        rule = "a difference is shown where p of the t test is at most 0.05"
-        sentences.append(f"{len(tested)} {what}; {rule}.{intervals}")
+        yield f"{len(tested)} {what}; a difference is shown where p of the t test is at most {ALPHA:.2g}.{intervals}"
     for count in sorted({one.paired.seeds for one in tested}):
-        least = least_sign_flip_p(count) * len(tested)
-        can = "can reject" if least <= ALPHA else "cannot reject, whatever the data"
-        adjusted = f", {min(1.0, least):.2g} after Holm for {len(tested)}" if many else ""
-        sentences.append(
+        least = least_sign_flip_p(count)
+        can = "can reject" if least * len(tested) <= ALPHA else "cannot reject, whatever the data"
+        adjusted = f", {min(1.0, least * len(tested)):.2g} after Holm for {len(tested)}" if many else ""
+        yield (
             f"With {seeds_text(count)} the exact sign-flip test, which assumes only that differences are symmetric, "
-            f"has p of at least {least_sign_flip_p(count):.2g}{adjusted}: at 5 % it {can}. The t test can."
+            f"has p of at least {least:.2g}{adjusted}: at 5 % it {can}. The t test can."
         )
     for one in tested:
         if one.paired.skewness is not None and abs(one.paired.skewness) >= SKEWED:
             skewness = f"{one.paired.skewness:+.1f}".replace("-", "−")
-            sentences.append(
-                f"{one.arm.name} − {one.baseline.name}: the differences are skewed ({skewness}), where "
-                "Student's interval covers less than it says, 88 to 90 % for exponential ones (docs/guides/sweeps.md)."
+            yield (
+                f"{one.arm} − {one.baseline}: the differences are skewed ({skewness}), where Student's interval covers "
+                "less than it says, 88 to 90 % for exponential ones (docs/guides/sweeps.md)."
             )
-    return sentences
 
 
-def _added_seeds(run: Run) -> list[str]:
+def _added_seeds(run: Run) -> Iterator[str]:
     seeds = len(run.sweep.axes.get("seed", ())) if run.sweep else 0
     planned = int(run.record.get("planned_seeds") or seeds)
-    if seeds <= planned:
-        return []
-    later = (
-        f"{seeds_text(planned)} were planned and {seeds - planned} added later. The tests are not for that: whoever "
-        "looks after 3, 5, 8 and more seeds and stops where a difference is shown has 12 to 16 % false positives."
-    )
-    return [later]
+    if seeds > planned:
+        yield (
+            f"{seeds_text(planned)} were planned and {seeds - planned} added later. The tests are not for that: "
+            "whoever looks after 3, 5, 8 and more seeds and stops where a difference is shown has 12 to 16 % false "
+            "positives."
+        )
 
 
-def _prompt_notes(arms: Sequence[ArmResult]) -> list[str]:
-    sentences = []
+def _prompt_notes(arms: Sequence[ArmResult]) -> Iterator[str]:
     every = [accuracy for result in trainings_of(arms) for accuracy in result.accuracies.values()]
     sampled = [point for accuracy in every for point in accuracy.curve if point.prompts]
     if any(point.interval for point in sampled):
         unit = "clusters of similar prompts, as the data names them" if any(map(_clustered, sampled)) else "prompts"
-        sentences.append(
+        yield (
             f"Over prompts: intervals come from a paired cluster bootstrap: {unit}, drawn with replacement {DRAWS:,} "
             "times, the same before and after and in every arm. They cover the choice of prompts and the sampling of "
             "responses, not the training seed: another seed may end elsewhere, and only several trainings show by how "
             "much."
         )
-    for source in data_sources(arms):
-        changes = [one.accuracies[source].change for one in trainings_of(arms) if source in one.accuracies]
-        if any(change and change.clusters and change.clusters <= FEW_PROMPTS for change in changes):
-            clustered = any(change and change.prompts != change.clusters for change in changes)
-            where = f" on {source}" if len(data_sources(arms)) > 1 else ""
-            unit = "clusters of prompts" if clustered else "prompts"
-            sentences.append(f"With {FEW_PROMPTS} or fewer {unit} the intervals{where} are too narrow.")
-    return sentences
+    sources = data_sources(arms)
+    for source in sources:
+        changes = [one.change for one in every if one.source == source and one.change]
+        if any(change.clusters and change.clusters <= FEW_PROMPTS for change in changes):
+            unit = "clusters of prompts" if any(map(_clustered, changes)) else "prompts"
+            where = f" on {source}" if len(sources) > 1 else ""
+            yield f"With {FEW_PROMPTS} or fewer {unit} the intervals{where} are too narrow."
 
 
-def _clustered(point: Point) -> bool:
-    return point.clusters != point.prompts
+def _clustered(one: Point | Change) -> bool:
+    return one.clusters != one.prompts
 
 
 def _prompts(change: Change) -> str:
-    clustered = f" in {change.clusters:,} clusters" if change.clusters != change.prompts else ""
-    return f"{change.prompts:,} prompts{clustered}"
+    return f"{change.prompts:,} prompts" + (f" in {change.clusters:,} clusters" if _clustered(change) else "")
 
 
-def _progress(result: TrainingResult) -> str:
-    planned = result.training.config.get("trainer.total_training_steps")
-    return f"{result.name} at step {result.training.last_step}" + (f" of {planned}" if planned else "")
-
-
-def _validation_notes(result: TrainingResult) -> list[str]:
-    found = []
+def _accuracy_notes(result: TrainingResult) -> Iterator[str]:
+    """What is unusual about the validations of a training."""
     for source, accuracy in result.accuracies.items():
         prefix = f"{source}: " if len(result.accuracies) > 1 else ""
-        found += [prefix + note for note in (*_change_notes(accuracy), *_odd_means(result, accuracy))]
-    return found
-
-
-def _change_notes(accuracy: Accuracy) -> list[str]:
-    found = []
-    if accuracy.change and accuracy.curve[0].step > 0:
-        found.append(f"the first validation is at step {accuracy.curve[0].step}, so “before” is not before training")
-    if accuracy.change and accuracy.validations:
-        first, last = accuracy.validations[0], accuracy.validations[-1]
-        apart = len(set(first.prompts) ^ set(last.prompts))
-        if apart:
-            found.append(
-                f"{apart} prompts are only in the first or only in the last validation: left out of the change"
-            )
-    return found
-
-
-def _odd_means(result: TrainingResult, accuracy: Accuracy) -> list[str]:
-    """The first step at which verl logged another mean than its samples have."""
-    key = logged_mean_acc(result.training.keys, accuracy.source)
-    if key is None:
-        return []
-    for validation in accuracy.validations:
-        logged = result.training.metrics.get(validation.step, {}).get(key)
-        if logged is not None and abs(logged - validation.mean_acc) > _SAME_ACCURACY:
-            average = f"the validation samples average to {percent(validation.mean_acc)}"
-            return [
-                f"at step {validation.step} {average}, but {percent(logged)} was logged; the report shows the samples"
-            ]
-    return []
+        first_step, validations = accuracy.curve[0].step, accuracy.validations
+        if accuracy.change and first_step > 0:
+            yield f"{prefix}the first validation is at step {first_step}, so “before” is not before training"
+        apart = set(validations[0].prompts) ^ set(validations[-1].prompts) if validations else ()
+        if accuracy.change and apart:
+            only = "are only in the first or only in the last validation: left out of the change"
+            yield f"{prefix}{len(apart)} prompts {only}"
+        key = logged_mean_acc(result.training.keys, source)
+        for validation in validations if key else ():
+            logged = result.training.metrics.get(validation.step, {}).get(str(key))
+            if logged is not None and abs(logged - validation.mean_acc) > _SAME_ACCURACY:
+                yield (
+                    f"{prefix}at step {validation.step} the validation samples average to "
+                    f"{percent(validation.mean_acc)}, but {percent(logged)} was logged; the report shows the samples"
+                )
+                break

@@ -18,6 +18,7 @@ from gtpo_verl.runs.directory import (
     NOT_SET,
     changed,
     flatten,
+    in_words,
     is_bookkeeping,
     parse_config,
     read_config,
@@ -34,26 +35,11 @@ _MOST_NAMED = 5
 FREE = (
     *("trainer.total_*", "*.optim.total_training_steps", "trainer.*_freq", "trainer.val_*", "trainer.log*"),
     *("trainer.max_*_ckpt_to_keep", "trainer.*_ckpt_*", "*.checkpoint.*", "trainer.esi_*", ALLOWED),
-    *(
-        "guards.*",
-        "ray_kwargs.*",
-        "transfer_queue.*",
-        "global_profiler.*",
-        "*.profiler.*",
-        "*.trace.*",
-        "*.prometheus.*",
-    ),
+    *("guards.*", "ray_kwargs.*", "transfer_queue.*", "global_profiler.*", "*.profiler.*", "*.trace.*"),
+    *("*.prometheus.*", "*.sandbox_fusion.*"),
     # devices and layout
-    *(
-        "trainer.device",
-        "*.nnodes",
-        "*.n_gpus_per_node",
-        "*_parallel_size",
-        "*num_workers",
-        "*_workers",
-        "model_engine",
-    ),
-    *("*.strategy", "*.fsdp_config.*", "*.megatron.*", "*.dtype", "*offload", "trainer.balance_batch"),
+    *("trainer.device", "*.nnodes", "*.n_gpus_per_node", "*_parallel_size", "*num_workers", "*_workers"),
+    *("model_engine", "*.strategy", "*.fsdp_config.*", "*.megatron.*", "*.dtype", "*offload", "trainer.balance_batch"),
     # batching on a device, kernels, memory
     *("*micro_batch_size*", "*use_dynamic_bsz", "*_token_len_per_gpu", "*use_remove_padding", "*use_fused_kernels"),
     *("*use_torch_compile", "*enable_gradient_checkpointing", "*attn_implementation", "*entropy_from_logits_*"),
@@ -61,7 +47,6 @@ FREE = (
     *("*.gpu_memory_utilization", "*.enforce_eager", "*.cudagraph_capture_sizes", "*.free_cache_engine"),
     *("*.max_num_batched_tokens", "*.max_num_seqs", "*.enable_chunked_prefill", "*.enable_prefix_caching"),
     *("*.enable_sleep_mode", "*.disable_log_stats", "*.layered_summon", "*.multi_stage_wake_up", "*.poll_interval"),
-    *("*.sandbox_fusion.*",),
 )
 
 Changes = Mapping[str, tuple[Any, Any]]
@@ -86,7 +71,7 @@ def changes(run_dir: Path, config: DictConfig, *, contents: bool = True) -> Chan
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         return {}
-    record = read_record(run_dir) or {}
+    record = read_record(run_dir)
     with reading(file):
         before = dict(flatten(read_config(file)))
         recorded = dict(record.get("checksums") or {})
@@ -136,11 +121,6 @@ def refusal(found: Changes, allowed: Collection[str]) -> str | None:
         "and would become another training. Restore them, or choose another directory; where it is meant, add "
         f"--allow-changes {','.join([*allowed, *keys])}, which its record and reports will state."
     )
-
-
-def in_words(found: Mapping[str, Any]) -> str:
-    """``KEY was OLD, is NEW`` for each change."""
-    return "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in found.items())
 
 
 def changed_settings(record: Mapping[str, Any]) -> Iterator[str]:

@@ -8,15 +8,16 @@ versions, machine, data and model are checked, as far as they were recorded.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.config import option_keys
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.runs.directory import NOT_SET, is_bookkeeping, within
 from gtpo_verl.runs.provenance import FILE_KEYS
-from gtpo_verl.runs.reader import Run, Training, registry_rank
+from gtpo_verl.runs.reader import Run, Training
 from gtpo_verl.runs.sweep import Sweep
 
 ALGORITHM = "algorithm"  # the axis of runs outside of a sweep
@@ -180,7 +181,8 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
                     "which they differ makes two arms: --allow KEY."
                 )
         arms.append(Arm(name, keys[trainings[0]], by_seed))
-    return tuple(sorted(arms, key=lambda arm: registry_rank(arm.method)))
+    order = {name: place for place, name in enumerate(algorithms())}  # the baseline first
+    return tuple(sorted(arms, key=lambda arm: order.get(str(arm.method), len(order))))
 
 
 def _names(keys: Sequence[ArmKey], examples: Sequence[Training]) -> list[str]:
@@ -366,22 +368,3 @@ def _shown(config: Mapping[str, Any], key: str) -> str:
         return NOT_SET
     value = config[key]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def missing_or_failed(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
-    """Trainings that cannot be in a comparison over seeds, and why."""
-    for run in runs:
-        for name in run.missing:
-            yield name, "logged no step"
-        for training in run.trainings:
-            if training.status not in (None, "complete"):
-                yield training.name, exclusion(training)
-
-
-def exclusion(training: Training) -> str:
-    """Why a training that is not complete is left out: its status, its last step, and the recorded reason."""
-    words = {"interrupted": "was interrupted", "failed": "failed", "running": "has not finished"}
-    attempts = training.record.get("attempts") or [{}]
-    reason = training.record.get("reason") or attempts[-1].get("exit_reason")
-    where = f"{words.get(str(training.status), str(training.status))} after step {training.last_step}"
-    return f"{where} ({reason})" if reason else where

@@ -2,6 +2,7 @@
 early.
 """
 
+import datetime as dt
 import math
 import re
 import time
@@ -18,7 +19,6 @@ from gtpo_verl.files import (
     move_json_lines,
     read_json,
     read_json_lines,
-    read_json_lines_from,
     reading,
     write_json,
 )
@@ -101,14 +101,14 @@ def restore_step(run_dir: Path, checkpoint: Path) -> bool:
     """Append what `keep_step` kept, where the run's files lack that step; returns whether they lacked its metrics."""
     with reading(checkpoint / STEP_FILE):
         kept = read_json(checkpoint / STEP_FILE)
-        lines = {} if kept is None else {name: (kept[name]["step"], kept[name]) for name in ("metrics", "groups")}
+        lines = {METRICS_FILE: kept["metrics"], GROUPS_FILE: kept["groups"]} if kept else {}
+        steps = {name: line["step"] for name, line in lines.items()}
     lacking = []
-    for name, (step, line) in lines.items():
-        file = run_dir / {"metrics": METRICS_FILE, "groups": GROUPS_FILE}[name]
-        logged = read_json_lines(file) if file.is_file() else ()
-        if not any(isinstance(value, dict) and value.get("step") == step for _, value in logged):
-            append_json_line(file, line)
-            lacking.append(file.name)
+    for name, line in lines.items():
+        logged = read_json_lines(run_dir / name) if (run_dir / name).is_file() else ()
+        if not any(isinstance(value, dict) and value.get("step") == steps[name] for _, value in logged):
+            append_json_line(run_dir / name, line)
+            lacking.append(name)
     return METRICS_FILE in lacking
 
 
@@ -139,13 +139,9 @@ def record_phase(run_dir: Path, step: int, phase: str) -> None:
     write_json(run_dir / PHASE_FILE, {"step": step, "phase": phase, "since": time.time()})
 
 
-def read_metrics_from(run_dir: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Read the complete lines of ``metrics.jsonl`` behind ``offset`` (bytes), without torn ones.
-
-    Returns:
-        The lines, and the offset to go on from.
-    """
-    return read_json_lines_from(run_dir / METRICS_FILE, offset)
+def now() -> str:
+    """This moment in ISO 8601, as in ``run.json``."""
+    return dt.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 def write_record(run_dir: Path, facts: dict[str, Any]) -> None:
@@ -153,11 +149,10 @@ def write_record(run_dir: Path, facts: dict[str, Any]) -> None:
     write_json(run_dir / RECORD_FILE, facts)
 
 
-def read_record(run_dir: Path) -> dict[str, Any] | None:
-    """Read ``run.json``; None where there is none."""
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """Read ``run.json``; empty where there is none."""
     with reading(run_dir / RECORD_FILE):
-        record: dict[str, Any] | None = read_json(run_dir / RECORD_FILE)
-        return None if record is None else dict(record)
+        return dict(read_json(run_dir / RECORD_FILE) or {})
 
 
 def read_config(file: Path) -> Any:
@@ -191,9 +186,14 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tupl
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """``KEY was OLD, is NEW`` for each setting that differs."""
-    return [f"{key} was {old}, is {new}" for key, (old, new) in changed(before, now).items()]
+def in_words(found: Mapping[str, Any]) -> str:
+    """``KEY was OLD, is NEW`` for each of these, {key: (before, now)}."""
+    return "; ".join(f"{key} was {before}, is {now}" for key, (before, now) in found.items())
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """`changed` `in_words`; empty where nothing differs."""
+    return in_words(changed(before, now))
 
 
 def within(key: str, names: Collection[str]) -> bool:

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import psutil
 from filelock import FileLock, Timeout
 
 from gtpo_verl.errors import UserError
@@ -24,6 +25,7 @@ from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.runs.directory import STOP_FILE
 
 LOCK_FILE = "LOCK"
+OWNER_FILE = f"{LOCK_FILE}.json"
 HEARTBEAT = 30.0  # seconds between two heartbeats
 LEASE = 300.0  # seconds without a heartbeat after which an owner on another host is dead; clocks must agree to a minute
 GRACE = 600.0  # seconds that a training which was asked to stop may take for its step and checkpoint
@@ -34,16 +36,12 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock; ``heartbeat`` in seconds of Unix time, ``token`` different for every acquisition."""
+    """Who holds a lock; ``heartbeat`` in seconds of Unix time."""
 
     host: str
     pid: int
     heartbeat: float
     token: str
-
-    @classmethod
-    def here(cls) -> "Owner":
-        return cls(socket.gethostname(), os.getpid(), time.time(), uuid.uuid4().hex)
 
     @property
     def is_remote(self) -> bool:
@@ -56,20 +54,25 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        return self.age > LEASE or not (self.is_remote or _is_running(self.pid))
+        return self.age > LEASE or not (self.is_remote or psutil.pid_exists(self.pid))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
 
-def live_owner(file: Path) -> Owner | None:
-    """Who holds a lock, as far as its record says, without touching the lock; None where nobody alive does."""
-    owner = _recorded(file)
+def live_owner(directory: Path) -> Owner | None:
+    """Who has locked a directory, as the record says, without touching the lock; None where nobody alive has."""
+    owner = _recorded(directory / OWNER_FILE)
     return None if owner is None or owner.is_dead else owner
 
 
-def _recorded(file: Path) -> Owner | None:
-    record = file.with_name(f"{file.name}.json")
+def is_abandoned(run_dir: Path) -> bool:
+    """Whether the last training in a run directory ended without a word: it was killed, or its host is gone."""
+    owner = _recorded(run_dir / OWNER_FILE)
+    return owner is not None and owner.is_dead
+
+
+def _recorded(record: Path) -> Owner | None:
     with reading(record):
         values = read_json(record)
         if not values:
@@ -78,17 +81,6 @@ def _recorded(file: Path) -> Owner | None:
         if not 0 < owner.pid < 2**31:
             raise ValueError(f"pid is {owner.pid}")
         return replace(owner, heartbeat=float(owner.heartbeat))
-
-
-def _is_running(pid: int) -> bool:
-    """Whether this host has such a process."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
 
 
 def is_of_lock(file: Path) -> bool:
@@ -115,7 +107,7 @@ class DirectoryLock:
         self.file = file
         self.owner_file = file.with_name(f"{file.name}.json")
         self._flock = FileLock(file, thread_local=False)  # whichever thread ends the block releases it
-        self._owner = Owner.here()
+        self._token = uuid.uuid4().hex  # different for every acquisition
         self._released = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
 
@@ -143,7 +135,7 @@ class DirectoryLock:
 
     def owner(self) -> Owner | None:
         """The owner as recorded, None where there is none."""
-        return _recorded(self.file)
+        return _recorded(self.owner_file)
 
     def release(self) -> None:
         """Give the lock up."""
@@ -169,7 +161,7 @@ class DirectoryLock:
         return True
 
     def _record(self) -> None:
-        write_json(self.owner_file, asdict(self._owner) | {"heartbeat": time.time()})
+        write_json(self.owner_file, asdict(Owner(socket.gethostname(), os.getpid(), time.time(), self._token)))
 
     def _settle(self, former: Owner) -> None:
         """Report the takeover; of two hosts that take over at once the last to record itself wins."""
@@ -183,7 +175,7 @@ class DirectoryLock:
 
     def _is_ours(self) -> bool:
         owner = self.owner()
-        return owner is not None and owner.token == self._owner.token
+        return owner is not None and owner.token == self._token
 
     def _beat(self) -> None:
         while not self._released.wait(HEARTBEAT):
@@ -207,33 +199,43 @@ def training_lock(run_dir: Path) -> Iterator[None]:
     deadline = time.monotonic() + GRACE
 
     def wait(error: LockedError) -> str:
-        if not stop.exists() or time.monotonic() > deadline:
-            raise UserError(_refusal(run_dir, error)) from None
-        return f"Waiting for {error}, which is stopping in {run_dir}."
+        if stop.exists() and time.monotonic() <= deadline:
+            return f"Waiting for {error}, which is stopping in {run_dir}."
+        text = (
+            f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {stop}` from "
+            "elsewhere, or choose another trainer.run_dir."
+        )
+        if error.owner is not None and error.owner.is_remote:
+            text += (
+                f" Its last heartbeat was {error.owner.age:.0f} s ago; a new training may start {LEASE:.0f} s after it."
+            )
+        raise UserError(text) from None
 
     with _held(lock, wait, lambda line: print(line, file=sys.stderr, flush=True)):
         yield
 
 
-def is_abandoned(run_dir: Path) -> bool:
-    """Whether the last training in a run directory ended without a word: it was killed, or its host is gone."""
-    owner = DirectoryLock(run_dir / LOCK_FILE).owner()
-    return owner is not None and owner.is_dead
+@contextmanager
+def sweep_lock(directory: Path) -> Iterator[None]:
+    """Be the only process that schedules the runs in a directory.
 
+    Raises:
+        UserError: another one does.
+    """
 
-def _refusal(run_dir: Path, error: LockedError) -> str:
-    text = (
-        f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {run_dir / STOP_FILE}` "
-        "from elsewhere, or choose another trainer.run_dir."
-    )
-    if error.owner is not None and error.owner.is_remote:
-        text += f" Its last heartbeat was {error.owner.age:.0f} s ago; a new training may start {LEASE:.0f} s after it."
-    return text
+    def refuse(error: LockedError) -> str:
+        raise UserError(
+            f"another process trains the runs in {directory}: {error}. Ctrl-C there stops it, or "
+            f"`touch {directory / STOP_FILE}` from elsewhere."
+        ) from error
+
+    with _held(DirectoryLock(directory / LOCK_FILE), refuse, print):
+        yield
 
 
 def ask_to_stop(run_dir: Path) -> bool:
     """Ask the training in a run directory to stop after its step, by the file ``STOP``; False if none runs there."""
-    if live_owner(run_dir / LOCK_FILE) is None:
+    if live_owner(run_dir) is None:
         return False
     (run_dir / STOP_FILE).touch()
     return True

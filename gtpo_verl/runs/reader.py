@@ -1,21 +1,20 @@
 """Reads what trainings left on disk: metrics, validation samples, composed configuration and the record of the run.
 
-A run is read from our run directories, from a sweep's (``sweep.json``), or, without samples and record, from the logs
-of verl's own loggers: a JSONL file, TensorBoard's event files, an offline run of Weights & Biases.
+A run is read from a training's directory, from a sweep's, or, without samples and record, from the logs of verl's own
+loggers: a JSONL file, TensorBoard's event files, an offline run of Weights & Biases.
 
 Data sources are kept apart. A validation sample belongs to the ``data_source`` that its line names. verl 0.9.1 writes
-none, so a line without one (of an older run, or of verl's own trainer) belongs to the only data source that the metrics
-name; where they name several, the validation is left out with a note, and only the logged mean of each data source is
-known.
+none: a line without one belongs to the only data source that the metrics name; where they name several, the validation
+is left out with a note, and only the logged mean of each data source is known.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from gtpo_verl.runs.directory import (
     read_record,
 )
 from gtpo_verl.runs.lock import is_abandoned
-from gtpo_verl.runs.loggers import Logged, read_logger
+from gtpo_verl.runs.loggers import read_logger
 from gtpo_verl.runs.statistics import Floats, cluster_means
 from gtpo_verl.runs.sweep import Sweep, load
 
@@ -45,7 +44,7 @@ if TYPE_CHECKING:  # the registry imports torch, and most readers need no method
 # what a report reads of a record
 _RECORDED: dict[str, Any] = {
     **dict.fromkeys(("versions", "settings", "checksums", "code"), dict),
-    **dict.fromkeys(("notes", "arms", "attempts", "overrides"), list),
+    **dict.fromkeys(("notes", "attempts", "overrides"), list),
     **dict.fromkeys(("name", "status", "created", "command", "reason", "hardware"), str),
     "seed": int | str,
 }
@@ -187,108 +186,62 @@ def read_run(path: Path) -> Run:
         UserError: the path does not exist, or holds no metrics, or a file in it is not what it should be.
     """
     path = Path(path)
+    name = path.stem if path.is_file() else path.resolve().name
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS_FILE}")
-    if (path / METRICS_FILE).is_file() or path.suffix == ".jsonl":
-        return _read_single_training(path)
     if (path / SWEEP_FILE).is_file():
         return _read_sweep(path)
-    logged = read_logger(path)
-    if logged is not None:
-        return _run(path, [_logged_training(path, logged)], record={})
+    if (path / METRICS_FILE).is_file() or path.suffix == ".jsonl":
+        directory, metrics_file = (path.parent, path) if path.is_file() else (path, path / METRICS_FILE)
+        if training := _read_training(directory, metrics_file, name):
+            return Run(str(training.record.get("name") or name), path, (training,), training.record)
+        raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
+    if logged := read_logger(path):
+        config = dict(flatten(logged.config))
+        training = Training(name, path, logged.metrics, {}, config, _method(config), logged.notes)
+        return Run(name, path, (training,), record={})
     if path.is_file():
         raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")
-    return _read_run_directory(path)
-
-
-def _read_single_training(path: Path) -> Run:
-    """A training's directory, or a file of verl's ``file`` logger."""
-    directory, metrics_file = (path.parent, path) if path.is_file() else (path, path / METRICS_FILE)
-    name = _name_of(path)
-    training = _read_training(directory, metrics_file, name)
-    if training is None:
-        raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
-    parent = _read_record(path.resolve().parent)
-    if path.is_file() or name not in parent.get("arms", []):
-        return _run(path, [training], training.record)
-    # one of several that a command trained: its own record, under the name of both
-    record = dict(training.record) or parent
-    return _run(path, [training], record | {"name": f"{parent.get('name')}/{name}"})
-
-
-def _read_run_directory(path: Path) -> Run:
-    record = _read_record(path)
-    found = sorted(entry.name for entry in path.iterdir() if (entry / METRICS_FILE).is_file())
-    if not found:
-        raise UserError(
-            f"no {METRICS_FILE} in {path} or in a directory of it: has the training logged its first step yet?"
-        )
-    # one that was stopped before its first step has no line yet: it is missing, not broken
-    read = {name: _read_training(path / name, path / name / METRICS_FILE, name) for name in found}
-    trainings = {name: training for name, training in read.items() if training is not None}
+    trainings, missing = _read_several(path, sorted(file.parent.name for file in path.glob(f"*/{METRICS_FILE}")))
     if not trainings:
         raise UserError(
-            f"no {METRICS_FILE} in {path} holds a readable line: has the training logged its first step yet?"
+            f"no {METRICS_FILE} with a readable line in {path} or in a directory of it: has the training logged its "
+            "first step yet?"
         )
-    planned = [str(name) for name in record.get("arms", [])]
-    methods = {name: training.method.name for name, training in trainings.items() if training.method}
-    order = list(dict.fromkeys([*planned, *sorted(found, key=lambda name: registry_rank(methods.get(name)))]))
-    missing = [name for name in order if name not in trainings]
-    return _run(path, [trainings[name] for name in order if name in trainings], record, missing)
+    return Run(name, path, tuple(trainings), {}, missing)
+
+
+def _read_several(path: Path, names: Iterable[str]) -> tuple[list[Training], tuple[str, ...]]:
+    """The trainings in directories of these names, and the names of those that have not logged a step."""
+    trainings, missing = [], []
+    for name in names:
+        if training := _read_training(path / name, path / name / METRICS_FILE, name):
+            trainings.append(training)
+        else:
+            missing.append(name)
+    return trainings, tuple(missing)
 
 
 def _read_sweep(path: Path) -> Run:
     """Every run that ``sweep.json`` lists, those without a logged step as missing."""
     sweep = load(path)
     _check_types(path / SWEEP_FILE, sweep.about)
-    trainings = []
-    missing = []
-    for name, overrides in sweep.runs.items():
-        metrics_file = path / name / METRICS_FILE
-        training = _read_training(path / name, metrics_file, name) if metrics_file.is_file() else None
-        if training is None:
-            missing.append(name)
-            continue
-        values = dict(override.lstrip("+~").split("=", 1) for override in overrides if "=" in override)
-        axes = [key.lstrip("+") for key in sweep.axes]
-        trainings.append(replace(training, axes={axis: values[axis] for axis in axes if axis in values}))
+    trainings, missing = _read_several(path, sweep.runs)
     if not trainings:
         raise UserError(f"no run of {path} has logged a step: start the sweep, or wait for its first step.")
+    axes = [key.lstrip("+") for key in sweep.axes]
+    placed = []
+    for training in trainings:
+        overrides = sweep.runs[training.name]
+        values = dict(override.lstrip("+~").split("=", 1) for override in overrides if "=" in override)
+        placed.append(replace(training, axes={axis: values[axis] for axis in axes if axis in values}))
     complete = not missing and all(training.status == "complete" for training in trainings)
     record = {**sweep.about, "name": sweep.name, "status": "complete" if complete else None}
-    return _run(path, trainings, record, missing, sweep)
-
-
-def _logged_training(path: Path, logged: Logged) -> Training:
-    config = dict(flatten(logged.config))
-    return Training(_name_of(path), path, logged.metrics, {}, config, _method(config), logged.notes)
-
-
-def registry_rank(method: str | None) -> int:
-    """The place of a method in the registry: the baseline first; those that are not in it, and None, come last."""
-    from gtpo_verl.algorithms.registry import algorithms
-
-    names = list(algorithms())
-    return names.index(method) if method in names else len(names)
-
-
-def _run(
-    path: Path,
-    trainings: Sequence[Training],
-    record: Mapping[str, Any],
-    missing: Sequence[str] = (),
-    sweep: Sweep | None = None,
-) -> Run:
-    name = str(record.get("name") or _name_of(path))
-    return Run(name, path, tuple(trainings), record, tuple(missing), sweep)
-
-
-def _name_of(path: Path) -> str:
-    return path.stem if path.is_file() else path.resolve().name
+    return Run(sweep.name, path, tuple(placed), record, missing, sweep)
 
 
 def _read_record(path: Path) -> dict[str, Any]:
-    record = read_record(path) or {}
+    record = read_record(path)
     _check_types(path / RECORD_FILE, record)
     if record.get("status") == "running" and is_abandoned(path):
         return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
@@ -298,20 +251,24 @@ def _read_record(path: Path) -> dict[str, Any]:
 def _check_types(file: Path, record: Mapping[str, Any]) -> None:
     """Check what a report reads of a record."""
     for name, kinds in _RECORDED.items():
-        if not isinstance(record.get(name), kinds | None):
-            raise UserError(
-                f"{file}: {name} is {record[name]!r:.40}: repair it, or remove the file to report without it"
-            )
-    if not all(isinstance(attempt, dict) for attempt in record.get("attempts") or ()):
-        raise UserError(f"{file}: attempts holds something else than attempts: repair it, or remove the file")
+        value = record.get(name)
+        if not isinstance(value, kinds | None) or (
+            name == "attempts" and not all(isinstance(one, dict) for one in value or ())
+        ):
+            raise UserError(f"{file}: {name} is {value!r:.40}: repair it, or remove the file to report without it")
 
 
 def _read_training(directory: Path, metrics_file: Path, name: str) -> Training | None:
     """None where no step was logged yet."""
-    metrics, notes = read_metrics(metrics_file)
+    metrics, notes = read_metrics(metrics_file) if metrics_file.is_file() else ({}, [])
     if not metrics:
         return None
-    config = _read_config(directory / CONFIG_FILE)
+    config: dict[str, Any] = {}
+    if (directory / CONFIG_FILE).is_file():
+        with reading(directory / CONFIG_FILE):
+            content = read_config(directory / CONFIG_FILE)
+            json.dumps(content, default=str)  # a ValueError where a list holds itself
+            config = dict(flatten(content)) if isinstance(content, dict) else {}
     record = _read_record(directory)
     with reading(directory / RECORD_FILE):
         notes += changed_settings(record)
@@ -417,14 +374,14 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
         if entry is None:
             torn += 1
             continue
-        if not (isinstance(entry, dict) and _is_step(entry.get("step")) and isinstance(entry.get("data"), dict)):
+        step, data = (entry.get("step"), entry.get("data")) if isinstance(entry, dict) else (None, None)
+        if not (isinstance(step, int) and 0 <= step <= _LAST_STEP and isinstance(data, dict)):
             raise UserError(f'{file}, line {number}: expected {{"step": ..., "data": {{...}}}} as verl logs it')
-        step = entry["step"]
         abandoned = [later for later in metrics if later > step]
         for later in abandoned:
             del metrics[later]
         dropped += len(abandoned)
-        values = {key: value for key, value in entry["data"].items() if isinstance(value, int | float)}
+        values = {key: value for key, value in data.items() if isinstance(value, int | float)}
         finite = {key: float(value) for key, value in values.items() if abs(value) <= _LARGEST}
         not_finite += len(values) - len(finite)
         metrics.setdefault(step, {}).update(finite)
@@ -436,10 +393,6 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     if not_finite:
         notes.append(f"{_count(not_finite, 'metric value')} not finite (NaN, infinite or beyond 1e100) and left out")
     return metrics, notes
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and 0 <= value <= _LAST_STEP
 
 
 def _read_validations(
@@ -468,8 +421,8 @@ def _read_validations(
             validations.setdefault(validation.source, []).append(validation)
     if unassigned:
         notes.append(
-            f"the validation samples of {_listed(unassigned)} do not name their data source, and several were "
-            f"logged ({', '.join(logged)}): only the logged mean of each is shown"
+            f"the validation samples of step{'s' * (len(unassigned) > 1)} {', '.join(unassigned)} do not name their "
+            f"data source, and several were logged ({', '.join(logged)}): only the logged mean of each is shown"
         )
     if partial_credit:
         notes.append(
@@ -479,8 +432,7 @@ def _read_validations(
     return {source: tuple(found) for source, found in sorted(validations.items())}, notes
 
 
-@dataclass(frozen=True)
-class _Sample:
+class _Sample(NamedTuple):
     source: str | None
     prompt: str
     cluster: str
@@ -504,15 +456,12 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
         if acc is None or not abs(acc) <= _LARGEST:
             acc = None
             without += 1
-        source, cluster, prompt = line.get("data_source"), line.get("cluster"), _prompt_key(line)
-        samples.append(
-            _Sample(
-                source=fallback if source is None else str(source),
-                prompt=prompt,
-                cluster=prompt if cluster is None else str(cluster),
-                acc=acc,
-            )
-        )
+        source, cluster = line.get("data_source"), line.get("cluster")
+        # prompt and ground truth: equal in every validation of every arm
+        identity = json.dumps([line["input"], line.get("gts")], sort_keys=True)
+        prompt = hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
+        of_cluster = prompt if cluster is None else str(cluster)
+        samples.append(_Sample(fallback if source is None else str(source), prompt, of_cluster, acc))
     notes = []
     if torn:
         notes.append(f"{_count(torn, 'sample')} of the validation of step {step} could not be read and left out")
@@ -535,25 +484,6 @@ def _by_source(samples: Sequence[_Sample], step: int, threshold: float) -> Itera
         clusters = {sample.prompt: sample.cluster for sample in of_source}
         of_prompts = tuple(clusters[name] for name in names)
         yield Validation(step, source, names, of_prompts, accuracy, counts, float(mean_acc.mean()))
-
-
-def _prompt_key(sample: Mapping[str, Any]) -> str:
-    """Key of the prompt and its ground truth, equal in every validation of every arm."""
-    identity = json.dumps([sample["input"], sample.get("gts")], sort_keys=True)
-    return hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
-
-
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    with reading(file):
-        config = read_config(file)
-        json.dumps(config, default=str)  # a ValueError where a list holds itself
-        return dict(flatten(config)) if isinstance(config, dict) else {}
-
-
-def _listed(steps: Sequence[str]) -> str:
-    return f"step{'s' if len(steps) > 1 else ''} {', '.join(steps)}"
 
 
 def _count(number: int, noun: str) -> str:

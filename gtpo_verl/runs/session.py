@@ -1,6 +1,5 @@
 """One training in its run directory: the lock, what is recorded about it, and how a signal stops it."""
 
-import datetime as dt
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from gtpo_verl.errors import first_line
 from gtpo_verl.files import write_text
 from gtpo_verl.runs import terminal
 from gtpo_verl.runs.checkpoints import link_model, tracked_step
-from gtpo_verl.runs.continuation import Changes, in_words
+from gtpo_verl.runs.continuation import Changes
 from gtpo_verl.runs.directory import (
     CONFIG_FILE,
     DIFF_FILE,
@@ -24,6 +23,8 @@ from gtpo_verl.runs.directory import (
     STOP_FILE,
     differences,
     flatten,
+    in_words,
+    now,
     read_record,
     write_record,
 )
@@ -93,8 +94,8 @@ class Record:
     def __init__(self, run_dir: Path, config: dict[str, Any], command: str, overrides: Sequence[str]) -> None:
         self.run_dir = run_dir
         self.config = dict(flatten(config))
-        earlier = read_record(run_dir) or {}
-        started = _now()
+        earlier = read_record(run_dir)
+        started = now()
         code, changes = code_state()
         if changes:
             write_text(run_dir / DIFF_FILE, changes)
@@ -116,9 +117,8 @@ class Record:
             "checksums": checksums(self.config),
             "attempts": [*earlier.get("attempts", []), self.attempt],
         }
-        other = differences(_code(earlier), _code(self.facts)) if earlier else []
-        if other:
-            print(f"note: this run goes on with other code: {'; '.join(other)}.", flush=True)
+        if other := earlier and differences(_code(earlier), _code(self.facts)):
+            print(f"note: this run goes on with other code: {other}.", flush=True)
         write_record(run_dir, self.facts | {"status": "running"})
 
     def goes_on(self, step: int, changes: Changes) -> None:
@@ -135,7 +135,7 @@ class Record:
 
     def close(self, status: str, reason: str) -> None:
         """Record the end of the attempt."""
-        self.attempt |= {"ended": _now(), "status": status, "exit_reason": reason}
+        self.attempt |= {"ended": now(), "status": status, "exit_reason": reason}
         if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
             self.facts["checksums"] = checksums(self.config)
         write_record(self.run_dir, self.facts | {"status": status, "reason": reason})
@@ -157,10 +157,6 @@ def _stopped(run_dir: Path, config: Mapping[str, Any], reason: str) -> str:
     goes_on = f"resumes from global_step_{saved}" if saved else "starts from the first step, for nothing was saved"
     step = max(state.step, saved or 0)
     return f"{terminal.STOPPED} {step} of {state.steps or '?'} ({reason}). The same command {goes_on}."
-
-
-def _now() -> str:
-    return dt.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
 class _Stopper:

@@ -14,8 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.files import read_json, reading
-from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, PHASE_FILE, RECORD_FILE, STOP_FILE, read_config
-from gtpo_verl.runs.lock import LOCK_FILE, live_owner
+from gtpo_verl.runs.directory import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    PHASE_FILE,
+    RECORD_FILE,
+    STOP_FILE,
+    now,
+    read_config,
+    read_record,
+)
+from gtpo_verl.runs.lock import live_owner
 from gtpo_verl.runs.reader import logged_accuracies, read_metrics
 
 RECENT = 10  # steps whose median time is that of a step to come
@@ -78,47 +87,31 @@ def in_words(seconds: float) -> str:
 
 def _attempt(run_dir: Path) -> dict[str, Any]:
     """Of the last attempt: status, reason, whether it was killed, and how long it has run."""
-    record = _read_object(run_dir / RECORD_FILE)
+    record = read_record(run_dir)
     with reading(run_dir / RECORD_FILE):
         attempt = (record.get("attempts") or [{}])[-1]
-        seconds = _seconds(attempt.get("started"), attempt.get("ended"))
-    if live_owner(run_dir / LOCK_FILE) is not None:
+        started, ended = (dt.datetime.fromisoformat(attempt.get(name) or now()) for name in ("started", "ended"))
+        seconds = (ended - started).total_seconds() if "started" in attempt else 0.0
+    if live_owner(run_dir) is not None:
         status = "stopping" if (run_dir / STOP_FILE).exists() else "running"
         return {"status": status, "reason": _phase(run_dir), "seconds": seconds}
     status = str(record.get("status") or "")
     if status == "running":
-        reason = f"its process was killed, or its machine is gone{_killed_in(run_dir)}"
+        reason = f"its process was killed, or its machine is gone{_phase(run_dir, killed=True)}"
         return {"status": "interrupted", "reason": reason, "killed": True, "seconds": seconds}
     return {"status": status, "reason": str(record.get("reason") or "no reason was recorded"), "seconds": seconds}
 
 
-def _phase(run_dir: Path) -> str:
-    phase = _read_object(run_dir / PHASE_FILE)
-    if not phase:
-        return "starting"
+def _phase(run_dir: Path, *, killed: bool = False) -> str:
+    """What the trainer does just now, or did when it was killed."""
     with reading(run_dir / PHASE_FILE):
+        phase = read_json(run_dir / PHASE_FILE)
+        if not phase:
+            return " while it started" if killed else "starting"
+        if killed:
+            return f" in step {phase['step']}, {phase['phase']}"
         step = f"step {phase['step']}: " if phase["step"] else ""
         return f"{step}{phase['phase']} for {in_words(max(0.0, time.time() - phase['since']))}"
-
-
-def _killed_in(run_dir: Path) -> str:
-    phase = _read_object(run_dir / PHASE_FILE)
-    with reading(run_dir / PHASE_FILE):
-        return f" in step {phase['step']}, {phase['phase']}" if phase else " while it started"
-
-
-def _seconds(started: str | None, ended: str | None) -> float:
-    """Seconds between two times in ISO 8601, the second now where there is none."""
-    if started is None:
-        return 0.0
-    until = dt.datetime.fromisoformat(ended) if ended else dt.datetime.now().astimezone()
-    return (until - dt.datetime.fromisoformat(started)).total_seconds()
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    with reading(file):
-        value = read_json(file)
-    return value if isinstance(value, dict) else {}
 
 
 def _version(file: Path) -> tuple[Path, int, int]:

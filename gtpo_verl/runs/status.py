@@ -49,7 +49,7 @@ def status_of(run_dir: Path) -> Status:
     Raises:
         UserError: the directory holds no training.
     """
-    record = (read_record(run_dir) or {}) if run_dir.is_dir() else {}
+    record = read_record(run_dir) if run_dir.is_dir() else {}
     if "attempts" not in record:
         raise UserError(_no_training(run_dir))
     state = state_of(run_dir)

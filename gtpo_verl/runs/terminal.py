@@ -13,8 +13,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from gtpo_verl.files import read_lines_from
-from gtpo_verl.runs.directory import METRICS_FILE, read_metrics_from
+from gtpo_verl.files import read_json_lines_from, read_lines_from
+from gtpo_verl.runs.directory import METRICS_FILE
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -164,7 +164,7 @@ def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[No
             if text not in shown:
                 shown.add(text)
                 say(f"warning: {text}")
-        written, metrics = read_metrics_from(run_dir, metrics)
+        written, metrics = read_json_lines_from(run_dir / METRICS_FILE, metrics)
         for step in written:
             say(f"step {step['step']}/{steps or '?'}: {describe(step['step'], step['data'])}")
 

@@ -11,7 +11,6 @@ from gtpo_verl.config import choices, compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.experiments.cost import cost_of
-from gtpo_verl.experiments.scheduler import sweep_lock
 from gtpo_verl.experiments.sweep import (
     check_directory,
     compose_runs,
@@ -21,6 +20,7 @@ from gtpo_verl.experiments.sweep import (
     idle_axes,
 )
 from gtpo_verl.files import write_text
+from gtpo_verl.runs.lock import sweep_lock
 from gtpo_verl.runs.sweep import load, write
 
 CPU = ("setting=quickstart", "hardware=cpu")
@@ -86,7 +86,7 @@ def test_a_file_gives_axes_that_the_command_line_replaces() -> None:
         (["sweep=alpha", "sweep.retries=no"], "could not be converted to Integer"),
         (["seed=1,2", "sweep.retries=-1"], "must be 0 or more"),
         (["sweep=alpha", "sweep.baseline={seed:9}"], "seed=9 is not on an axis"),
-        (["seed=range(3"], "do not parse"),
+        (["seed=range(3"], "does not parse"),
         (["seed=range(1000000000)"], "1,000,000,000 runs, and at most sweep.max_runs=1,000 are begun"),
         (["algo=dapo,gtpo", "seed=range(501)"], "1,002 runs, and at most"),
         (["seed=1,2,3", "sweep.max_runs=2"], "3 runs, and at most sweep.max_runs=2"),
@@ -154,7 +154,7 @@ def test_a_sweep_that_was_killed_before_its_plan_was_written_goes_on(tmp_path: P
     """As while the embedded task is prepared, which takes minutes."""
     holder = (
         "import os, pathlib, sys\n"
-        "from gtpo_verl.experiments.scheduler import sweep_lock\n"
+        "from gtpo_verl.runs.lock import sweep_lock\n"
         "with sweep_lock(pathlib.Path(sys.argv[1])): os._exit(9)\n"
     )
     assert subprocess.run([sys.executable, "-c", holder, tmp_path], check=False).returncode == 9

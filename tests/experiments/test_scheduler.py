@@ -23,10 +23,11 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import run as command
 from gtpo_verl.experiments import scheduler as module
 from gtpo_verl.experiments.launchers import LocalLauncher
-from gtpo_verl.experiments.scheduler import Attempts, Scheduler, read_attempts, sweep_lock, unfinished
+from gtpo_verl.experiments.scheduler import Attempts, Scheduler, read_attempts, unfinished
 from gtpo_verl.experiments.status import RunStatus, progress_line, seconds_left, statuses, summary, table
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.directory import MetricsRecorder, write_record
+from gtpo_verl.runs.lock import sweep_lock
 from gtpo_verl.runs.state import RunState, state_of
 from gtpo_verl.runs.sweep import write
 

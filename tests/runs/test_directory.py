@@ -86,7 +86,7 @@ def test_reading_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_a_record_is_replaced_whole(tmp_path: Path) -> None:
-    assert read_record(tmp_path) is None
+    assert read_record(tmp_path) == {}
     write_record(tmp_path, {"status": "running"})
     write_record(tmp_path, {"status": "complete"})
     assert read_record(tmp_path) == {"status": "complete"}

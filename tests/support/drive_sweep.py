@@ -6,7 +6,8 @@ from pathlib import Path
 
 from gtpo_verl.experiments.axes import combinations
 from gtpo_verl.experiments.launchers import LocalLauncher
-from gtpo_verl.experiments.scheduler import Scheduler, sweep_lock
+from gtpo_verl.experiments.scheduler import Scheduler
+from gtpo_verl.runs.lock import sweep_lock
 from gtpo_verl.runs.sweep import Sweep, write
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_training.py")))

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -32,25 +33,30 @@ class RunWriter:
         steps: int = STEPS,
         **options: object,
     ) -> Path:
-        """A whole run; ``options`` go to `arm`."""
+        """A sweep over the algorithm alone, as a quickstart leaves it; ``options`` go to `arm`."""
         path = self.root / name
-        path.mkdir(parents=True)
         for arm in arms:
-            self.arm(path / arm, algorithm=arm, steps=steps, **options)
-        record = {
-            "name": name,
+            self.arm(path / arm, algorithm=arm, steps=steps, seed=7, record=status, **options)
+        about = {
             "created": "2025-11-20T13:05:41+00:00",
             "command": "gtpo-verl quickstart --output outputs/quickstart",
-            "versions": {"gtpo_verl": "0.1.0", "verl": "0.9.1", "vllm": "0.28.0", "torch": "2.13.0", "ray": "2.51.0"},
-            "hardware": "2 CPU cores, 8 GiB",
-            "arms": list(planned or arms),
-            "status": status,
             "notes": ["The model was warm-started on demonstrations with noise, so that it starts near 45 %."],
-            "seed": 7,
-            "settings": {"prompts a step": 24, "responses a prompt": 8, "learning rate": 3e-4, "response limit": 40},
+            "settings": {"task": "sums", "baseline accuracy": "0.450"},
         }
-        (path / "run.json").write_text(json.dumps(record))
+        self._sweep_file(path, {arm: [f"algo={arm}"] for arm in planned or arms}, {"algo": planned or arms}, about)
         return path
+
+    @staticmethod
+    def _sweep_file(path: Path, runs: dict, axes: dict, about: Mapping = MappingProxyType({})) -> None:
+        facts = {
+            "schema": 1,
+            "name": path.name,
+            "axes": {key: list(values) for key, values in axes.items()},
+            "baseline": {"algo": axes["algo"][0]},
+            "common": ["setting=quickstart"],
+            "runs": {run: {"overrides": overrides} for run, overrides in runs.items()},
+        }
+        (path / "sweep.json").write_text(json.dumps({**facts, **about}))
 
     def sweep(
         self,
@@ -84,15 +90,7 @@ class RunWriter:
             if status != "complete":
                 chosen["steps"] = STEPS // 2
             self.arm(path / run, record=status, **chosen)
-        facts = {
-            "schema": 1,
-            "name": name,
-            "axes": {"algo": list(arms), "seed": [str(seed) for seed in seeds]},
-            "baseline": {"algo": arms[0]},
-            "common": ["setting=quickstart"],
-            "runs": {run: {"overrides": overrides} for run, overrides in runs.items()},
-        }
-        (path / "sweep.json").write_text(json.dumps(facts))
+        self._sweep_file(path, runs, {"algo": arms, "seed": [str(seed) for seed in seeds]})
         return path
 
     def arm(
