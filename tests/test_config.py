@@ -12,7 +12,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import Algorithm, algorithm, algorithm_of, algorithms
-from gtpo_verl.algorithms.config import run_settings
+from gtpo_verl.algorithms.config import config_from, run_settings
 from gtpo_verl.config import (
     IN_RAY_JOB,
     check_path_in_job,
@@ -173,8 +173,8 @@ def test_a_preset_holds_the_values_of_its_config_class() -> None:
     config = compose_config(
         ["algo=gtpo_v6", "algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"]
     )
-    assert GTPOConfig.from_mapping(config.algorithm.gtpo) == GTPOConfig()
-    assert GRPOSConfig.from_mapping(config.algorithm.grpo_s) == GRPOSConfig()
+    assert config_from(GTPOConfig, config.algorithm.gtpo) == GTPOConfig()
+    assert config_from(GRPOSConfig, config.algorithm.grpo_s) == GRPOSConfig()
 
 
 @pytest.mark.parametrize("name", EACH)

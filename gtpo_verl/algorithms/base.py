@@ -7,23 +7,16 @@ of the old policy, have no gradient, and are 0 outside the mask. A method turns 
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.checks import check_rewards
-from gtpo_verl.algorithms.config import choice
+from gtpo_verl.algorithms.checks import check_finite
 from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO
 
 CHANGED = 1e-5  # of A0, what is more than round-off
 SCOPES = ("batch", "group", "response")
-
-
-def check_scope(scope: Any, *allowed: str) -> None:
-    """Refuse a `scope` that is none of the `allowed` ones, or of `SCOPES`."""
-    choice("scope", scope, allowed or SCOPES)
 
 
 def dtype_of(batch: Batch) -> torch.dtype:
@@ -33,15 +26,12 @@ def dtype_of(batch: Batch) -> torch.dtype:
 
 
 def shaped_reward(batch: Batch) -> torch.Tensor:
-    """R (B,): the reward with the length penalty.
-
-    Raises ValueError for a response with tokens whose reward is not finite or beyond `LARGEST_REWARD`.
-    """
+    """R (B,): the reward with the length penalty. Raises ValueError for one that is not finite, or too large."""
     assert batch.rewards is not None
     R = batch.rewards.detach().to(dtype_of(batch))
     if batch.length_penalty is not None:
         R = R + batch.length_penalty.to(R.dtype)
-    check_rewards(R, (batch.response_mask != 0).any(1).nonzero().squeeze(1))
+    check_finite("reward", R, (batch.response_mask != 0).any(1).nonzero().squeeze(1))
     return R
 
 
@@ -62,10 +52,7 @@ def entropies(batch: Batch) -> torch.Tensor:
 
 
 def log_probs(batch: Batch) -> torch.Tensor:
-    """log π (B, T), at least float32; round-off above 0 is 0.
-
-    Raises ValueError for log-probabilities inside the mask that are not finite, with the first row and position.
-    """
+    """log π (B, T), at least float32; round-off above 0 is 0. Raises ValueError for one that is not finite."""
     assert batch.old_log_probs is not None
     mask = batch.response_mask != 0
     values = torch.where(mask, _at_least_float32(batch.old_log_probs.detach()), 0.0)

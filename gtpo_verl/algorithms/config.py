@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from gtpo_verl.errors import did_you_mean
 
@@ -32,11 +32,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
-    """Build a config dataclass from a mapping such as a Hydra node; an unknown key is refused with the nearest known
-    one.
-
-    Raises ValueError for an unknown key or an impossible value.
-    """
+    """A config from a mapping such as a Hydra node. Raises ValueError for an unknown key or an impossible value."""
     known = [item.name for item in fields(kind)]  # type: ignore[arg-type]
     for key in mapping:
         if key not in known:
@@ -94,8 +90,7 @@ class ShapingConfig:
         for item in fields(self):
             if item.name in _CHOICES:
                 choice(item.name, getattr(self, item.name), _CHOICES[item.name])
-        if not isinstance(self.preserve_sign, bool):
-            raise ValueError(f"preserve_sign must be true or false, got {self.preserve_sign!r}")
+        flag("preserve_sign", self.preserve_sign)
         if self.entropy_clip is not None:
             object.__setattr__(self, "entropy_clip", interval("entropy_clip", self.entropy_clip))
         if number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
@@ -103,7 +98,7 @@ class ShapingConfig:
                 f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got "
                 f"{self.entropy_floor}"
             )
-        check_lengths(self.max_length, self.cache_length, self.length_denominator)
+        check_lengths(self.max_length, self.cache_length)
         check_gamma(self.gamma)
 
     @property
@@ -111,18 +106,11 @@ class ShapingConfig:
         """Whether the entropies of all groups are compared."""
         return self.scope == "batch"
 
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """See `config_from`."""
-        return config_from(cls, mapping)
 
-
-def check_lengths(max_length: int, cache_length: int, denominator: str) -> None:
+def check_lengths(max_length: int, cache_length: int) -> None:
     """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
-    choice("length_denominator", denominator, _CHOICES["length_denominator"])
-    for name, value in (("max_length", max_length), ("cache_length", cache_length)):
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"{name} must be a positive number of tokens, got {value!r}")
+    whole("max_length", max_length)
+    whole("cache_length", cache_length)
     if cache_length > max_length:
         raise ValueError(f"cache_length must not exceed max_length, got {cache_length} > {max_length}")
 
@@ -131,6 +119,18 @@ def check_gamma(gamma: float) -> None:
     """Refuse a γ1 outside (0.5, 1]: easy (share >= γ1) and hard (share <= 1 - γ1) groups would overlap."""
     if not 0.5 < number("gamma", gamma) <= 1:
         raise ValueError(f"gamma must be in (0.5, 1], else easy and hard groups overlap, got {gamma}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse a setting that is not a bool."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def whole(name: str, value: Any) -> None:
+    """Refuse a setting that is no whole number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
@@ -151,9 +151,8 @@ def within(name: str, value: Any, low: float, high: float, *, open_ends: bool = 
 
 def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
     """Refuse a base reward and an entropy weight that are negative or both 0; warn of a sum that is not a usual one."""
-    for name, value in ((base_name, base), (weight_name, weight)):
-        if number(name, value) < 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+    within(base_name, base, 0, math.inf)
+    within(weight_name, weight, 0, math.inf)
     if base + weight == 0:
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
     if all(abs(base + weight - usual) > 1e-9 for usual in USUAL_SUMS):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import check_scope, dapo_advantages, entropies, output, scopes
+from gtpo_verl.algorithms.base import dapo_advantages, entropies, output, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, within
 from gtpo_verl.algorithms.gtpo import GTPO
@@ -42,7 +42,7 @@ class ShuffledConfig:
 
     def __post_init__(self) -> None:
         choice("side", self.side, ("wrong", "both"))
-        check_scope(self.scope, "group", "batch")
+        choice("scope", self.scope, ("group", "batch"))
 
 
 def _gtpo_shuffled(batch: Batch, config: ShuffledConfig) -> AdvantageOutput:

@@ -6,13 +6,13 @@ blame (`entropy_bonus`), more (`eapo`), or what the setting says (`polarity_entr
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import check_scope, dapo_advantages, entropies, output, over_scope
+from gtpo_verl.algorithms.base import SCOPES, dapo_advantages, entropies, output, over_scope
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import number, within
+from gtpo_verl.algorithms.config import choice, number, within
 from gtpo_verl.algorithms.registry import Algorithm
 
 
@@ -67,7 +67,7 @@ class EAPOConfig:
             raise ValueError(
                 f"alpha / phi must be below 1, else advantages turn their sign, got {self.alpha} / {self.phi}"
             )
-        check_scope(self.scope)
+        choice("scope", self.scope, SCOPES)
 
 
 def _eapo(batch: Batch, config: EAPOConfig) -> AdvantageOutput:
@@ -92,16 +92,7 @@ def _spread(values: torch.Tensor) -> torch.Tensor:
     return torch.where(differ, values.std(correction=0), 0.0)
 
 
-EAPO = Algorithm(
-    name="eapo",
-    label="EAPO",
-    level="token",
-    needs=frozenset({"entropy", "rewards"}),
-    config=EAPOConfig,
-    compute=_eapo,
-    guide="dapo",
-    advantage_ns=92.0,
-)
+EAPO = replace(ENTROPY_BONUS, name="eapo", label="EAPO", config=EAPOConfig, compute=_eapo, advantage_ns=92.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +109,7 @@ class PolarityEntropyConfig:
     def __post_init__(self) -> None:
         number("lambda_correct", self.lambda_correct)
         number("lambda_wrong", self.lambda_wrong)
-        check_scope(self.scope)
+        choice("scope", self.scope, SCOPES)
 
 
 def _polarity_entropy(batch: Batch, config: PolarityEntropyConfig) -> AdvantageOutput:
@@ -134,13 +125,11 @@ def _polarity_entropy(batch: Batch, config: PolarityEntropyConfig) -> AdvantageO
     return output(A0 * (1 + lambdas * excess).clamp(min=0), A0, batch)
 
 
-POLARITY_ENTROPY = Algorithm(
+POLARITY_ENTROPY = replace(
+    ENTROPY_BONUS,
     name="polarity_entropy",
     label="Polarity entropy",
-    level="token",
-    needs=frozenset({"entropy", "rewards"}),
     config=PolarityEntropyConfig,
     compute=_polarity_entropy,
-    guide="dapo",
     advantage_ns=71.0,
 )

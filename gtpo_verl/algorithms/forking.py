@@ -9,11 +9,11 @@ policy: the old policy's are the same in the first update of a step. The later t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import check_scope, dapo_advantages, entropies, highest, output, quantile, scopes
+from gtpo_verl.algorithms.base import SCOPES, dapo_advantages, entropies, highest, output, quantile, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, within
 from gtpo_verl.algorithms.registry import Algorithm
@@ -44,7 +44,7 @@ class ForkingConfig:
         within("ratio", self.ratio, 0, 1)
         if self.ratio == 0:
             raise ValueError("ratio must be above 0: no token would be kept")
-        check_scope(self.scope)
+        choice("scope", self.scope, SCOPES)
         choice("rule", self.rule, ("threshold", "topk"))
         choice("select", self.select, ("top", "bottom"))
         choice("polarity", self.polarity, ("both", "correct", "wrong"))
@@ -101,13 +101,11 @@ FORK20 = Algorithm(
     advantage_ns=126.0,
 )
 
-RANDOM20 = Algorithm(
+RANDOM20 = replace(
+    FORK20,
     name="random20",
     label="DAPO, random tokens",
-    level="token",
     needs=frozenset({"rewards"}),
-    config=ForkingConfig,
     compute=_masked(_random),
-    guide="dapo",
     advantage_ns=117.0,
 )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_rewards, check_tokens
+from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_finite, check_tokens
 from gtpo_verl.algorithms.groups import groups_of, one_thread
 from gtpo_verl.algorithms.metrics import CreditMetrics
 from gtpo_verl.algorithms.normalization import Moments, Normalizer
@@ -45,7 +45,7 @@ def grpo_advantages(
                 H = torch.where(members.mask, members.take(entropy).double(), 0.0)
                 check_entropies(H, members, entropy.dtype)
                 metrics.add_entropies(members, H, members.mask)
-            check_rewards(reward, members.rows)
+            check_finite("reward", reward, members.rows)
             R = reward[members.rows, None].double()
             plus, minus = (Moments.of(R[side]) for side in members.sides)
             metrics.add_rewards((plus, minus))

@@ -5,8 +5,6 @@ All return losses that are not yet averaged, so that whoever calls them decides 
 metrics as tensors without gradient. Masked positions may hold anything, NaN included, and receive no gradient.
 """
 
-from typing import Literal
-
 import torch
 
 # The ratio of a token enters as exp(log ratio); beyond e^20 it is a numerical accident, and verl cuts it there as well.
@@ -58,7 +56,7 @@ def sequence_loss(
     response_mask: torch.Tensor,
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.28,
-    ratio: Literal["arithmetic", "geometric"] = "arithmetic",
+    ratio: str = "arithmetic",
 ) -> tuple[torch.Tensor, Metrics]:
     """Per-sequence clipped surrogate: -min(ŵ A, clip(ŵ, 1 - ε_low, 1 + ε_high) A).
 
@@ -176,65 +174,39 @@ def mixed_loss(
     clip_ratio_c: float | None = None,
     clip: str = "dapo",
     shape_gamma: float | None = None,
+    ratio: str = "token",
 ) -> tuple[torch.Tensor, Metrics]:
-    """`token_loss` on own rows; on guide rows the same (`clip=dapo`), or -r̂ A without a clip, or with the shaping
-    -f(r̂) A, f(r̂) = r̂ / (r̂ + γ).
+    """`token_loss`, or `sequence_loss`, on own rows; on guide rows the same (`clip=dapo`), or -r̂ A without a clip, or
+    with the shaping -f(r̂) A, f(r̂) = r̂ / (r̂ + γ).
 
-    log_prob, old_log_prob, advantages, response_mask: (B, T); `old_log_prob` is the denominator: of own rows the old
-    policy's, of guide rows what `GuideConfig.ratio` says, 0 for π_φ = 1. guide: (B,) bool.
-    clip_ratio_low, clip_ratio_high, clip_ratio_c: as for `token_loss`. clip, shape_gamma: as in `GuideConfig`.
-    Returns the losses (B, T), 0 outside the mask, and the metrics of `token_loss` over the tokens of own rows.
+    log_prob, old_log_prob, advantages, response_mask: as for that loss; `old_log_prob` is the denominator: of own rows
+    the old policy's, of guide rows what `GuideConfig.ratio` says, 0 for π_φ = 1. guide: (B,) bool.
+    clip_ratio_low, clip_ratio_high, clip_ratio_c: as for that loss. clip, shape_gamma: as in `GuideConfig`.
+    ratio: `token` for `token_loss`, else the `ratio` of `sequence_loss`.
+    Returns the losses, (B, T) or (B,), 0 outside the mask, and the metrics over own rows.
     Raises ValueError for impossible clip ratios.
     Source: inferred for arXiv 2507.12931; the shaping and eq. 4, after which it is inferred, are LUFFY's (arXiv
     2504.14945). docs/guides/mixed-policy.md.
     """
     mask = response_mask != 0
     on_guide = guide[:, None] & mask
-    clips = clip_ratio_low, clip_ratio_high, clip_ratio_c
-    losses, metrics = token_loss(log_prob, old_log_prob, advantages, mask & ~on_guide, *clips)
+
+    def clipped(among: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        if ratio == "token":
+            return token_loss(log_prob, old_log_prob, advantages, among, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+        return sequence_loss(log_prob, old_log_prob, advantages, among, clip_ratio_low, clip_ratio_high, ratio)
+
+    losses, metrics = clipped(mask & ~on_guide)
+    guided = on_guide if ratio == "token" else on_guide.any(1)
     if clip == "dapo":
-        of_guide, _ = token_loss(log_prob, old_log_prob, advantages, on_guide, *clips)
+        of_guide, _ = clipped(on_guide)
     else:
-        ratio, A = _ratio_and_advantages(log_prob, old_log_prob, advantages, on_guide)
-        of_guide = -A * _shaped(ratio, shape_gamma)
-    return torch.where(on_guide, of_guide, losses), metrics
-
-
-def mixed_sequence_loss(
-    log_prob: torch.Tensor,
-    old_log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    guide: torch.Tensor,
-    clip_ratio_low: float = 0.2,
-    clip_ratio_high: float = 0.28,
-    ratio: Literal["arithmetic", "geometric"] = "arithmetic",
-    clip: str = "dapo",
-    shape_gamma: float | None = None,
-) -> tuple[torch.Tensor, Metrics]:
-    """`sequence_loss` on own rows; on guide rows the same (`clip=dapo`), or -ŵ A without a clip, or -f(ŵ) A with
-    f(ŵ) = ŵ / (ŵ + γ), ŵ the mean of the ratios to the guide.
-
-    Arguments as for `sequence_loss` and `mixed_loss`. Returns the losses (B,), 0 for an empty response, and the metrics
-    of `sequence_loss` over own rows.
-    Raises ValueError for impossible clip ratios or an unknown `ratio`.
-    Source: inferred, as `mixed_loss`.
-    """
-    mask = response_mask != 0
-    on_guide = guide[:, None] & mask
-    clips = clip_ratio_low, clip_ratio_high
-    losses, metrics = sequence_loss(log_prob, old_log_prob, advantages, mask & ~on_guide, *clips, ratio)
-    if clip == "dapo":
-        of_guide, _ = sequence_loss(log_prob, old_log_prob, advantages, on_guide, *clips, ratio)
-    else:
-        ratios = _sequence_ratios(_log_ratio(log_prob, old_log_prob, on_guide), on_guide, ratio)
-        of_guide = torch.where(on_guide.any(1), -advantages.detach() * _shaped(ratios, shape_gamma), 0.0)
-    return torch.where(guide, of_guide, losses), metrics
-
-
-def _shaped(ratio: torch.Tensor, gamma: float | None) -> torch.Tensor:
-    """LUFFY's shaping f(r̂) = r̂ / (r̂ + γ), or r̂ without a γ."""
-    return ratio if gamma is None else ratio / (ratio + gamma)
+        log_ratio = _log_ratio(log_prob, old_log_prob, on_guide)
+        r = log_ratio.exp() if ratio == "token" else _sequence_ratios(log_ratio, on_guide, ratio)
+        if shape_gamma is not None:
+            r = r / (r + shape_gamma)
+        of_guide = -torch.where(guided, advantages, 0.0).detach() * r
+    return torch.where(guided, of_guide, losses), metrics
 
 
 def _sequence_ratios(log_ratio: torch.Tensor, mask: torch.Tensor, ratio: str) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 
 from gtpo_verl.algorithms.base import dapo_advantages, shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, config_from, number
+from gtpo_verl.algorithms.config import choice, config_from, flag, number, whole
+from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
 from gtpo_verl.algorithms.normalization import STD_EPSILON, Moments
@@ -72,15 +73,12 @@ class GuideConfig:
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             choice(name, getattr(self, name), allowed)
-        for name in ("n_off", "n_zero", "last_step", "replicas", "tensor_parallel_size"):
-            value = getattr(self, name)
-            if name == "last_step" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, got {value}")
-        for name in ("drop_wrong", "in_entropy_stats"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("n_off", "n_zero", "replicas", "tensor_parallel_size"):
+            whole(name, getattr(self, name))
+        if self.last_step is not None:
+            whole("last_step", self.last_step)
+        flag("drop_wrong", self.drop_wrong)
+        flag("in_entropy_stats", self.in_entropy_stats)
         if self.in_entropy_stats and self.adv_scope != "union":
             raise ValueError("in_entropy_stats=true makes guide rows like any other: set adv_scope=union")
         if self.source == "server" and not self.model:
@@ -131,11 +129,7 @@ class GuideConfig:
 
 
 def guide_config(settings: Mapping[str, Any]) -> GuideConfig:
-    """The guide of a run, from `algorithm.guide`.
-
-    Raises:
-        UserError: an unknown key or an impossible value.
-    """
+    """The guide of a run, from `algorithm.guide`. Raises UserError for an unknown key or an impossible value."""
     try:
         return config_from(GuideConfig, settings)
     except ValueError as error:
@@ -156,8 +150,7 @@ def on_only_advantages(
     Source: inferred; LUFFY's code has it (`grpo_split`).
     """
     A = torch.zeros_like(rewards)
-    for ident in group.unique():
-        rows = (group == ident).nonzero().squeeze(1)
+    for rows in group_rows(group):
         own = Moments.of(rewards[rows[~guide[rows]]])
         if not own.count:
             continue

@@ -35,11 +35,6 @@ class Moments:
         low, high, m2 = torch.stack([*deviations.aminmax(), deviations.square().sum()]).tolist()
         return cls(count, mean, m2, mean + low, mean + high)
 
-    @classmethod
-    def zeros(cls, count: int) -> Self:
-        """A set of `count` zeros."""
-        return cls(count)
-
     def join(self, other: "Moments") -> "Moments":
         """Both sets together (Chan, Golub and LeVeque): no difference of large sums, so nothing cancels."""
         if not self.count or not other.count:
@@ -91,8 +86,9 @@ def normalizers(
     normalization, negatives: as in `ShapingConfig`. eps: as for `Moments.std`.
     Source: arXiv 2508.04349, early eqs. 4, 16, 17 and late eq. 6; `joint` is ours.
     """
-    plus_and_zeros = plus.join(Moments.zeros(minus.count))
-    minus_and_zeros = minus.join(Moments.zeros(plus.count))
+    # Moments(n) are those of n zeros.
+    plus_and_zeros = plus.join(Moments(minus.count))
+    minus_and_zeros = minus.join(Moments(plus.count))
     if normalization == "all" and negatives == "zero":  # early (4): one set, in which wrong tokens have r = 0
         return Normalizer.over(plus_and_zeros, eps), Normalizer.over(plus_and_zeros, eps)
     if normalization == "all":  # early (16) for correct, (17) for wrong: each side with one 0 per token of the other

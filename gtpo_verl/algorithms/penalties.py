@@ -5,8 +5,8 @@ D).
 import torch
 
 from gtpo_verl.algorithms.batch import Batch
-from gtpo_verl.algorithms.checks import check_group_type, check_verdicts
-from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths
+from gtpo_verl.algorithms.checks import check_bool, check_group_type
+from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths, choice
 from gtpo_verl.algorithms.groups import response_lengths
 
 
@@ -22,7 +22,8 @@ def soft_overlong_penalty(
     Raises ValueError unless 0 < cache_length <= max_length.
     Source: DAPO (arXiv 2503.14476) eq. 13; arXiv 2508.04349, early eq. 14.
     """
-    check_lengths(max_length, cache_length, denominator)
+    choice("denominator", denominator, ("cache", "max"))
+    check_lengths(max_length, cache_length)
     exact = lengths if lengths.is_floating_point() else lengths.double()
     free = max_length - cache_length  # L2 - L1
     slope = (free - exact) / (cache_length if denominator == "cache" else max_length)
@@ -44,7 +45,7 @@ def group_relative_overlong_penalty(
     """
     check_gamma(gamma)
     check_group_type(group)
-    check_verdicts(correct)
+    check_bool("correct", correct)
     for name, tensor in (("correct", correct), ("group", group)):
         if tensor.shape != lengths.shape:
             raise ValueError(f"{name} must have the shape of lengths {tuple(lengths.shape)}, got {tuple(tensor.shape)}")

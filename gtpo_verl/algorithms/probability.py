@@ -1,7 +1,7 @@
 """DAPO's advantage reshaped by the probability π of the sampled token: `ar`, `prob_mask`, `stare_o1` and `stare_c2`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,15 +62,8 @@ def _prob_mask(batch: Batch, config: ProbMaskConfig) -> AdvantageOutput:
     return output(A0 * kept, A0, batch, kept)
 
 
-PROB_MASK = Algorithm(
-    name="prob_mask",
-    label="Probability mask",
-    level="token",
-    needs=frozenset({"rewards", "old_log_probs"}),
-    config=ProbMaskConfig,
-    compute=_prob_mask,
-    guide="dapo",
-    advantage_ns=74.0,
+PROB_MASK = replace(
+    AR, name="prob_mask", label="Probability mask", config=ProbMaskConfig, compute=_prob_mask, advantage_ns=74.0
 )
 
 
@@ -122,24 +115,14 @@ def _stare(batch: Batch, config: StareConfig) -> AdvantageOutput:
     return output(weight * A0, A0, batch)
 
 
-STARE_O1 = Algorithm(
+STARE_O1 = replace(
+    AR,
     name="stare_o1",
     label="STARE O1",
-    level="token",
     needs=frozenset({"entropy", "rewards", "old_log_probs"}),
     config=StareConfig,
     compute=_stare,
-    guide="dapo",
     advantage_ns=80.0,
 )
 
-STARE_C2 = Algorithm(
-    name="stare_c2",
-    label="STARE C2",
-    level="token",
-    needs=STARE_O1.needs,
-    config=StareC2Config,
-    compute=_stare,
-    guide="dapo",
-    advantage_ns=80.0,
-)
+STARE_C2 = replace(STARE_O1, name="stare_c2", label="STARE C2", config=StareC2Config)

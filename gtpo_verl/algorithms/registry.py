@@ -4,22 +4,19 @@ A method of this package is listed in `_BUILT_IN`; another package adds one by a
 `gtpo_verl.algorithms` whose value is an `Algorithm`.
 """
 
-import importlib
 import importlib.metadata
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.checks import check_batch, check_tokens
-from gtpo_verl.algorithms.config import config_from
+from gtpo_verl.algorithms.config import choice, config_from
 from gtpo_verl.errors import UserError, did_you_mean
 
 ENTRY_POINTS = "gtpo_verl.algorithms"
-LEVELS = ("token", "sequence", "outcome")
-GUIDE_RULES = ("alike", "dapo", "unshaped")
 INPUTS = ("entropy", "rewards", "old_log_probs")
 
 # The order is that of tables and plots: the baseline first.
@@ -107,12 +104,9 @@ class Algorithm:
     style: Style | None = None
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"level of {self.name} must be one of {', '.join(LEVELS)}, got {self.level!r}")
-        if self.guide is not None and self.guide not in GUIDE_RULES:
-            raise ValueError(
-                f"guide of {self.name} must be one of {', '.join(GUIDE_RULES)} or None, got {self.guide!r}"
-            )
+        choice(f"level of {self.name}", self.level, ("token", "sequence", "outcome"))
+        if self.guide is not None:
+            choice(f"guide of {self.name}", self.guide, ("alike", "dapo", "unshaped"))
         unknown = self.needs - set(INPUTS)
         if unknown:
             raise ValueError(f"{self.name} needs {', '.join(sorted(unknown))}: a batch has {', '.join(INPUTS)}")
@@ -172,7 +166,9 @@ def algorithms() -> Mapping[str, Algorithm]:
         UserError: two methods have one name, or an entry point does not give an `Algorithm`.
     """
     found: dict[str, Algorithm] = {}
-    for place, entry in [*_built_in(), *_from_other_packages()]:
+    own = [importlib.metadata.EntryPoint("gtpo_verl", place, ENTRY_POINTS) for place in _BUILT_IN]
+    for point in [*own, *importlib.metadata.entry_points(group=ENTRY_POINTS)]:
+        entry, place = point.load(), f"entry point {point.name} = {point.value}"
         if not isinstance(entry, Algorithm):
             raise UserError(
                 f"{place} is a {type(entry).__name__}: an entry point of {ENTRY_POINTS} must be an Algorithm."
@@ -207,14 +203,3 @@ def algorithm_of(config: Mapping[str, Any]) -> Algorithm | None:
     same = [entry for entry in algorithms().values() if entry.estimator == estimator]
     exact = [entry for entry in same if (entry.loss, entry.aggregation) == objective]
     return next(iter([*exact, *same]), None)
-
-
-def _built_in() -> Iterable[tuple[str, Any]]:
-    for place in _BUILT_IN:
-        module, _, name = place.partition(":")
-        yield place, getattr(importlib.import_module(module), name)
-
-
-def _from_other_packages() -> Iterable[tuple[str, Any]]:
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        yield f"entry point {point.name} = {point.value}", point.load()

@@ -4,20 +4,13 @@ Both give a correct response of low entropy more credit, the opposite of GRPO-S,
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import (
-    check_scope,
-    dapo_advantages,
-    entropies,
-    output,
-    response_means,
-    scopes,
-)
+from gtpo_verl.algorithms.base import dapo_advantages, entropies, output, response_means, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import interval, within
+from gtpo_verl.algorithms.config import choice, interval, within
 from gtpo_verl.algorithms.registry import Algorithm
 
 FLOOR = 1e-6  # nats, of a mean entropy that is divided by
@@ -34,7 +27,7 @@ class EDAConfig:
     clamp: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        check_scope(self.scope, "group", "batch")
+        choice("scope", self.scope, ("group", "batch"))
         if self.clamp is None:
             return
         bounds = interval("clamp", self.clamp)
@@ -101,12 +94,4 @@ def _empg(batch: Batch, config: EMPGConfig) -> AdvantageOutput:
     return output(torch.where(mask, A - A[whole].mean(), 0.0), A0, batch)
 
 
-EMPG = Algorithm(
-    name="empg",
-    label="EMPG",
-    level="sequence",
-    needs=frozenset({"entropy", "rewards"}),
-    config=EMPGConfig,
-    compute=_empg,
-    advantage_ns=90.0,
-)
+EMPG = replace(EDA, name="empg", label="EMPG", config=EMPGConfig, compute=_empg, guide=None, advantage_ns=90.0)

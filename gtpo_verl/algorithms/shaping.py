@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput
-from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_penalty, check_tokens
+from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_finite, check_tokens
 from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.algorithms.groups import Group, groups_of, one_thread
 from gtpo_verl.algorithms.metrics import CreditMetrics
@@ -76,7 +76,7 @@ class ShapedBatch:
         for group in self._groups():
             H, own = self._entropies(group)
             if self.length_penalty is not None:
-                check_penalty(self.length_penalty, group.rows[: group.n])
+                check_finite("length_penalty", self.length_penalty, group.rows[: group.n])
             alive = own.any(1)
             metrics.add_group(group.ends[alive], self.correct[group.rows[alive]])
             metrics.add_entropies(group, H, own, self.config.entropy_floor)

@@ -7,17 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import (
-    check_scope,
-    dapo_advantages,
-    dtype_of,
-    entropies,
-    output,
-    over_scope,
-    shaped_reward,
-)
+from gtpo_verl.algorithms.base import dapo_advantages, dtype_of, entropies, output, over_scope, shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import within
+from gtpo_verl.algorithms.config import choice, within
 from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.normalization import Moments, Normalizer
 from gtpo_verl.algorithms.registry import Algorithm
@@ -135,7 +127,7 @@ class ZVPConfig:
 
     def __post_init__(self) -> None:
         within("alpha", self.alpha, 0, math.inf)
-        check_scope(self.max_scope, "response", "group")
+        choice("max_scope", self.max_scope, ("response", "group"))
 
 
 def _rl_zvp(batch: Batch, config: ZVPConfig) -> AdvantageOutput:

@@ -25,7 +25,6 @@ from gtpo_verl.algorithms.losses import (
     ce_gppo_loss,
     dcpo_clip_loss,
     mixed_loss,
-    mixed_sequence_loss,
 )
 from gtpo_verl.errors import UserError
 
@@ -90,17 +89,17 @@ def grpo_s_policy_loss(
             "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
         )
     guided = _guided_rows(log_prob)
-    losses, metrics = mixed_sequence_loss(
+    losses, metrics = mixed_loss(
         log_prob,
         old_log_prob,
         one_per_response(advantages, response_mask),
         response_mask,
         guided.rows,
-        clip_ratio_low=settings.seq_clip_ratio_low,
-        clip_ratio_high=settings.seq_clip_ratio_high,
-        ratio="geometric" if settings.seq_ratio == "geometric" else "arithmetic",
+        settings.seq_clip_ratio_low,
+        settings.seq_clip_ratio_high,
         clip=guided.clip,
         shape_gamma=guided.shape_gamma,
+        ratio=settings.seq_ratio,
     )
     # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.
     tokens = losses.unsqueeze(1).expand_as(log_prob)
@@ -132,9 +131,7 @@ def _register_token_loss(
             old_log_prob,
             advantages,
             response_mask,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            clip_ratio_c=config.clip_ratio_c,
+            *(config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c),
             **{key: config.policy_loss[key] for key in settings},
         )
         return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
@@ -194,7 +191,7 @@ def _mixed_loss(
     old_log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    **clip_ratios: Any,
+    *clip_ratios: Any,
 ) -> tuple[torch.Tensor, Metrics]:
     """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's."""
     guided = _guided_rows(log_prob)
@@ -204,9 +201,9 @@ def _mixed_loss(
         advantages,
         response_mask,
         guided.rows,
+        *clip_ratios,
         clip=guided.clip,
         shape_gamma=guided.shape_gamma,
-        **clip_ratios,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gtpo_verl.algorithms import grpo_advantages
-from gtpo_verl.algorithms.losses import mixed_loss, mixed_sequence_loss, sequence_loss, token_loss
+from gtpo_verl.algorithms.losses import mixed_loss, sequence_loss, token_loss
 from gtpo_verl.algorithms.mixed_policy import GuideConfig, guide_metrics, on_only_advantages
 
 CLIP = (0.2, 0.28, 10.0)
@@ -169,9 +169,7 @@ def test_every_sequence_and_its_gradient_against_the_loop(clip: str, gamma: floa
         new, old, advantages, mask, guide = policies(seed)
         A = advantages[:, 0]
         spoiled = torch.where(mask, old, math.nan)
-        losses, metrics = mixed_sequence_loss(
-            new, spoiled, A, mask, guide, *CLIP[:2], ratio=ratio, clip=clip, shape_gamma=gamma
-        )
+        losses, metrics = mixed_loss(new, spoiled, A, mask, guide, *CLIP[:2], ratio=ratio, clip=clip, shape_gamma=gamma)
         losses.sum().backward()
         again = new.detach().clone().requires_grad_()
         expected = torch.zeros_like(losses)
@@ -193,7 +191,9 @@ def test_every_sequence_and_its_gradient_against_the_loop(clip: str, gamma: floa
 
 def test_without_guide_rows_it_is_the_sequence_loss_bit_for_bit() -> None:
     new, old, advantages, mask, guide = policies(2, torch.float32)
-    losses, metrics = mixed_sequence_loss(new, old, advantages[:, 0], mask, torch.zeros_like(guide), clip="none")
+    losses, metrics = mixed_loss(
+        new, old, advantages[:, 0], mask, torch.zeros_like(guide), clip="none", ratio="arithmetic"
+    )
     expected, its_metrics = sequence_loss(new, old, advantages[:, 0], mask)
     assert torch.equal(losses, expected)
     assert metrics == its_metrics

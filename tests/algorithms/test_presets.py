@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gtpo_verl.algorithms import GRPOSConfig, GTPOConfig
+from gtpo_verl.algorithms.config import config_from
 from gtpo_verl.config import compose_config
 
 TABLE = {
@@ -38,7 +39,7 @@ def test_preset_is_the_published_version(name: str):
     assert config.actor_rollout_ref.actor.loss_agg_mode == aggregation
     # All other settings are the defaults of the configuration class.
     expected = kind(**{"length_penalty": "soft"} | settings)
-    assert kind.from_mapping(OmegaConf.to_container(config.algorithm[estimator])) == expected
+    assert config_from(kind, OmegaConf.to_container(config.algorithm[estimator])) == expected
 
 
 @pytest.mark.parametrize(("name", "aggregation"), [("grpo", "seq-mean-token-mean"), ("dapo", "token-mean")])

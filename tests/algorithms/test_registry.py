@@ -73,7 +73,7 @@ def test_an_unknown_name_is_answered_with_the_closest() -> None:
 def test_a_setting_that_cannot_be_names_the_rule() -> None:
     with pytest.raises(UserError, match=r"algorithm\.gtpo: .*no setting 'alpa2'; did you mean alpha2"):
         algorithm("gtpo").configure({"alpa2": 1})
-    with pytest.raises(UserError, match=r"algorithm\.gtpo: alpha2 must not be negative"):
+    with pytest.raises(UserError, match=r"algorithm\.gtpo: alpha2 must be in \[0, inf\], got -1"):
         algorithm("gtpo").configure({"alpha2": -1})
 
 

@@ -1,9 +1,11 @@
 """Time: identities of the estimate, overriding and measuring assumptions."""
 
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,7 +120,8 @@ def test_the_arms_of_a_plan_are_the_registered_methods(run: Run) -> None:
 def mine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A method that another package brings."""
     entry = replace(algorithm("gtpo"), name="mine", label="Mine", advantage_ns=1000.0)
-    monkeypatch.setattr(registry, "_from_other_packages", lambda: [("mine", entry)])
+    point = SimpleNamespace(name="mine", value="mine:ENTRY", load=lambda: entry)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
     registry.algorithms.cache_clear()
     yield
     registry.algorithms.cache_clear()
