@@ -1,14 +1,7 @@
 """What we use of verl, vLLM, TransferQueue and Ray, and which of it another release has moved.
 
-``contract.yaml`` has a line for every symbol of theirs that the plugin calls, overrides or subclasses. This module
-reads the same symbols from source, without importing anything: a tree of another release needs neither its dependencies
-nor our trust. ``tests/integrations/test_contract.py`` holds what is read against ``inspect`` for all that is installed.
-
-    python -m gtpo_verl.integrations.contract /path/to/verl        # `make upstream VERL=/path/to/verl`
-
-prints a line for each symbol that is not as the contract says. The exit code is 1 if something we need is gone, and 0
-if nothing moved or there is only more, such as a further parameter with a default. What this cannot see is a symbol
-that has kept its form and changed its meaning: that is for the tests.
+``contract.yaml`` has a line for every symbol of theirs that the plugin calls, overrides or subclasses. Another release
+is read as source, so it needs neither its dependencies nor our trust (`make upstream VERL=/path/to/verl`).
 """
 
 import argparse
@@ -30,6 +23,11 @@ def load_contract() -> Contract:
 
     contract: Contract = yaml.safe_load(Path(__file__).with_name("contract.yaml").read_text())
     return contract
+
+
+def contract_of(*packages: str) -> Contract:
+    """The part of the contract that is about these packages."""
+    return {module: names for module, names in load_contract().items() if module.split(".")[0] in packages}
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ def newer(name: str, tested: tuple[str, str]) -> Newer | None:
     version = installed_version(name)
     if version is None or not is_newer(version, tested):
         return None
-    contract = {module: names for module, names in load_contract().items() if module.split(".")[0] == name}
+    contract = contract_of(name)
     gone = [one for one in moved(contract, Source.installed()) if one.gone]
     used = sum(map(len, contract.values()))
     result = f"all {used} symbols of it that gtpo_verl uses are there"
@@ -107,22 +105,17 @@ def warnings() -> list[str]:
     return [each.message for each in found if each is not None]
 
 
-def package_root(path: Path) -> Path:
-    """The directory to import from: a source tree, ``site-packages``, or the package itself, as it is given."""
-    if path.name in PACKAGES and (path / "__init__.py").is_file():
-        return path.parent
-    return path
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Print what moved in the packages of one directory; returns the exit code."""
+    """Print what moved in the packages of one directory; returns 1 if something we need is gone, else 0."""
     parser = argparse.ArgumentParser(prog="make upstream", description="what another verl or vLLM has moved")
     parser.add_argument("path", type=Path, help="a source tree or a directory of installed packages")
-    root = package_root(parser.parse_args(arguments).path.resolve())
+    root = parser.parse_args(arguments).path.resolve()
+    if root.name in PACKAGES and (root / "__init__.py").is_file():
+        root = root.parent
     there = [package for package in PACKAGES if (root / package / "__init__.py").is_file()]
     if not there:
         parser.error(f"{root} holds none of {', '.join(PACKAGES)}")
-    contract = {module: names for module, names in load_contract().items() if module.split(".")[0] in there}
+    contract = contract_of(*there)
     differing = moved(contract, Source(root, *Source.installed().roots))
     for one in differing:
         print(one)

@@ -44,9 +44,7 @@ class Source:
         if expected == "attribute":
             owner, _, attribute = name.rpartition(".")
             cls = self._find(module, owner)
-            if cls is None or not isinstance(cls.node, ast.ClassDef):
-                return None
-            return "attribute" if self._is_set(cls, attribute) else None
+            return "attribute" if cls is not None and self._is_set(cls, attribute) else None
         found = self._find(module, name)
         if found is None or expected == "anything":
             return None if found is None else "anything"
@@ -54,10 +52,18 @@ class Source:
         if isinstance(expected, list):
             return [name for name in expected if name in self._fields(found)]
         if isinstance(node, ast.ClassDef):
-            return "class" if expected == "class" else self._constructor(found)
+            if expected == "class":
+                return "class"
+            created = self._member(found, "__init__")
+            return _signature(created.node, bound=True) if created and isinstance(created.node, Function) else "()"
         if isinstance(node, Function):
             return "property" if _decorated(node, "property", "cached_property") else _signature(node)
-        return "module" if isinstance(node, ast.Module) else _type(node)
+        if isinstance(node, ast.Module):
+            return "module"
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func)
+        # the type of an assigned value: ast.Dict, ast.List, ast.Set, ast.Tuple
+        return type(node.value).__name__ if isinstance(node, ast.Constant) else type(node).__name__.lower()
 
     def _find(self, module: str, name: str) -> Definition | None:
         tree = self._parse(module)
@@ -72,13 +78,10 @@ class Source:
         if isinstance(owner.node, ast.AnnAssign):  # an object that is only declared
             cls = self._evaluate(owner.module, owner.node.annotation)
             return cls and self._member(cls, name)
-        if not isinstance(owner.node, ast.ClassDef):
-            return None
-        if name == "__ray_actor_class__" and _decorated(owner.node, "remote"):
+        if name == "__ray_actor_class__" and isinstance(owner.node, ast.ClassDef) and _decorated(owner.node, "remote"):
             return owner
-        for cls in self._with_bases(owner):
-            assert isinstance(cls.node, ast.ClassDef)
-            inside = _bindings(cls.node.body)
+        for cls, body in self._with_bases(owner).items():
+            inside = _bindings(body.body)
             node = inside.get(name)
             if isinstance(node, ast.Name) and node.id != name:  # another name of a method
                 node = inside.get(node.id, node)
@@ -126,15 +129,14 @@ class Source:
             return owner and self._member(owner, node.attr)
         return None
 
-    def _with_bases(self, cls: Definition) -> list[Definition]:
-        """A class and the classes that it derives from, as far as their source is at hand."""
-        found = {cls: None}
-        assert isinstance(cls.node, ast.ClassDef)
-        for base in cls.node.bases:
-            theirs = self._evaluate(cls.module, base)
-            if theirs is not None and isinstance(theirs.node, ast.ClassDef):
-                found |= dict.fromkeys(self._with_bases(theirs))
-        return list(found)
+    def _with_bases(self, found: Definition | None) -> dict[Definition, ast.ClassDef]:
+        """A class and the classes that it derives from, as far as their source is at hand; empty for anything else."""
+        if found is None or not isinstance(found.node, ast.ClassDef):
+            return {}
+        classes = {found: found.node}
+        for base in found.node.bases:
+            classes |= self._with_bases(self._evaluate(found.module, base))
+        return classes
 
     def _is_set(self, cls: Definition, attribute: str) -> bool:
         """Whether a class or a base sets an attribute on ``self`` in any of its methods."""
@@ -144,32 +146,21 @@ class Source:
             and isinstance(node.ctx, ast.Store)
             and isinstance(node.value, ast.Name)
             and node.value.id == "self"
-            for each in self._with_bases(cls)
-            for node in ast.walk(each.node)
+            for each in self._with_bases(cls).values()
+            for node in ast.walk(each)
         )
 
     def _fields(self, found: Definition) -> set[str]:
         """Parameters of a function, or the names that one may construct a class with and read from it."""
         if isinstance(found.node, Function):
             return {argument.arg for argument in _arguments(found.node.args)}
-        if not isinstance(found.node, ast.ClassDef):
-            return set()
-        names = set()
-        for cls in self._with_bases(found):
-            assert isinstance(cls.node, ast.ClassDef)
-            annotated = (part.target for part in cls.node.body if isinstance(part, ast.AnnAssign))
-            names |= {target.id for target in annotated if isinstance(target, ast.Name)}
+        classes = self._with_bases(found).values()
+        annotated = (part.target for cls in classes for part in cls.body if isinstance(part, ast.AnnAssign))
+        names = {target.id for target in annotated if isinstance(target, ast.Name)}
         created = self._member(found, "__init__")
         if created is not None and isinstance(created.node, Function):
             names |= {argument.arg for argument in _arguments(created.node.args)} - {"self"}
         return names
-
-    def _constructor(self, cls: Definition) -> str:
-        """The signature that a class is called with."""
-        created = self._member(cls, "__init__")
-        if created is None or not isinstance(created.node, Function):
-            return "()"
-        return _signature(created.node, bound=True)
 
     def _as_module(self, name: str) -> Definition | None:
         parsed = self._parse(name)
@@ -182,28 +173,21 @@ class Source:
         older one.
         """
         if module not in self._trees:
-            package, *inside = module.split(".")
-            candidates = ((root / package / "__init__.py", root / f"{package}.py") for root in self.roots)
-            top = next((file for files in candidates for file in files if file.is_file()), None)
-            file = top and _file(top, inside)
-            self._trees[module] = None if file is None else (ast.parse(file.read_bytes()), file.name == "__init__.py")
+            path = Path(*module.split("."))
+            root = next((root for root in self.roots if _file(root / path.parts[0])), None)
+            file = root and _file(root / path)
+            self._trees[module] = file and (ast.parse(file.read_bytes()), file.name == "__init__.py")
         return self._trees[module]
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:
         """The module that a ``from ... import`` in a module names."""
-        if not node.level:
-            return node.module or ""
         parsed = self._parse(module)
-        package = module.split(".") if parsed and parsed[1] else module.split(".")[:-1]
-        package = package[: len(package) - node.level + 1]
-        return ".".join([*package, node.module] if node.module else package)
+        package = module if parsed and parsed[1] else module.rpartition(".")[0]
+        return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 
 
-def _file(top: Path, inside: list[str]) -> Path | None:
-    """The file of a module inside a package, of which ``top`` is the file."""
-    if not inside:
-        return top
-    path = top.parent.joinpath(*inside)
+def _file(path: Path) -> Path | None:
+    """The file of the package or module at a path without a suffix."""
     return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
 
 
@@ -259,12 +243,3 @@ def _signature(node: Function, bound: bool = False) -> str:
     if given.kwarg is not None:
         parts.append(f"**{given.kwarg.arg}")
     return f"({', '.join(parts)})"
-
-
-def _type(node: ast.AST) -> str:
-    """The type of an assigned value, where it can be read off."""
-    if isinstance(node, ast.Constant):
-        return type(node.value).__name__
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func)
-    return type(node).__name__.lower()  # ast.Dict, ast.List, ast.Set, ast.Tuple
