@@ -226,7 +226,7 @@ class OneTurn(AgentLoopBase):
 
 
 def own(answers=1, end=lambda output: output):
-    """A loop of a user's own, as docs/inside/rollout-entropy.md says to write one."""
+    """A loop of a user's own, as docs/guides/entropies.md says to write one."""
     members = {"answers": answers, "end": staticmethod(end)}
     return type("OwnLoop", (RolloutEntropyMixin, OneTurn), members)
 

@@ -1,4 +1,4 @@
-"""A user's own agent loop, in two turns: what docs/inside/rollout-entropy.md says to write. Used by drive_verl.py."""
+"""A user's own agent loop, in two turns: what docs/guides/entropies.md says to write. Used by drive_verl.py."""
 
 from typing import Any
 from uuid import uuid4
