@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -131,14 +132,15 @@ class Attempt:
         self._started = self.touched = time.monotonic()
         environment = os.environ | {"RAY_TMPDIR": str(self.ray_files), "PYTHONUNBUFFERED": "1"}
         options: dict[str, Any] = {"cwd": run_dir.parent, "start_new_session": True, "user": user, "env": environment}
-        self._screen: int | None = None
+        self._hung_up = threading.Event()
         if terminal:
-            self._screen, keyboard = pty.openpty()
+            screen, keyboard = pty.openpty()
             self.process = psutil.Popen(
                 command, stdin=keyboard, stdout=keyboard, stderr=keyboard, preexec_fn=_take_terminal, **options
             )
             os.close(keyboard)
-            threading.Thread(target=self._copy_screen, args=(self._screen,), daemon=True).start()
+            self._copying = threading.Thread(target=self._copy_screen, args=(screen,), daemon=True)
+            self._copying.start()
         else:
             with self._terminal.open("ab") as file:
                 self.process = psutil.Popen(
@@ -225,14 +227,16 @@ class Attempt:
 
     def hang_up(self) -> None:
         """Close its terminal: the kernel sends SIGHUP, and whatever it shows afterwards is an error (EIO)."""
-        assert self._screen is not None
-        os.close(self._screen)
+        self._hung_up.set()
+        self._copying.join()
         self.touched = time.monotonic()
 
     def _copy_screen(self, screen: int) -> None:
         with contextlib.suppress(OSError), self._terminal.open("ab", buffering=0) as file:
-            while content := os.read(screen, 65536):
-                file.write(content.replace(b"\r\n", b"\n"))
+            while not self._hung_up.is_set():
+                if select.select([screen], [], [], 0.02)[0]:
+                    file.write(os.read(screen, 65536).replace(b"\r\n", b"\n"))
+        os.close(screen)
 
     def end(self, limit: float) -> Ended:
         """Wait for its end; at the limit (seconds) it is killed. Nothing of it is left afterwards."""
