@@ -1,6 +1,7 @@
 """``python -m gtpo_verl.job``: what a job of ``gtpo-verl submit`` runs on the cluster."""
 
 import importlib.util
+import os
 import sys
 
 # Before the imports, which another Python may not be able to make.
@@ -28,7 +29,11 @@ def run() -> int:
     handover.export_environment()  # Ray calls it in workers, not here
     if task.action == "stop":
         return 0 if ask_to_stop(Path(task.run_dir)) else 1
+    files = Path.cwd()
     prove_cluster(task.plugin, Path(task.run_dir))
+    # Two nodes on one machine share Ray's directory, and the second has unpacked the job's files anew: the directory of
+    # that name is another now, and this process would load libraries from one that is gone.
+    os.chdir(files)
     if task.action == "check":
         return main(["train", "--check", *task.overrides])
     return train(task)

@@ -19,7 +19,7 @@ from breaking.checks import file_problems, last_saved, weights_difference
 from breaking.lab import Lab
 from breaking.training import DRIVER, Attempt, Ended, status_line
 from gtpo_verl.runs.checkpoints import TRACKER
-from gtpo_verl.runs.directory import METRICS_FILE, RECORD_FILE, STOP_FILE
+from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, RECORD_FILE, STOP_FILE
 
 REWARD = Path(__file__).with_name("reward.py")
 NOBODY = 65534
@@ -136,9 +136,10 @@ def last(lab: Lab, name: str, count: int = 2) -> tuple[Path, Path]:
 
 
 def finished_before(lab: Lab, name: str) -> tuple[Path, Path]:
-    """As `last`, with the record of the reference, which says what was trained."""
+    """As `last`, with what says how the reference was trained."""
     run_dir, folder = last(lab, name)
-    shutil.copy(lab.reference / RECORD_FILE, run_dir / RECORD_FILE)
+    for file in (RECORD_FILE, CONFIG_FILE):
+        shutil.copy(lab.reference / file, run_dir / file)
     return run_dir, folder
 
 
