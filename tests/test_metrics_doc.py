@@ -16,8 +16,9 @@ from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.evaluation.summary import Sample, logged, summarize
 from gtpo_verl.integrations.losses import _named
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
+from gtpo_verl.integrations.step.credit import verifier_metrics
 from gtpo_verl.integrations.step.generation import Generation, GroupVerdict
-from gtpo_verl.integrations.step.metrics import ActorPass, agreement, legal_share, verifier_failures
+from gtpo_verl.integrations.step.old_log_probs import ActorPass, agreement
 from gtpo_verl.verifiers import FAILURES
 
 PACKAGE = Path(__file__).parents[1] / "gtpo_verl"
@@ -67,13 +68,13 @@ def test_metrics_of_dynamic_sampling() -> None:
 
 
 def test_metrics_of_the_verifiers() -> None:
-    names = verifier_failures([{"verifier_failure": reason} for reason in ("", *FAILURES)])
+    names = verifier_metrics([{"verifier_failure": reason} for reason in ("", *FAILURES)])
     assert undocumented(names) == set()
 
 
 def test_metrics_of_a_task_with_rules() -> None:
-    assert legal_share([{"acc": 1.0}]) == {}
-    share = legal_share([{"legal": 1.0}, {"legal": 0.0}, {"legal": 1.0}, {"legal": 1.0}])
+    assert verifier_metrics([{"acc": 1.0}]) == {}
+    share = verifier_metrics([{"legal": 1.0}, {"legal": 0.0}, {"legal": 1.0}, {"legal": 1.0}])
     assert share == {"training/legal_share": 0.75}
     assert undocumented(share) == set()
 

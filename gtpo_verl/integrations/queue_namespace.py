@@ -78,7 +78,7 @@ class QueueWatch:
         dead = ended_actors({name: actor.__ray_ready__.remote() for name, actor in actors.items() if actor is not None})
         if dead:
             raise UserError(
-                f"TransferQueue died ({'; '.join(f'{name}: {why}' for name, why in dead.items())}): it was killed, for "
+                f"TransferQueue died ({'; '.join(dead)}): it was killed, for "
                 "lack of memory or by hand, or its node is gone. Repeat the command: a training goes on from the last "
                 "checkpoint in its trainer.run_dir, an evaluation from its last problem."
             )

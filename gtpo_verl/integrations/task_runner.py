@@ -76,7 +76,7 @@ class TaskRunner:
 
         def check() -> None:
             if trainer is not None:
-                trainer.check_processes()
+                trainer.health.check()
 
         try:
             with with_queue(config, training_bundles(config), check):

@@ -24,12 +24,11 @@ from gtpo_verl.integrations.agent_loops import last_failure
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_trainer import CreditTrainer
 from gtpo_verl.integrations.guide_server import CLIENT, GuideServerManager
-from gtpo_verl.integrations.health import bound_wait
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.step.checkpoints import Checkpoints
-from gtpo_verl.integrations.step.health import Health
+from gtpo_verl.integrations.step.health import BoundedWait, Health
 from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
 from gtpo_verl.integrations.step.prompts import PromptNames
 from gtpo_verl.integrations.step.records import Records
@@ -87,7 +86,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         if type(buffer) is ReplayBuffer:  # asynchronous trainers and custom samplers keep their own
             buffer = BudgetedReplayBuffer(buffer, self.config)
             buffer.why = self._why_failed
-        bound_wait(buffer, self.config.guards.stall_timeout, self.health.stopping, self.health.limit.polled)
+        BoundedWait(buffer, self.health, self.config.guards.stall_timeout)
         return buffer
 
     def _resolve_filter_groups_metric(self) -> str | None:
@@ -131,14 +130,6 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _why_failed(self) -> str:
         self.health.check_servers()  # all requests to a dead engine fail
         return last_failure(self.agent_loop_manager)
-
-    def check_processes(self) -> None:
-        """Check, from another thread, that the processes of the run live and that no phase lasts too long.
-
-        Raises:
-            UserError: one is dead, or a phase does.
-        """
-        self.health.check()
 
     # ---------------------------------------------------------------- generation
 

@@ -24,7 +24,6 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import health
 from gtpo_verl.integrations.context import CreditContext
-from gtpo_verl.integrations.health import PhaseLimit
 from gtpo_verl.integrations.sampling import BudgetSpentError
 from gtpo_verl.integrations.step.checkpoints import restore_groups
 from gtpo_verl.integrations.step.columns import Step
@@ -430,15 +429,15 @@ def test_a_worker_that_was_killed_is_named_and_a_busy_one_is_not(
     trainer = run_trainer(tmp_path)
     trainer._rollout_server_managers = list
     trainer.actor_rollout_wg = SimpleNamespace(_workers=[busy])
-    trainer.check_processes()
-    trainer.health.limit = PhaseLimit(1e-6)
+    trainer.health.check()
+    trainer.health._limit = 1e-6
     trainer.health.begin(1, "updating the actor")
     with pytest.raises(UserError, match=r"^step 1: updating the actor for .* the limit of guards\.phase_timeout"):
-        trainer.check_processes()
+        trainer.health.check()
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=[idle, dead])
     ray.kill(dead)
     with pytest.raises(
         UserError, match=r"^reward worker 1: its Ray actor has ended\. .* resumes from the last checkpoint"
     ):
-        trainer.check_processes()
+        trainer.health.check()
     ray.kill(busy)

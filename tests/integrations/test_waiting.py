@@ -1,6 +1,8 @@
 """A replay buffer waits for rollouts as long as something comes, and no longer than its limit for the next."""
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,15 +12,15 @@ from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.errors import StepGivenUpError, UserError
-from gtpo_verl.integrations import health
-from gtpo_verl.integrations.health import STOP_PATIENCE, BoundedWait, PhaseLimit, bound_wait
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopWorker, Scorable
+from gtpo_verl.integrations.step import health
+from gtpo_verl.integrations.step.health import STOP_PATIENCE, BoundedWait, Health
 
 
 class Rollouts:
     """verl's buffer with a clock that advances 10 seconds a poll, and what has ended so far."""
 
-    def __init__(self, limit: float | None, *, stopping: bool = False) -> None:
+    def __init__(self, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.buffer: Any = ReplayBuffer(
             trainer_mode="sync",
             trainer_config=OmegaConf.create({}),
@@ -27,10 +29,16 @@ class Rollouts:
             sampler_kwargs=OmegaConf.create({}),
         )
         self.now = 0.0
-        self.phase = PhaseLimit(100, lambda: self.now)
+        monkeypatch.setattr(health, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.buffer._wait_for_next_poll = self.poll
         self.buffer.running_keys["train"] = {"000003-000001", "000003-000002"}
-        self.wait = BoundedWait(self.buffer, limit, lambda: stopping, self.phase.polled, lambda: self.now)
+        config = {"trainer": {"run_dir": str(run_dir)}, "guards": {"phase_timeout": 100}}
+        nothing = SimpleNamespace(_rollout_server_managers=list, guide_servers=None)
+        self.phase = Health(OmegaConf.create(config | {"algorithm": {"guide": {"model": None}}}), nothing)
+
+    def bound(self, limit: float | None) -> "Rollouts":
+        self.wait = BoundedWait(self.buffer, self.phase, limit)
+        return self
 
     def poll(self, partition_id: str, last: float) -> float:
         self.now += 10
@@ -42,16 +50,21 @@ class Rollouts:
             self.wait("train", 0.0)
 
 
-def test_nothing_for_the_limit_ends_the_run_with_what_is_waited_for() -> None:
-    rollouts = Rollouts(100)
+@pytest.fixture
+def rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rollouts:
+    return Rollouts(tmp_path, monkeypatch)
+
+
+def test_nothing_for_the_limit_ends_the_run_with_what_is_waited_for(rollouts: Rollouts) -> None:
+    rollouts.bound(100)
     with pytest.raises(UserError, match=r"waiting for 2 groups of the training \(000003-000001, 000003-000002\)"):
         rollouts.wait_for(200)
     assert rollouts.now == 110
 
 
 @pytest.mark.parametrize("kind", ["finished", "failed", "response"])
-def test_whatever_ends_starts_the_time_again(kind: str) -> None:
-    rollouts = Rollouts(100)
+def test_whatever_ends_starts_the_time_again(rollouts: Rollouts, kind: str) -> None:
+    rollouts.bound(100)
     for number in range(5):
         rollouts.wait_for(90)
         if kind == "response":
@@ -62,19 +75,19 @@ def test_whatever_ends_starts_the_time_again(kind: str) -> None:
     assert rollouts.now == 450
 
 
-def test_time_between_two_waits_does_not_count() -> None:
-    rollouts = Rollouts(100)
+def test_time_between_two_waits_does_not_count(rollouts: Rollouts) -> None:
+    rollouts.bound(100)
     for _ in range(3):
         rollouts.wait_for(90)
         rollouts.now += 1000  # an update, with the same numbers before and after it
 
 
-def test_a_phase_without_polls_ends_the_run_and_one_that_polls_does_not() -> None:
-    rollouts = Rollouts(None)
-    rollouts.phase.begin("step 3: generating")
+def test_a_phase_without_polls_ends_the_run_and_one_that_polls_does_not(rollouts: Rollouts) -> None:
+    rollouts.bound(None)
+    rollouts.phase.begin(3, "generating")
     rollouts.wait_for(1000)
     rollouts.phase.check()
-    rollouts.phase.begin("step 3: updating the actor")
+    rollouts.phase.begin(3, "updating the actor")
     rollouts.now += 100
     rollouts.phase.check()
     rollouts.now += 1
@@ -82,29 +95,29 @@ def test_a_phase_without_polls_ends_the_run_and_one_that_polls_does_not() -> Non
         rollouts.phase.check()
 
 
-def test_without_a_limit_it_waits() -> None:
-    Rollouts(None).wait_for(100_000)
+def test_without_a_limit_it_waits(rollouts: Rollouts) -> None:
+    rollouts.bound(None).wait_for(100_000)
 
 
-def test_a_request_to_stop_gives_up_a_step_that_does_not_end() -> None:
-    rollouts = Rollouts(None, stopping=True)
+def test_a_request_to_stop_gives_up_a_step_that_does_not_end(rollouts: Rollouts, tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    rollouts.bound(None)
     with pytest.raises(StepGivenUpError, match="the run was asked to stop"):
         rollouts.wait_for(1000)
     assert STOP_PATIENCE < rollouts.now <= STOP_PATIENCE + 20
 
 
-def test_what_is_waited_for_is_said_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_waited_for_is_said_before_the_end(rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(health.logger, "warning", lambda text, *values: said.append(text % values))
     with pytest.raises(UserError):
-        Rollouts(1600).wait_for(2000)
+        rollouts.bound(1600).wait_for(2000)
     assert [message.rsplit(" for ", 1)[1] for message in said] == ["110 s.", "410 s.", "810 s."]
 
 
-def test_verls_buffer_asks_before_it_sleeps() -> None:
-    rollouts = Rollouts(100)
-    wait = bound_wait(rollouts.buffer, 0.0, lambda: False, lambda: None)
-    assert rollouts.buffer._wait_for_next_poll is wait
+def test_verls_buffer_asks_before_it_sleeps(rollouts: Rollouts) -> None:
+    rollouts.bound(0.0)
+    assert rollouts.buffer._wait_for_next_poll is rollouts.wait
 
 
 def test_a_reward_function_that_never_returns_fails_its_response_alone(monkeypatch: pytest.MonkeyPatch) -> None:

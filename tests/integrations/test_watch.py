@@ -75,12 +75,10 @@ def test_a_job_is_watched_from_the_first_weights_on(monkeypatch: pytest.MonkeyPa
     class Trainer:
         def __init__(self, config: object) -> None:
             happened.append("trainer")
+            self.health = SimpleNamespace(check=gone)
 
         def init(self) -> None:
             time.sleep(60)
-
-        def check_processes(self) -> None:
-            gone()
 
     monkeypatch.setattr(trainer, "trainer_class", lambda mode: Trainer)
     monkeypatch.setattr(task_runner, "fit_to_model", lambda config: None)

@@ -16,7 +16,7 @@ from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.step.metrics import verifier_failures
+from gtpo_verl.integrations.step.credit import verifier_metrics
 from gtpo_verl.verifiers import RULES, reward
 
 KEYS = {"score", "acc", "pred", "verifier_failure"}
@@ -109,7 +109,7 @@ def test_a_sample_that_hangs_costs_itself_and_is_counted(tokenizer: PreTrainedTo
     infos = [result["reward_extra_info"] for result in results]
     assert [info["verifier_failure"] for info in infos] == ["timeout", ""]
     assert set(infos[0]) == set(infos[1])
-    assert verifier_failures(infos) == {
+    assert verifier_metrics(infos) == {
         "verifier/failure_share": 0.5,
         "verifier/timeout_share": 0.5,
         "verifier/memory_share": 0.0,
@@ -119,7 +119,7 @@ def test_a_sample_that_hangs_costs_itself_and_is_counted(tokenizer: PreTrainedTo
 
 
 def test_a_reward_function_that_says_nothing_of_failures_has_no_share_of_them() -> None:
-    assert verifier_failures([{"score": 1.0, "acc": 1.0}]) == {}
+    assert verifier_metrics([{"score": 1.0, "acc": 1.0}]) == {}
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
 """The responses of one update and their columns in TransferQueue: fetched once, and kept ragged.
 
 A column of N tokens is one tensor (N,), response after response; `Step.rows` splits it, and `Step.padded` makes (B, T)
-of it where an estimator needs that. Padding is most of (B, T), so whatever is computed of a column is computed of the
-N tokens.
+of it where an estimator needs that. Padding is most of (B, T).
 """
 
 from collections.abc import Mapping
@@ -53,7 +52,6 @@ class Step:
         self.lengths = [int(tag["response_len"]) for tag in tags.values()]
         self._places = [number for number, key in enumerate(batch.keys) if key in tags]
         self._columns: dict[str, torch.Tensor] = {}
-        self._mask: torch.Tensor | None = None
 
     # ---------------------------------------------------------------- columns
 
@@ -65,26 +63,19 @@ class Step:
         """
         new = [name for name in names if name not in self._columns]
         if new:
-            batch = self.batch
-            data = tq.kv_batch_get(keys=self.keys, partition_id=batch.partition_id, select_fields=new)
+            data = tq.kv_batch_get(keys=self.keys, partition_id=self.batch.partition_id, select_fields=new)
             for name in new:
                 if name not in data:
                     raise UserError(_MISSING.get(name, f"TransferQueue has no column {name} for this batch."))
-                self._columns[name] = self._aligned(name, data[name])
+                if data[name].offsets().diff().tolist() != self.lengths:
+                    raise UserError(f"TransferQueue's column {name} has not a value for each token of each response.")
+                self._columns[name] = data[name].values()
         return tuple(self._columns[name] for name in names)
-
-    def _aligned(self, name: str, column: Any) -> torch.Tensor:
-        if column.offsets().diff().tolist() != self.lengths:
-            raise UserError(f"TransferQueue's column {name} has not a value for each token of each response.")
-        values: torch.Tensor = column.values()
-        return values
 
     def forget(self, *names: str) -> None:
         """Fetch these columns again when they are needed: verl has written them anew."""
         for name in names:
             self._columns.pop(name, None)
-            if name == "response_mask":
-                self._mask = None
 
     def put(self, name: str, rows: Mapping[int, torch.Tensor]) -> None:
         """Write a column of some responses, by their number from 0, to TransferQueue."""
@@ -125,9 +116,12 @@ class Step:
     @property
     def mask(self) -> torch.Tensor:
         """(N,) bool: the tokens that the policy, or its guide, generated."""
-        if self._mask is None:
-            self._mask = self.fetch("response_mask")[0] != 0
-        return self._mask
+        return self.fetch("response_mask")[0] != 0
+
+    @property
+    def own_mask(self) -> torch.Tensor:
+        """(N,) bool: the tokens that the policy generated."""
+        return self.mask & ~self.of_tokens(self.of_guide)
 
     # ---------------------------------------------------------------- responses
 
@@ -143,12 +137,8 @@ class Step:
         Raises:
             UserError: it gave none on a response.
         """
-        return torch.tensor(
-            [
-                is_correct(verdict(info, f"on response {key}"), self._threshold)
-                for key, info in zip(self.keys, self.infos, strict=True)
-            ]
-        )
+        judged = zip(self.keys, self.infos, strict=True)
+        return torch.tensor([is_correct(verdict(info, f"on response {key}"), self._threshold) for key, info in judged])
 
     @cached_property
     def scores(self) -> torch.Tensor | None:

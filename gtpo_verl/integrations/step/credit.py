@@ -3,7 +3,8 @@
 Reads ``config.algorithm`` and the settings of the rollout and its reward manager, and nothing else of a run.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +15,7 @@ from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
-from gtpo_verl.integrations.step.metrics import legal_share, selected, verifier_failures
+from gtpo_verl.verifiers import FAILURES
 
 SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
 # verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
@@ -105,12 +106,30 @@ class Credit:
         group = step.of_batch(step.group)
         found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
         found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
-        found["entropy_all"] = selected(step.fetch(self.entropies)[0], step.mask).mean().item()
+        found["entropy_all"] = step.fetch(self.entropies)[0][step.mask].mean().item()
         infos = [step.infos[number] for number in last.tolist()]
         accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
-        return (
-            {f"credit/{name}": value for name, value in found.items()}
-            | verifier_failures(infos)
-            | legal_share(infos)
-            | accuracy
-        )
+        return {f"credit/{name}": value for name, value in found.items()} | verifier_metrics(infos) | accuracy
+
+
+def verifier_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Shares of the responses for which the verifier failed to give a verdict, by reason, and of those that keep the
+    rules of their task, right or wrong.
+
+    Args:
+        infos: what the reward function returned for each response.
+
+    Returns:
+        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``,
+        where it says ``verifier_failure``; ``training/legal_share``, where it says ``legal``.
+    """
+    found = {}
+    reasons = [info["verifier_failure"] for info in infos if "verifier_failure" in info]
+    if reasons:
+        counts = Counter(reasons)
+        found["verifier/failure_share"] = 1 - counts[""] / len(reasons)
+        found |= {f"verifier/{reason}_share": counts[reason] / len(reasons) for reason in FAILURES}
+    legal = [float(info["legal"]) for info in infos if "legal" in info]
+    if legal:
+        found["training/legal_share"] = sum(legal) / len(legal)
+    return found

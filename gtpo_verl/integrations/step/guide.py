@@ -127,7 +127,7 @@ def _agreement_of_own_rows(step: Step) -> dict[str, Any]:
     """verl's ``training/rollout_probs_diff_*`` of own rows: of the others, the rollout's log-probs are the guide's."""
     names = ("rollout_log_probs", "old_log_probs", "responses")
     columns = dict(zip(names, map(step.padded, step.fetch(*names)), strict=True))
-    columns["response_mask"] = step.padded(step.mask & ~step.of_tokens(step.of_guide))
+    columns["response_mask"] = step.padded(step.own_mask)
     found: dict[str, Any] = calculate_debug_metrics(
         DataProto(batch=TensorDict(columns, batch_size=len(step.batch.keys)))
     )

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
-from gtpo_verl.integrations.step.metrics import ActorPass, agreement
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 
@@ -39,30 +39,89 @@ class OldLogProbs:
         """
         if not self.source.from_rollout:
             return verls()
+        tokens = sum(tag["seq_len"] for tag in step.batch.tags)  # of prompts and responses, padding included
         if self.source.compares:
-            return self._compared(verls, step, number, metrics)
+            return self._compared(verls, step, number, metrics, tokens)
         if not self.actor_pass.is_due(number):
-            metrics.update(self.actor_pass.skipped(_tokens(step)))
+            metrics.update(self.actor_pass.skipped(tokens))
             return verls()
         with temporarily(self._config.algorithm.rollout_correction, "bypass_mode", False):
-            self._compared(verls, step, number, metrics)
+            self._compared(verls, step, number, metrics, tokens)
         # This step too trains on the rollout's log-probs: this overwrites the actor's with them.
         return verls()
 
     def _compared(
-        self, verls: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any]
+        self, verls: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any], tokens: int
     ) -> KVBatchMeta:
         """Run the actor's pass, time it, and compare its entropies with the rollout's."""
         started = time.perf_counter()
         batch = verls()
-        metrics.update(self.actor_pass.ran(time.perf_counter() - started, _tokens(step)))
+        metrics.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
         actor, rollout, versions = step.fetch("entropy", ENTROPIES, VERSIONS)
-        own = step.mask & ~step.of_tokens(step.of_guide) if step.of_guide.any() else step.mask
         # Weights are sent at the end of a step, with its number; old log-probs are always of those weights.
-        metrics.update(agreement(rollout, actor, own, current=versions == number - 1))
+        metrics.update(agreement(rollout, actor, step.own_mask, current=versions == number - 1))
         return batch
 
 
-def _tokens(step: Step) -> int:
-    """Tokens of prompts and responses in a batch, padding included."""
-    return sum(tag["seq_len"] for tag in step.batch.tags)
+class ActorPass:
+    """Schedules the actor's old-log-prob pass under ``algorithm.entropy.source=rollout``, and times it.
+
+    There the pass is run to compare entropies: on the first two batches of a process (the first is warm-up and is not
+    timed) and in the steps 1, 1 + ``every``, 1 + 2 ``every``, and so on; ``every`` = 0 is never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._runs = 0
+        self._seconds_per_token: float | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the batch of this step (from 1) is compared."""
+        return self.every > 0 and (self._runs < 2 or (step - 1) % self.every == 0)
+
+    def ran(self, seconds: float, tokens: int) -> dict[str, float]:
+        """Note a pass over so many tokens (prompts and responses) and return its metrics."""
+        self._runs += 1
+        if self._runs > 1:
+            self._seconds_per_token = seconds / tokens
+        return {"rollout_entropy/check_s": seconds, "rollout_entropy/time_saved_s": 0.0}
+
+    def skipped(self, tokens: int) -> dict[str, float]:
+        """Metrics of a batch of so many tokens without the pass: seconds saved, at the speed of the last timed pass."""
+        if self._seconds_per_token is None:
+            return {}
+        return {"rollout_entropy/time_saved_s": self._seconds_per_token * tokens}
+
+
+def agreement(
+    rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor, current: torch.Tensor
+) -> dict[str, float]:
+    """How well the rollout's entropies agree with the actor's.
+
+    Both are entropies of the same policy only where the token was sampled by the weights that the actor has now. In
+    asynchronous training other tokens were sampled by older weights: there the difference is how far the policy has
+    moved, not an error.
+
+    Args:
+        rollout, actor: (N,) float, nats.
+        mask: (N,) bool, tokens of the policy.
+        current: (N,) bool, tokens sampled by the actor's current weights.
+
+    Returns:
+        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their
+        ``correlation`` where they differ from each other;
+        ``stale_share`` of the tokens, and their ``stale_abs_diff_mean`` where there are any.
+    """
+    fresh, stale = mask & current, mask & ~current
+    found = {"stale_share": 1 - int(fresh.sum()) / int(mask.sum())}
+    if fresh.any():
+        ours, theirs = rollout[fresh].double(), actor[fresh].double()
+        difference = (ours - theirs).abs()
+        found["abs_diff_mean"] = difference.mean().item()
+        found["abs_diff_max"] = difference.max().item()
+        if ours.min() < ours.max() and theirs.min() < theirs.max():
+            ours, theirs = ours - ours.mean(), theirs - theirs.mean()
+            found["correlation"] = (ours.dot(theirs) / (ours.dot(ours) * theirs.dot(theirs)).sqrt()).item()
+    if stale.any():
+        found["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
+    return {f"rollout_entropy/{name}": value for name, value in found.items()}

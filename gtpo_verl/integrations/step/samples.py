@@ -61,15 +61,13 @@ class CreditFiles:
         advantages, rewards, entropies = step.fetch("advantages", "rm_scores", self._entropies)
         columns |= {"advantages": advantages, "rewards": rewards, "response_mask": step.mask}
         columns["entropy"] = torch.where(step.mask, entropies, 0.0)
-        torch.save(
-            {
-                "keys": list(step.batch.keys),
-                "prompts": _prompts(step, step.batch.keys),
-                "correct": step.of_batch(step.correct),
-            }
-            | {name: step.padded(column) for name, column in columns.items()},
-            directory / f"{name}.pt",
-        )
+        rows = {
+            "keys": list(step.batch.keys),
+            "prompts": _prompts(step, step.batch.keys),
+            "correct": step.of_batch(step.correct),
+        }
+        padded = {name: step.padded(column) for name, column in columns.items()}
+        torch.save(rows | padded, directory / f"{name}.pt")
 
     def _keep_samples(self, step: Step, number: int, decode: Callable[[list[int]], str]) -> None:
         """Append a correct and a wrong response of each of up to `PAIRS` prompts to ``credit_samples.jsonl``."""
@@ -103,8 +101,7 @@ def contrasting_pairs(
     """The first correct and the first wrong response of each group that has both, the groups for a report first.
 
     These are the groups with two of each verdict: a response alone with its verdict has the same credit on every token,
-    whatever its entropies. The order depends on nothing else but the prompts, so that runs that saw the same prompts
-    keep the same.
+    whatever its entropies. Otherwise the order follows from the prompts, so that runs keep the same.
 
     Args:
         groups: R names, the group of each response.
@@ -130,15 +127,9 @@ def credit_sample(
     entropies: torch.Tensor,
     mask: torch.Tensor,
 ) -> dict[str, Any]:
-    """One response for ``credit_samples.jsonl``: its tokens as text, with their advantages and entropies in nats.
+    """One response, (T_i,) each, for ``credit_samples.jsonl``: its tokens as text, with advantages and entropies.
 
     Tokens that the policy did not generate, such as a tool's answer, are left out, and those behind `MOST_TOKENS`.
-
-    Args:
-        decode: the tokenizer's.
-        response: (T_i,) token ids.
-        advantages, entropies: (T_i,) float.
-        mask: (T_i,) bool, tokens of the policy.
     """
     own = mask.nonzero().flatten()
     kept = own[:MOST_TOKENS]
