@@ -123,12 +123,12 @@ def fault(folder: Path, layout: Layout) -> str | None:
     """
     if not folder.is_dir():
         return "there is no such folder"
+    actor = folder / "actor"
+    found = None if actor.is_dir() else "actor/ is missing"
     if layout.strategy == "megatron":
-        found = _megatron_fault(folder / "actor")
+        found = _megatron_fault(actor)
     elif layout.strategy in ("fsdp", "fsdp2"):
-        found = _fsdp_fault(folder / "actor", layout)
-    else:
-        found = None if (folder / "actor").is_dir() else "actor/ is missing"
+        found = _fsdp_fault(actor, layout)
     if found:
         return found
     if (folder / "transfer_queue.tmp").exists() and not (folder / "transfer_queue").exists():

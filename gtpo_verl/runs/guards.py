@@ -83,11 +83,7 @@ class Guards:
         self._outside = dict.fromkeys(bounds, 0)  # steps in a row
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Returns what to warn about.
-
-        Raises:
-            UserError: a bound with the action ``stop`` is violated.
-        """
+        """Returns what to warn about. UserError: a bound with the action ``stop`` is violated."""
         warnings = []
         for name, bound in self._bounds.items():
             if bound.metric not in metrics:

@@ -217,11 +217,7 @@ def training_lock(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def sweep_lock(directory: Path) -> Iterator[None]:
-    """Be the only process that schedules the runs in a directory.
-
-    Raises:
-        UserError: another one does.
-    """
+    """Be the only process that schedules the runs in a directory. UserError: another one does."""
 
     def refuse(error: LockedError) -> str:
         raise UserError(

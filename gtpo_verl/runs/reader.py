@@ -132,6 +132,10 @@ class Training:
         """``complete``, ``interrupted``, ``failed`` or ``running``; None where it was not recorded."""
         return self.record.get("status")
 
+    def recorded(self, section: str) -> Mapping[str, Any]:
+        """A section of the record, such as ``versions``; empty where there is none."""
+        return self.record.get(section) or {}
+
     def series(self, key: str) -> tuple[NDArray[np.int64], Floats]:
         """Steps and values of a metric, in order of steps; both empty where it was never logged."""
         points = [(step, data[key]) for step, data in sorted(self.metrics.items()) if key in data]

@@ -97,14 +97,12 @@ class Record:
         earlier = read_record(run_dir)
         started = now()
         code, changes = code_state()
+        (run_dir / DIFF_FILE).unlink(missing_ok=True)
         if changes:
             write_text(run_dir / DIFF_FILE, changes)
-        else:
-            (run_dir / DIFF_FILE).unlink(missing_ok=True)
-        self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
-        self.attempt["commit"] = code["commit"]
         log = run_dir / terminal.LOG_FILE
-        self.attempt["log_from"] = log.stat().st_size if log.exists() else 0  # bytes of earlier attempts
+        self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
+        self.attempt |= {"commit": code["commit"], "log_from": log.stat().st_size if log.exists() else 0}
         self.facts: dict[str, Any] = {
             "name": run_dir.name,
             "created": earlier.get("created", started),
@@ -119,26 +117,29 @@ class Record:
         }
         if other := earlier and differences(_code(earlier), _code(self.facts)):
             print(f"note: this run goes on with other code: {other}.", flush=True)
-        write_record(run_dir, self.facts | {"status": "running"})
+        self._write("running")
+
+    def _write(self, status: str, **reason: str) -> None:
+        write_record(self.run_dir, self.facts | {"status": status, **reason})
 
     def goes_on(self, step: int, changes: Changes) -> None:
         """Record from which step the attempt goes on, and what has changed since the attempt before."""
         self.attempt |= {"from_step": step, "changes": {key: list(pair) for key, pair in changes.items()}}
-        write_record(self.run_dir, self.facts | {"status": "running"})
+        self._write("running")
         if changes:
             print(f"note: this run goes on with other settings: {in_words(changes)}.", flush=True)
 
     def stopping(self, reason: str) -> None:
         """Record why the attempt is about to end; it may be killed before it does."""
         self.attempt |= {"status": "interrupted", "exit_reason": reason}
-        write_record(self.run_dir, self.facts | {"status": "interrupted", "reason": reason})
+        self._write("interrupted", reason=reason)
 
     def close(self, status: str, reason: str) -> None:
         """Record the end of the attempt."""
         self.attempt |= {"ended": now(), "status": status, "exit_reason": reason}
         if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
             self.facts["checksums"] = checksums(self.config)
-        write_record(self.run_dir, self.facts | {"status": status, "reason": reason})
+        self._write(status, reason=reason)
 
 
 def _code(record: Mapping[str, Any]) -> dict[str, Any]:
