@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError, first_line, reason_in, within
 from gtpo_verl.experiments.handover import DIRECTORY, HOOK, HandOver, fingerprint
-from gtpo_verl.experiments.package import WorkingDirectory, copy_files, copy_plugin
+from gtpo_verl.experiments.package import carried_files, copy_files, copy_plugin
 from gtpo_verl.experiments.request import run_dir_of
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
@@ -90,7 +90,8 @@ class Jobs:
         *,
         submission_id: str,
         environment: Mapping[str, str] = MappingProxyType({}),
-        working_dir: WorkingDirectory | None = None,
+        working_dir: Path | None = None,
+        exclude: Sequence[str] = (),
         check_only: bool = False,
         wait: bool = False,
         retries: int = 0,
@@ -101,7 +102,7 @@ class Jobs:
             overrides: Hydra overrides of the run, ``trainer.run_dir`` absolute among them; they need no quoting.
             submission_id: of the job, new to the cluster.
             environment: variables for the job and all its workers, in no log and in no list of jobs.
-            working_dir: the files to carry; None: those of the current directory.
+            working_dir, exclude: the files to carry, see `carried_files`; None: those of the current directory.
             check_only: end the job after its checks.
             wait: let the training wait for devices that other jobs hold, instead of failing.
             retries: let the job go on from the last checkpoint after a failure, so often without a new step.
@@ -113,15 +114,15 @@ class Jobs:
             UserError: ``run_dir`` is missing or relative, there is too much to carry, or the cluster refuses the job.
         """
         run_dir = run_dir_of(overrides)
-        directory = working_dir or WorkingDirectory(path=Path.cwd())
-        files = directory.files()
+        directory = working_dir or Path.cwd()
+        files = carried_files(directory, exclude)
         if self.info(submission_id) is not None:
             return False
         given = {"overrides": tuple(overrides), "environment": dict(environment), "wait": wait, "retries": retries}
         task = HandOver(action="check" if check_only else "train", run_dir=run_dir, **given)
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
             if files:
-                copy_files(directory.path, files, Path(place) / "files")
+                copy_files(directory, files, Path(place) / "files")
             return self._start(Path(place), submission_id, task)
 
     def info(self, submission_id: str) -> JobInfo | None:
@@ -157,10 +158,9 @@ class Jobs:
         """Ask the training to stop after its step, with a checkpoint; stop the job if it has not ended in time.
 
         The training is asked through the file ``STOP`` in its run directory, which a small job writes on the node where
-        the training was started: its file system need not be this machine's.
+        the training was started: its file system need not be this machine's. A job that has ended is left alone.
 
         Args:
-            submission_id: of the job; one that has ended is left alone.
             grace: seconds for the step and its checkpoint; 0: the training is interrupted at once.
 
         Raises:

@@ -62,7 +62,7 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Runs as child processes, each in a session of its own, so that Ctrl-C reaches them only when passed on.
 
-    They are asked to stop, as by Ctrl-C, when this process is killed. What they print is appended to their `train.log`.
+    When this process is killed, they are asked to stop. What they print is appended to their `train.log`.
 
     Args:
         slots: environment variables for each of the runs at once, which give every run its own GPUs.

@@ -93,12 +93,7 @@ def train_all(
 ) -> Scheduler:
     """Train the runs of a sweep whose directory is locked, and show how far they are; returns their scheduler.
 
-    Args:
-        sweep: written to its directory.
-        launcher: starts the runs.
-        console: what is shown goes there.
-        ended: called with the name of a run whose attempt has ended.
-        line_every: seconds between two lines where there is no terminal.
+    ``ended`` is called with the name of a run whose attempt has ended; ``line_every``: seconds, see `LINE_EVERY`.
     """
     write(sweep)
     with _shown(sweep.directory, launcher.capacity, console, line_every) as show:

@@ -127,12 +127,9 @@ class Panel:
 
 
 def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:
-    """A style for each arm: the first arm of a registered method has the method's, the others take a free one.
+    """A style for each arm, from {label: the name of its method, or None}.
 
-    Where the free ones run out, dashes distinguish arms.
-
-    Args:
-        methods: the name of each arm's method by the arm's label; it may be None, or not registered.
+    The first arm of a registered method has the method's, the others take a free one, with dashes where they run out.
     """
     registered = {name: entry.style for name, entry in algorithms().items() if entry.style}
     styles: dict[str, Style] = {}
@@ -154,12 +151,10 @@ def variables(styles: Mapping[str, Style], theme: str) -> dict[str, str]:
 
 
 def panel_chart(panel: Panel, styles: Mapping[str, Style], *, interactive: bool = False) -> dict[str, Any]:
-    """The Vega-Lite specification of a panel, without width and configuration.
+    """The Vega-Lite specification of a panel with at least one curve, without width and configuration.
 
-    Args:
-        panel: with at least one curve.
-        styles: of every arm of the page.
-        interactive: the nearest point says its values, and all arms but that in the parameter ``chosen`` are faint.
+    ``styles``: of every arm of the page. ``interactive``: the nearest point says its values, and all arms but that in
+    the parameter ``chosen`` are faint.
     """
     most = max(len(line.steps) for line in panel.lines)
     sparse, marked = most <= _NO_TREND, most <= _FEW_POINTS
@@ -277,13 +272,7 @@ def for_page(chart: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def png(charts: Mapping[str, Mapping[str, Any]], theme: str = "light", styles: Mapping[str, Style] = {}) -> bytes:
-    """Charts by title in one PNG, at most three in a row under one legend, without a browser.
-
-    Args:
-        charts: at least one, each with its title, which may be empty.
-        theme: name of one of `THEMES`.
-        styles: of every arm of the page.
-    """
+    """Charts by title, which may be empty, in one PNG, at most three in a row under one legend, without a browser."""
     columns = min(len(charts), 3)
     width = {1: 860, 2: 400, 3: 255}[columns]
     drawn = [{**chart, "title": title, "width": width} for title, chart in charts.items()]
@@ -302,15 +291,7 @@ def javascript() -> str:
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """Centred running mean; at both ends the window is cut to the data.
-
-    Args:
-        values: shape (N,).
-        window: odd number of points.
-
-    Returns:
-        shape (N,).
-    """
+    """Centred running mean over an odd number of points, (N,) to (N,); at both ends the window is cut to the data."""
     sums, counts = (np.convolve(one, np.ones(window)) for one in (values, np.ones(len(values))))
     return (sums / counts)[window // 2 :][: len(values)]
 

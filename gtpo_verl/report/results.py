@@ -145,10 +145,8 @@ def _step_seconds(training: Training) -> dict[str, float]:
 def cost_until(training: Training, what: str) -> Mapping[int, float] | None:
     """What had been spent when each step ended, step 0 included; None where it was not logged at every step.
 
-    Args:
-        training: whose metrics.
-        what: ``seconds`` of training, validations left out, or ``responses`` generated for it: those of the groups
-            that dynamic sampling rejects as well, those of validations not.
+    ``what``: ``seconds`` of training, validations left out, or ``responses`` generated for it: those of the groups that
+    dynamic sampling rejects as well, those of validations not.
     """
     per_group = training.config.get("actor_rollout_ref.rollout.n")
     total, spent = {0: 0.0}, 0.0

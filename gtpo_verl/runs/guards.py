@@ -71,11 +71,7 @@ def read_bounds(settings: Mapping[str, Any]) -> dict[str, Bound]:
 
 
 class Guards:
-    """Compares the metrics of each step with the bounds.
-
-    Args:
-        bounds: by name.
-    """
+    """Compares the metrics of each step with bounds, by name."""
 
     def __init__(self, bounds: Mapping[str, Bound]) -> None:
         self._bounds = bounds

@@ -239,11 +239,9 @@ def ask_to_stop(run_dir: Path) -> bool:
 
 @contextmanager
 def preparing(directory: Path, announce: Callable[[str], object]) -> Iterator[None]:
-    """Be the only process that prepares ``directory``; waits for another one that does.
+    """Be the only process that prepares ``directory``; waits for another one that does, which ``announce`` names.
 
-    Args:
-        directory: it may be replaced while the lock is held, since the lock file ``.NAME.lock`` lies beside it.
-        announce: takes the line that names the process waited for.
+    The directory may be replaced while the lock is held: the lock file ``.NAME.lock`` lies beside it.
     """
     lock = DirectoryLock(directory.parent / f".{directory.name}.lock")
     with _held(lock, lambda error: f"{error} is preparing {directory}; waiting for it", announce):

@@ -48,15 +48,10 @@ def run_versions() -> dict[str, str]:
 
 
 def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str]:
-    """The commit that runs, and what the working tree changes in it.
+    """The commit that runs, ``{"commit", "diff"}``, and what the working tree changes in it as text, new files too.
 
-    Args:
-        root: of the checkout; an installed wheel has none, and its version says what it is. A job's package has none
-            either, and `keep_code_state` has said where it is from.
-
-    Returns:
-        ``{"commit", "diff"}``, ``diff`` a SHA-256 of the changes or None without any, both None outside of a checkout;
-        and the changes as text, new files included.
+    ``diff`` is a SHA-256 of the changes, None without any. Both are None outside of a checkout, as in a wheel, whose
+    version says what it is; for the package of a job `keep_code_state` has said where it is from.
     """
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     inside = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")

@@ -322,13 +322,7 @@ class Response:
 
 
 def read_responses(training: Training, step: int, count: int) -> list[Response]:
-    """The first response to each of the first prompts of a validation, in the order of its file.
-
-    Args:
-        training: that kept the samples of its validations.
-        step: of the validation.
-        count: of prompts.
-    """
+    """The first response to each of the first ``count`` prompts of a validation, in the order of its file."""
     threshold = float(training.config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
     found: dict[str, Response] = {}
     for _, line in read_json_lines(training.path / "validation" / f"{step}.jsonl"):

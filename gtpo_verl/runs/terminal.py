@@ -139,12 +139,7 @@ def progress_over(log: Path) -> "Iterator[Progress]":
 
 @contextmanager
 def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[None]:
-    """Show on the terminal what a training in ``run_dir`` does while the block runs.
-
-    Args:
-        steps: how many it has in all, None where that is not known.
-        verbose: show its whole log instead.
-    """
+    """Show on the terminal what a training of so many steps does in the block; ``verbose``: its whole log instead."""
     if _redirected is None:  # the terminal is the log
         yield
         return
