@@ -13,7 +13,7 @@ from gtpo_verl.commands.options import overrides_of, renamed, share
 from gtpo_verl.commands.stop import add_grace, stop_job
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.jobs import Jobs
-from gtpo_verl.experiments.package import WorkingDirectory
+from gtpo_verl.experiments.package import carried_files
 from gtpo_verl.experiments.request import check_request, run_dir_of
 from gtpo_verl.experiments.status import print_jobs
 from gtpo_verl.runs.terminal import STOPPED
@@ -105,18 +105,19 @@ def submit(args: argparse.Namespace) -> int:
         raise UserError(f"--id {args.id}: use letters, digits and _.- only, for instance {_as_id(args.id)}.")
     if args.retries < 0:
         raise UserError(f"--retries {args.retries}: it must be 0 or more.")
-    working_dir = WorkingDirectory(path=args.working_dir.resolve(), exclude=tuple(args.exclude))
-    files = working_dir.files()
-    overrides = check_request(overrides_of(args), working_dir=working_dir.path, carried=files)
+    working_dir = args.working_dir.resolve()
+    files = carried_files(working_dir, args.exclude)
+    overrides = check_request(overrides_of(args), working_dir=working_dir, carried=files)
     environment = variables(args.env, args.environment)
     jobs = Jobs(args.address)
     name = args.id or f"{_as_id(run_dir_of(overrides))}-{dt.datetime.now():%Y%m%d-%H%M%S}"
-    print(f"Carrying gtpo_verl and {len(files)} file{'s' * (len(files) != 1)} of {working_dir.path}", flush=True)
+    print(f"Carrying gtpo_verl and {len(files)} file{'s' * (len(files) != 1)} of {working_dir}", flush=True)
     submitted = jobs.submit(
         overrides,
         submission_id=name,
         environment=environment,
         working_dir=working_dir,
+        exclude=args.exclude,
         check_only=args.check,
         wait=args.wait,
         retries=args.retries,

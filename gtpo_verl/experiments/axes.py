@@ -1,6 +1,7 @@
 """The axes of a sweep, in Hydra's sweep syntax and read by Hydra's parser, and the runs that they make."""
 
 import itertools
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,20 +38,18 @@ def split(parsed: Sequence[Override], most: int) -> tuple[dict[str, tuple[str, .
         UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many;
             or there are too many runs.
     """
-    swept = {item.get_key_element() for item in parsed if item.is_sweep_override()}
+    swept = {item.get_key_element(): item for item in parsed if item.is_sweep_override()}
     count = Counter(item.get_key_element() for item in parsed)
     for key in sorted(swept):
         if count[key] > 1:
             raise UserError(f"{key} is given {count[key]} times: write the values of an axis once, as {key}=A,B.")
-    runs = 1.0
-    for item in parsed:
-        runs *= max(1, _count(item)) if item.is_sweep_override() else 1
+    runs = math.prod(max(1.0, _count(item)) for item in swept.values())
     if not runs <= most:  # before the values are listed
         raise UserError(
-            f"{' '.join(line_of(item) for item in parsed if item.is_sweep_override())}: {runs:,.0f} runs, and at most "
-            f"sweep.max_runs={most:,} are begun. Leave some out, or raise sweep.max_runs."
+            f"{' '.join(map(line_of, swept.values()))}: {runs:,.0f} runs, and at most sweep.max_runs={most:,} are "
+            "begun. Leave some out, or raise sweep.max_runs."
         )
-    axes = {item.get_key_element(): _values(item) for item in parsed if item.is_sweep_override()}
+    axes = {key: _values(item) for key, item in swept.items()}
     return axes, [line_of(item) for item in parsed if not item.is_sweep_override()]
 
 

@@ -14,12 +14,8 @@ from gtpo_verl.versions import check_verl, installed_version
 
 
 def prove_cluster(plugin: str, run_dir: Path) -> None:
-    """Check on every node that a worker of this job uses the carried plugin and a supported verl, and that all nodes
-    see one run directory; prints one line.
-
-    Args:
-        plugin: the :func:`~gtpo_verl.experiments.handover.fingerprint` of the plugin that was carried.
-        run_dir: made if need be.
+    """Check on every node that a worker of this job uses the carried plugin, by its `fingerprint`, and a supported
+    verl, and that all nodes see one run directory; prints one line.
 
     Raises:
         UserError: one does not, in one line that names the node.

@@ -21,27 +21,20 @@ class Cost:
     hours: float | None
 
     def __str__(self) -> str:
-        plural = "s" * (self.devices > 1)
-        devices = f"{self.devices} rank{plural} on CPUs" if self.on_cpu else f"{self.devices} GPU{plural}"
+        plural, where = "s" * (self.devices > 1), " on CPUs" if self.on_cpu else ""
         time = "" if self.hours is None else f", {self.hours:,.1f} h"
+        devices = f"{self.devices} {'rank' if self.on_cpu else 'GPU'}{plural}{where}"
         return f"{devices}, {self.steps or 'an unknown number of'} steps{time}"
 
 
 def cost_of(config: DictConfig, *, gpu: str, measured: Path | None) -> Cost:
-    """The cost of one run.
-
-    Args:
-        config: composed, and prepared as for a run.
-        gpu: a name in ``planning.timing.GPUS``.
-        measured: a run to take lengths, yield and speeds from; on a CPU there is no estimate without one.
-    """
+    """The cost of one run; on a CPU there is no estimate without a ``measured`` one. See `make_plan`."""
     try:
         plan = make_plan(config, gpu=gpu, measured=measured)
         hours = None if plan.time is None else plan.time.total * plan.total_steps / 3600
     except UserError:  # the shape of its model is not known here, or its number of steps
         hours = None
-    steps = total_steps(config)
-    return Cost(gpus_of(config), config.trainer.device == "cpu", steps, hours)
+    return Cost(gpus_of(config), config.trainer.device == "cpu", total_steps(config), hours)
 
 
 def total(costs: list[Cost]) -> str:

@@ -49,11 +49,7 @@ class HandOver:
 
 
 def read() -> HandOver:
-    """The hand-over of the job that this process belongs to.
-
-    Raises:
-        UserError: it belongs to none.
-    """
+    """The hand-over of the job that this process belongs to. UserError: it belongs to none."""
     spec = importlib.util.find_spec(DIRECTORY)
     if spec is None or not spec.submodule_search_locations:
         raise UserError("this process is not part of a job of `gtpo-verl submit`: use `gtpo-verl train`.")

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError, first_line, reason_in, within
 from gtpo_verl.experiments.handover import DIRECTORY, HOOK, HandOver, fingerprint
-from gtpo_verl.experiments.package import WorkingDirectory, copy_files, copy_plugin
+from gtpo_verl.experiments.package import carried_files, copy_files, copy_plugin
 from gtpo_verl.experiments.request import run_dir_of
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
@@ -44,7 +44,7 @@ MARK = "gtpo_verl"  # key of a job's metadata: the version that submitted it
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class JobInfo:
     """A job of ours; ``start`` and ``end`` in seconds of Unix time, ``message`` Ray's on its end."""
 
@@ -90,7 +90,8 @@ class Jobs:
         *,
         submission_id: str,
         environment: Mapping[str, str] = MappingProxyType({}),
-        working_dir: WorkingDirectory | None = None,
+        working_dir: Path | None = None,
+        exclude: Sequence[str] = (),
         check_only: bool = False,
         wait: bool = False,
         retries: int = 0,
@@ -101,7 +102,7 @@ class Jobs:
             overrides: Hydra overrides of the run, ``trainer.run_dir`` absolute among them; they need no quoting.
             submission_id: of the job, new to the cluster.
             environment: variables for the job and all its workers, in no log and in no list of jobs.
-            working_dir: the files to carry; None: those of the current directory.
+            working_dir, exclude: the files to carry, see `carried_files`; None: those of the current directory.
             check_only: end the job after its checks.
             wait: let the training wait for devices that other jobs hold, instead of failing.
             retries: let the job go on from the last checkpoint after a failure, so often without a new step.
@@ -113,22 +114,15 @@ class Jobs:
             UserError: ``run_dir`` is missing or relative, there is too much to carry, or the cluster refuses the job.
         """
         run_dir = run_dir_of(overrides)
-        directory = working_dir or WorkingDirectory(path=Path.cwd())
-        files = directory.files()
+        directory = working_dir or Path.cwd()
+        files = carried_files(directory, exclude)
         if self.info(submission_id) is not None:
             return False
-        action = "check" if check_only else "train"
+        given = {"overrides": tuple(overrides), "environment": dict(environment), "wait": wait, "retries": retries}
+        task = HandOver(action="check" if check_only else "train", run_dir=run_dir, **given)
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
             if files:
-                copy_files(directory.path, files, Path(place) / "files")
-            task = HandOver(
-                action=action,
-                run_dir=run_dir,
-                overrides=tuple(overrides),
-                environment=dict(environment),
-                wait=wait,
-                retries=retries,
-            )
+                copy_files(directory, files, Path(place) / "files")
             return self._start(Path(place), submission_id, task)
 
     def info(self, submission_id: str) -> JobInfo | None:
@@ -141,11 +135,7 @@ class Jobs:
             raise UserError(f"{self.address}: {first_line(error)}") from error
 
     def known(self, submission_id: str) -> JobInfo:
-        """The same of a job that must be there.
-
-        Raises:
-            UserError: there is none.
-        """
+        """The same of a job that must be there. UserError: there is none."""
         job = self.info(submission_id)
         if job is None:
             raise UserError(f"{submission_id}: no such job on {self.address}; `gtpo-verl submit --list` shows them.")
@@ -168,18 +158,15 @@ class Jobs:
         """Ask the training to stop after its step, with a checkpoint; stop the job if it has not ended in time.
 
         The training is asked through the file ``STOP`` in its run directory, which a small job writes on the node where
-        the training was started: its file system need not be this machine's.
+        the training was started: its file system need not be this machine's. A job that has ended is left alone.
 
         Args:
-            submission_id: of the job; one that has ended is left alone.
             grace: seconds for the step and its checkpoint; 0: the training is interrupted at once.
 
         Raises:
             UserError: there is no such job.
         """
-        job = self.info(submission_id)
-        if job is None:
-            raise UserError(f"{submission_id}: no such job on {self.address}; `gtpo-verl submit --list` shows them.")
+        job = self.known(submission_id)
         deadline = time.monotonic() + grace
         if job.status == "RUNNING" and self._ask_to_stop(job):
             self._wait(submission_id, deadline)
@@ -255,17 +242,14 @@ class Jobs:
         if (place / "files").is_dir():
             runtime_env["working_dir"] = str(place / "files")
         marks = {MARK: __version__, "action": task.action, "run_dir": task.run_dir}
+        job = {"submission_id": submission_id, "runtime_env": runtime_env, "metadata": marks}
         try:
-            self._call(
-                lambda: self._client.submit_job(
-                    entrypoint=ENTRYPOINT, submission_id=submission_id, runtime_env=runtime_env, metadata=marks
-                ),
-                UPLOAD_TIMEOUT,
-            )
+            self._call(lambda: self._client.submit_job(entrypoint=ENTRYPOINT, **job), UPLOAD_TIMEOUT)
         except RuntimeError as error:
             if f"{submission_id} already exists" in str(error):
                 return False
-            raise UserError(f"{self.address} refuses the job: {_last_line(error)}") from error
+            last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]  # of a stack trace
+            raise UserError(f"{self.address} refuses the job: {last_line}") from error
         return True
 
     def _call(self, request: Callable[[], Value], seconds: float = REQUEST_TIMEOUT) -> Value:
@@ -293,28 +277,18 @@ def _client(address: str) -> Any:
 
     for module in REPORTING:
         logging.getLogger(module).setLevel(logging.WARNING)
-    before = os.environ.get(ADDRESS_VARIABLE)
-    os.environ[ADDRESS_VARIABLE] = address  # for Ray the variable wins over the argument
+    before = os.environ.pop(ADDRESS_VARIABLE, None)  # for Ray the variable wins over the argument
     try:
-        return JobSubmissionClient()
-    except AuthenticationError:  # Ray sends its token only with RAY_AUTH_MODE=token
-        token = _token()
+        return JobSubmissionClient(address)
+    except AuthenticationError:  # Ray sends its token, from where it looks for it, only with RAY_AUTH_MODE=token
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        token = os.environ.get("RAY_AUTH_TOKEN") or (file.read_text().strip() if file.is_file() else None)
         if token is None:
             raise
-        return JobSubmissionClient(headers={"Authorization": f"Bearer {token}"})
+        return JobSubmissionClient(address, headers={"Authorization": f"Bearer {token}"})
     finally:
-        if before is None:
-            del os.environ[ADDRESS_VARIABLE]
-        else:
+        if before is not None:
             os.environ[ADDRESS_VARIABLE] = before
-
-
-def _token() -> str | None:
-    """Ray's authentication token on this machine, where Ray looks for it; None if there is none."""
-    if token := os.environ.get("RAY_AUTH_TOKEN"):
-        return token
-    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    return file.read_text().strip() if file.is_file() else None
 
 
 def _ours(job: Any) -> JobInfo | None:
@@ -323,16 +297,4 @@ def _ours(job: Any) -> JobInfo | None:
     if MARK not in metadata or metadata.get("action") == "stop":
         return None
     start, end = (None if moment is None else moment / 1000 for moment in (job.start_time, job.end_time))
-    return JobInfo(
-        id=job.submission_id,
-        status=job.status.value,
-        run_dir=metadata["run_dir"],
-        start=start,
-        end=end,
-        message=job.message or "",
-    )
-
-
-def _last_line(error: Exception) -> str:
-    """The last line of an answer that holds a stack trace."""
-    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+    return JobInfo(job.submission_id, job.status.value, metadata["run_dir"], start, end, job.message or "")

@@ -62,7 +62,7 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Runs as child processes, each in a session of its own, so that Ctrl-C reaches them only when passed on.
 
-    They are asked to stop, as by Ctrl-C, when this process is killed. What they print is appended to their `train.log`.
+    When this process is killed, they are asked to stop. What they print is appended to their `train.log`.
 
     Args:
         slots: environment variables for each of the runs at once, which give every run its own GPUs.
@@ -193,14 +193,19 @@ def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dic
         memory = psutil.virtual_memory().available // (CPU_MEMORY * needed)
         cores = len(os.sched_getaffinity(0)) // (CPU_CORES * needed)
         return [{} for _ in range(parallel or max(1, min(memory, cores)))]
-    gpus = _visible_gpus()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        import torch
+
+        visible = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = list(filter(None, visible.split(",")))
     fitting = len(gpus) // needed
-    if (parallel or 1) > fitting:
+    count = parallel or max(1, fitting)
+    if count > fitting:
         raise UserError(
-            f"--local: {parallel or 1} run{'s' * ((parallel or 1) > 1)} of {needed} GPUs do not fit on this machine, "
-            f"which has {len(gpus)}. Without --local the runs are jobs of a Ray cluster."
+            f"--local: {count} run{'s' * (count > 1)} of {needed} GPUs do not fit on this machine, which has "
+            f"{len(gpus)}. Without --local the runs are jobs of a Ray cluster."
         )
-    count = parallel or fitting
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * needed : (i + 1) * needed])} for i in range(count)]
 
 
@@ -211,12 +216,3 @@ def cluster_slots(configs: Sequence[DictConfig], dashboard: str) -> int:
     nodes = list_nodes(address=dashboard, filters=[("state", "=", "ALIVE")])
     gpus = sum((node.resources_total or {}).get("GPU", 0) for node in nodes)
     return max(1, int(gpus // max(gpus_of(config) for config in configs)))
-
-
-def _visible_gpus() -> list[str]:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name]
-    import torch
-
-    return [str(number) for number in range(torch.cuda.device_count())]

@@ -7,8 +7,8 @@ dependencies, whose numpy then shadows the cluster's, and without metadata verl 
 import importlib.metadata
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pathspec import PathSpec
@@ -23,88 +23,54 @@ IGNORE_FILES = (".gitignore", ".rayignore")  # in the working directory itself
 # Patterns as in .gitignore. Hidden files hold settings and keys of the submitting machine; data and weights lie on the
 # file system that the nodes share.
 EXCLUDED = (
-    ".*",
-    "__pycache__/",
-    "*.egg-info/",
-    "*.dist-info/",
-    "/gtpo_verl/",
-    "build/",
-    "dist/",
-    "venv/",
-    "node_modules/",
-    "outputs/",
-    "runs/",
-    "checkpoints/",
-    "wandb/",
-    "mlruns/",
-    "*.parquet",
-    "*.arrow",
-    "*.safetensors",
-    "*.gguf",
-    "*.bin",
-    "*.pt",
-    "*.pth",
+    *(".*", "__pycache__/", "*.egg-info/", "*.dist-info/", "/gtpo_verl/", "build/", "dist/", "venv/", "node_modules/"),
+    *("outputs/", "runs/", "checkpoints/", "wandb/", "mlruns/"),
+    *("*.parquet", "*.arrow", "*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth"),
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkingDirectory:
-    """The user's files: those below ``path`` that no pattern excludes.
+def carried_files(directory: Path, exclude: Sequence[str] = ()) -> list[Path]:
+    """The user's files to carry, relative to a directory, sorted.
 
-    exclude: more patterns, as in .gitignore, besides ``EXCLUDED`` and those of ``.gitignore`` and ``.rayignore``.
+    Args:
+        directory: all below it that no pattern excludes.
+        exclude: patterns as in .gitignore, besides ``EXCLUDED`` and those of ``IGNORE_FILES``.
+
+    Raises:
+        UserError: there is no such directory, or more below it than ``MAX_FILES`` or ``MAX_SIZE``.
     """
+    if not directory.is_dir():
+        raise UserError(f"--working-dir {directory}: no such directory.")
+    ignored = [directory / name for name in IGNORE_FILES if (directory / name).is_file()]
+    lines = [line for file in ignored for line in file.read_text(encoding="utf-8").splitlines()]
+    # ours behind them, so that a `!` of theirs does not bring a hidden file back
+    excluded = PathSpec.from_lines("gitignore", [*lines, *EXCLUDED, *exclude])
+    found: list[Path] = []
+    sizes: Counter[str] = Counter()
+    for file in _walk(directory, excluded):
+        found.append(file)
+        sizes[file.parts[0]] += (directory / file).stat().st_size
+        if len(found) > MAX_FILES or sizes.total() > MAX_SIZE:
+            largest = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.most_common(3))
+            raise UserError(
+                f"{directory} holds more than {MAX_FILES} files or {MAX_SIZE // 2**20} MiB to carry (most of it so "
+                f"far: {largest}): leave some out with --exclude PATTERN or a .rayignore, or choose a --working-dir. "
+                "Data and models belong on a file system that all nodes share."
+            )
+    return sorted(found)
 
-    path: Path
-    exclude: tuple[str, ...] = ()
 
-    def files(self) -> list[Path]:
-        """The files to carry, relative to ``path``, sorted.
-
-        Raises:
-            UserError: there is no such directory, or more below it than ``MAX_FILES`` or ``MAX_SIZE``.
-        """
-        if not self.path.is_dir():
-            raise UserError(f"--working-dir {self.path}: no such directory.")
-        found, size = [], 0
-        for file in self._walk():
-            found.append(file)
-            size += (self.path / file).stat().st_size
-            if len(found) > MAX_FILES or size > MAX_SIZE:
-                raise UserError(self._too_much(found))
-        return sorted(found)
-
-    def _walk(self) -> Iterator[Path]:
-        excluded = PathSpec.from_lines("gitignore", [*self._patterns()])
-        for place, directories, names in os.walk(self.path):
-            here = Path(place).relative_to(self.path)
-            directories[:] = [
-                name
-                for name in sorted(directories)
-                if not excluded.match_file(f"{here / name}/") and not (Path(place) / name / "pyvenv.cfg").exists()
-            ]
-            for name in names:
-                if not excluded.match_file(str(here / name)) and (Path(place) / name).is_file():
-                    yield here / name
-
-    def _patterns(self) -> Iterator[str]:
-        for name in IGNORE_FILES:
-            file = self.path / name
-            if file.is_file():
-                yield from file.read_text(encoding="utf-8").splitlines()
-        yield from EXCLUDED  # behind them, so that a `!` of theirs does not bring a hidden file back
-        yield from self.exclude
-
-    def _too_much(self, found: Sequence[Path]) -> str:
-        sizes: dict[str, int] = {}
-        for file in found:
-            sizes[file.parts[0]] = sizes.get(file.parts[0], 0) + (self.path / file).stat().st_size
-        largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
-        return (
-            f"{self.path} holds more than {MAX_FILES} files or {MAX_SIZE // 2**20} MiB to carry (most of it so far: "
-            f"{', '.join(f'{name} {sizes[name] / 2**20:.1f} MiB' for name in largest)}): leave some out with --exclude "
-            "PATTERN or a .rayignore, or choose a --working-dir. Data and models belong on a file system that all "
-            "nodes share."
-        )
+def _walk(directory: Path, excluded: PathSpec) -> Iterator[Path]:
+    for place, directories, names in os.walk(directory):
+        here = Path(place).relative_to(directory)
+        directories[:] = [
+            name
+            for name in sorted(directories)
+            if not excluded.match_file(f"{here / name}/") and not (Path(place) / name / "pyvenv.cfg").exists()
+        ]
+        for name in names:
+            if not excluded.match_file(str(here / name)) and (Path(place) / name).is_file():
+                yield here / name
 
 
 def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:

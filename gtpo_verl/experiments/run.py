@@ -93,12 +93,7 @@ def train_all(
 ) -> Scheduler:
     """Train the runs of a sweep whose directory is locked, and show how far they are; returns their scheduler.
 
-    Args:
-        sweep: written to its directory.
-        launcher: starts the runs.
-        console: what is shown goes there.
-        ended: called with the name of a run whose attempt has ended.
-        line_every: seconds between two lines where there is no terminal.
+    ``ended`` is called with the name of a run whose attempt has ended; ``line_every``: seconds, see `LINE_EVERY`.
     """
     write(sweep)
     with _shown(sweep.directory, launcher.capacity, console, line_every) as show:
@@ -174,7 +169,7 @@ def _checked(sweep: Sweep, console: Console) -> dict[str, DictConfig]:
 
 
 def _warn(sweep: Sweep, configs: Mapping[str, DictConfig], console: Console) -> None:
-    """Say what of the sweep shows nothing: axes that change nothing, too few seeds."""
+    """Say what of the sweep shows nothing."""
     for line in (*idle_axes(sweep, configs), *few_seeds(sweep)):
         console.print(f"warning: {line}", markup=False)
 
@@ -219,15 +214,15 @@ def _console() -> Console:
 @contextmanager
 def _shown(directory: Path, at_once: int, console: Console, line_every: float) -> Iterator[Callable[[], None]]:
     """A table below the lines that are printed, or without a terminal a line now and then; gives what refreshes it."""
+    last = time.monotonic()
+
+    def say() -> None:
+        nonlocal last
+        if time.monotonic() - last >= line_every:
+            last = time.monotonic()
+            console.print(progress_line(statuses(directory), at_once), markup=False)
+
     if not console.is_terminal:
-        last = time.monotonic()
-
-        def say() -> None:
-            nonlocal last
-            if time.monotonic() - last >= line_every:
-                last = time.monotonic()
-                console.print(progress_line(statuses(directory), at_once), markup=False)
-
         yield say
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:

@@ -7,6 +7,7 @@ written before each: whenever this process is killed, the next one finds every a
 import errno
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,17 +45,15 @@ class Attempts:
 
 def read_attempts(directory: Path) -> dict[str, Attempts]:
     """The attempts at every run that has had one."""
-    file = directory / ATTEMPTS_FILE
-    with reading(file):
-        found: Mapping[str, Any] = read_json(file) or {"runs": {}}
+    with reading(directory / ATTEMPTS_FILE):
+        found: Mapping[str, Any] = read_json(directory / ATTEMPTS_FILE) or {"runs": {}}
         return {name: Attempts(**values) for name, values in found["runs"].items()}
 
 
 def cluster_of(directory: Path) -> str | None:
     """The dashboard of the cluster that the last attempts were submitted to; None where they were processes."""
-    file = directory / ATTEMPTS_FILE
-    with reading(file):
-        found: Mapping[str, Any] = read_json(file) or {}
+    with reading(directory / ATTEMPTS_FILE):
+        found: Mapping[str, Any] = read_json(directory / ATTEMPTS_FILE) or {}
         return found.get("cluster")
 
 
@@ -94,7 +93,7 @@ class Scheduler:
         self.ended = ended
         self.least_space = least_space
         self.stops = stops  # asked to stop: 1 after the step, 2 at once
-        self.attempts = read_attempts(sweep.directory)
+        self.attempts = defaultdict(Attempts, read_attempts(sweep.directory))
         self._begun: set[str] = set()  # runs whose attempt the launcher knows
         self._announced_stop = 0  # as `stops`
         self._trouble: float | None = None  # since when the cluster does not answer
@@ -151,7 +150,7 @@ class Scheduler:
         """The runs that run, and those that wait for their turn; notes what has ended."""
         running, waiting = [], []
         for name in self.sweep.runs:
-            attempts = self._attempts(name)
+            attempts = self.attempts[name]
             if self._is_running(name):
                 running.append(name)
                 continue
@@ -159,11 +158,11 @@ class Scheduler:
                 self._settle(name, attempts)
             if attempts.failures <= self.sweep.retries and not state_of(self.sweep.run_dir(name)).is_complete:
                 waiting.append(name)
-        waiting.sort(key=lambda name: not self._attempts(name).open)  # of a sweep that was killed: first
+        waiting.sort(key=lambda name: not self.attempts[name].open)  # of a sweep that was killed: first
         return running, waiting
 
     def _is_running(self, name: str) -> bool:
-        run_dir, attempts = self.sweep.run_dir(name), self._attempts(name)
+        run_dir, attempts = self.sweep.run_dir(name), self.attempts[name]
         if attempts.open and self.launcher.is_running(run_dir, attempts.number):
             self._begun.add(name)
             return True
@@ -203,7 +202,7 @@ class Scheduler:
             running.append(name)
 
     def _start(self, name: str) -> None:
-        attempts = self._attempts(name)
+        attempts = self.attempts[name]
         if not attempts.open:
             attempts.open, attempts.number = True, attempts.number + 1
             self._save()
@@ -222,7 +221,7 @@ class Scheduler:
             gently = f"Stopping: {what} a checkpoint. Ctrl-C again stops at once."
             self.announce(gently if self.stops == 1 else "Stopping at once, without a checkpoint.")
         for name in running:
-            self.launcher.stop(self.sweep.run_dir(name), self._attempts(name).number, at_once=self.stops > 1)
+            self.launcher.stop(self.sweep.run_dir(name), self.attempts[name].number, at_once=self.stops > 1)
 
     # ---------------------------------------------------------------- what goes wrong
 
@@ -254,9 +253,6 @@ class Scheduler:
             time.sleep(POLL)
 
     # ---------------------------------------------------------------- state
-
-    def _attempts(self, name: str) -> Attempts:
-        return self.attempts.setdefault(name, Attempts())
 
     def _save(self) -> None:
         begun = {name: asdict(state) for name, state in self.attempts.items() if state.number}

@@ -32,11 +32,7 @@ class RunStatus:
 
 
 def statuses(directory: Path) -> list[RunStatus]:
-    """The status of every run of the sweep in a directory.
-
-    Raises:
-        UserError: there is no sweep.
-    """
+    """The status of every run of the sweep in a directory. UserError: there is no sweep."""
     attempts = read_attempts(directory)
     scheduled = is_scheduled(directory)
     found = []
@@ -74,13 +70,8 @@ def progress_line(runs: Sequence[RunStatus], at_once: int) -> str:
     """One line: `summary`, where those are that run, and the time left for all."""
     left = seconds_left(runs, at_once)
     running = [(run.name, run.training) for run in runs if run.state == "running"]
-    return "; ".join(
-        [
-            summary(runs),
-            *(f"{name} {one.step}/{one.steps or '?'}: {describe(one.step, one.metrics)}" for name, one in running),
-            *([f"about {in_words(left)} left"] if left else []),
-        ]
-    )
+    steps = [f"{name} {one.step}/{one.steps or '?'}: {describe(one.step, one.metrics)}" for name, one in running]
+    return "; ".join([summary(runs), *steps, *([f"about {in_words(left)} left"] if left else [])])
 
 
 def seconds_left(runs: Sequence[RunStatus], at_once: int) -> float | None:
@@ -91,9 +82,8 @@ def seconds_left(runs: Sequence[RunStatus], at_once: int) -> float | None:
         runs: of one sweep.
         at_once: runs at the same time.
     """
-    known = {run.name: run.training for run in runs if run.training.seconds_left is not None}
-    running = [known[run.name] for run in runs if run.state == "running" and run.name in known]
-    finished = [known[run.name] for run in runs if run.state == "finished" and run.name in known]
+    known = [run for run in runs if run.training.seconds_left is not None]
+    running, finished = ([run.training for run in known if run.state == state] for state in ("running", "finished"))
     if not running and not finished:
         return None
     to_come = sum(run.state not in ("finished", "failed") for run in runs) - len(running)

@@ -70,7 +70,10 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
     file = _read_file(settings, [line_of(item) for item in given if item.is_hydra_override()])
     keys = {item.get_key_element() for item in given}
     from_file = parse([*(f"{key}={values}" for key, values in file.axes.items()), *file.overrides])
-    _check_baseline(file.baseline, split(from_file, file.max_runs)[0])
+    of_file = split(from_file, file.max_runs)[0]
+    for key, value in file.baseline.items():
+        if of_file and value not in of_file.get(key, ()):
+            raise UserError(f"sweep.baseline: {key}={value} is not on an axis of the sweep.")
     kept = [item for item in from_file if item.get_key_element() not in keys]
     axes, common = split([*kept, *given], file.max_runs)
     if not axes:
@@ -124,28 +127,20 @@ def _read_file(settings: Sequence[Override], search_path: Sequence[str]) -> Swee
     return file
 
 
-def _check_baseline(baseline: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> None:
-    for key, value in baseline.items():
-        if axes and value not in axes.get(key, ()):
-            raise UserError(f"sweep.baseline: {key}={value} is not on an axis of the sweep.")
-
-
 def on_axes(baseline: dict[str, str], axes: Mapping[str, Sequence[str]]) -> dict[str, str] | None:
     """A baseline where all of its values are on the axes, else None."""
     return baseline if all(value in axes.get(key, ()) for key, value in baseline.items()) else None
 
 
 def _name(file: str | None, axes: Iterable[str], setting: str | None) -> str:
-    what = file or "-".join(["sweep", *(key.rsplit(".", 1)[-1].lstrip("+") for key in axes)])
-    return "-".join([what, *([setting] if setting else [])]).replace("/", "-")
+    what = [file] if file else ["sweep", *(key.rsplit(".", 1)[-1].lstrip("+") for key in axes)]
+    return "-".join([*what, *([setting] if setting else [])]).replace("/", "-")
 
 
 def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     """Give the runs the model and the data of the embedded task where they have its verifier and name neither."""
     if "task" in sweep.axes:
-        raise UserError(
-            "task= is no axis of a sweep: the accuracies of two tasks do not compare. Sweep each by itself."
-        )
+        raise UserError("task= is no axis of a sweep: accuracies of two tasks do not compare. Sweep each by itself.")
     config = compose_config([*sweep.common, *next(iter(sweep.runs.values()))])
     task = task_of(config.reward.custom_reward_function.path)
     given = (config.actor_rollout_ref.model.path, config.data.train_files, config.data.val_files)
@@ -170,11 +165,7 @@ def task_directory(sweep: Sweep, task: EmbeddedTask) -> Path:
 
 
 def check_directory(sweep: Sweep) -> None:
-    """Refuse a directory that holds something else than this sweep.
-
-    Raises:
-        UserError: what it holds.
-    """
+    """Refuse a directory that holds something else than this sweep. UserError: what it holds."""
     found = read(sweep.directory)
     if found is None:
         if sweep.directory.is_dir() and any(not is_of_lock(item) for item in sweep.directory.iterdir()):
@@ -199,6 +190,7 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
     """
     configs: dict[str, DictConfig] = {}
     failing: dict[str, list[str]] = {}  # the runs that have each problem
+    failures: list[Problem] = []
     seen: dict[str, str] = {}
     for name in sweep.runs:
         overrides = sweep.overrides(name)
@@ -210,7 +202,10 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
         configs[name] = config
         for message in errors_of(problems(config)):
             failing.setdefault(message, []).append(name)
-    refuse(Problem(f"{_some(names)}: {message}") for message, names in failing.items())
+    for message, names in failing.items():
+        others = f" and {len(names) - 1} other run{'s' * (len(names) > 2)}" if len(names) > 1 else ""
+        failures.append(Problem(f"{names[0]}{others}: {message}"))
+    refuse(failures)
     for name, config in configs.items():
         values: Any = OmegaConf.to_container(config, resolve=True)
         trained = sorted((key, str(value)) for key, value in flatten(values) if not is_bookkeeping(key))
@@ -219,12 +214,6 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
             raise UserError(f"{name} and {twin} would be the same run: an axis has no effect there.")
         _check_recorded(sweep, name, config)
     return configs
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first of these runs, and how many others there are."""
-    others = len(names) - 1
-    return names[0] + (f" and {others} other run{'s' * (others > 1)}" if others else "")
 
 
 def _check_recorded(sweep: Sweep, name: str, config: DictConfig) -> None:

@@ -89,8 +89,8 @@ def difference(training: Accuracy, baseline: Accuracy) -> Difference | None:
     clusters = _clusters([*firsts, *lasts], prompts)
     after = _accuracies(lasts, prompts)
     gain = after - _accuracies(firsts, prompts)
-    apart = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
-    return Difference(step, *apart, prompts=len(prompts), clusters=len(set(clusters)))
+    at_end, gained = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
+    return Difference(step, at_end, gained, len(prompts), len(set(clusters)))
 
 
 def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:

@@ -127,12 +127,9 @@ class Panel:
 
 
 def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:
-    """A style for each arm: the first arm of a registered method has the method's, the others take a free one.
+    """A style for each arm, from {label: the name of its method, or None}.
 
-    Where the free ones run out, dashes distinguish arms.
-
-    Args:
-        methods: the name of each arm's method by the arm's label; it may be None, or not registered.
+    The first arm of a registered method has the method's, the others take a free one, with dashes where they run out.
     """
     registered = {name: entry.style for name, entry in algorithms().items() if entry.style}
     styles: dict[str, Style] = {}
@@ -154,21 +151,20 @@ def variables(styles: Mapping[str, Style], theme: str) -> dict[str, str]:
 
 
 def panel_chart(panel: Panel, styles: Mapping[str, Style], *, interactive: bool = False) -> dict[str, Any]:
-    """The Vega-Lite specification of a panel, without width and configuration.
+    """The Vega-Lite specification of a panel with at least one curve, without width and configuration.
 
-    Args:
-        panel: with at least one curve.
-        styles: of every arm of the page.
-        interactive: the nearest point says its values, and all arms but that in the parameter ``chosen`` are faint.
+    ``styles``: of every arm of the page. ``interactive``: the nearest point says its values, and all arms but that in
+    the parameter ``chosen`` are faint.
     """
-    sparse = all(len(line.steps) <= _NO_TREND for line in panel.lines)
-    # intervals at the same few places would hide one another: they are side by side
-    apart = len({float(step) for line in panel.lines for step in line.steps}) <= _NO_TREND
-    number = {"format": ".3~p" if panel.percent else ".3~g" if panel.log else ",.3~r"}
-    y = {"field": "y", "type": "quantitative", "title": None, "scale": _y_scale(panel), "axis": number}
+    most = max(len(line.steps) for line in panel.lines)
+    sparse, marked = most <= _NO_TREND, most <= _FEW_POINTS
+    positions = sorted({float(step) for line in panel.lines for step in line.steps})
+    has_bounds = any(line.low is not None for line in panel.lines)
+    number = ".3~p" if panel.percent else ".3~g" if panel.log else ",.3~r"
+    y = {"field": "y", "type": "quantitative", "title": None, "scale": _y_scale(panel), "axis": {"format": number}}
     dashed = {"condition": {"test": "datum.dashed", "value": [5, 3]}, **_scale("strokeDash", styles)}
     layers: list[dict[str, Any]] = []
-    if any(line.low is not None for line in panel.lines):
+    if has_bounds:
         mark = {"type": "rule", "strokeWidth": 1.5} if sparse else {"type": "area", "opacity": 0.16}
         bounds = {"y": y | {"field": "low"}, "y2": {"field": "high"}}
         layers.append({"transform": [{"filter": "isValid(datum.low)"}], "mark": mark, "encoding": bounds})
@@ -177,12 +173,14 @@ def panel_chart(panel: Panel, styles: Mapping[str, Style], *, interactive: bool 
         layers.append({"mark": faint, "encoding": {"y": y | {"field": "raw"}, "strokeDash": dashed}})
     if not sparse:
         layers.append({"mark": {"type": "line", "strokeWidth": 2.2}, "encoding": {"y": y, "strokeDash": dashed}})
-    marked = all(len(line.steps) <= _FEW_POINTS for line in panel.lines)
     points: dict[str, Any] = {"y": y, "shape": _scale("shape", styles)}
     layer: dict[str, Any] = {"mark": {"type": "point", "filled": True, "size": 55, "opacity": 1}, "encoding": points}
     if interactive:
         layer["params"] = [{"name": "near", "select": _NEAREST}]
-        points["tooltip"] = _tooltip(panel)
+        value = {"format": ".3~p" if panel.percent else ".4~g"}
+        fields = {"arm": {}, "x": {"title": panel.x_label, "format": ",.4~r"}, "y": {"title": "value", **value}}
+        of_bounds = {name: {"title": f"95 % interval, {name}", **value} for name in ("low", "high") if has_bounds}
+        points["tooltip"] = [{"field": name, **form} for name, form in (fields | of_bounds).items()]
         if not marked:  # too many to be seen, they are there to be pointed at
             points["opacity"] = {"condition": {"param": "near", "empty": False, "value": 1}, "value": 0}
     if marked or interactive:
@@ -193,7 +191,7 @@ def panel_chart(panel: Panel, styles: Mapping[str, Style], *, interactive: bool 
         "height": panel.height,
         "data": {"values": [_values(line, panel.log) for line in panel.lines]},
         "transform": [{"flatten": ["x", "y", "low", "high", "raw"]}],
-        "encoding": {**_x(panel, styles, apart), "color": _scale("color", styles), "detail": {"field": "dashed"}},
+        "encoding": {**_x(panel, styles, positions), "color": _scale("color", styles), "detail": {"field": "dashed"}},
         "layer": layers,
     }
     if interactive:
@@ -203,41 +201,26 @@ def panel_chart(panel: Panel, styles: Mapping[str, Style], *, interactive: bool 
     return chart
 
 
-def _x(panel: Panel, styles: Mapping[str, Style], apart: bool) -> dict[str, Any]:
-    x: dict[str, Any] = {"field": "x", "title": panel.x_label, "type": "ordinal" if apart else "quantitative"}
-    if apart:
+def _x(panel: Panel, styles: Mapping[str, Style], positions: Sequence[float]) -> dict[str, Any]:
+    x: dict[str, Any] = {"field": "x", "title": panel.x_label, "type": "quantitative"}
+    if len(positions) <= _NO_TREND:  # intervals at the same few places would hide one another: they are side by side
         offset = {"field": "arm", "scale": {"domain": list(styles), "paddingOuter": 1 / len(styles)}}
-        return {"x": x | {"axis": {"labelAngle": 0, "format": ",d"}}, "xOffset": offset}
+        return {"x": x | {"type": "ordinal", "axis": {"labelAngle": 0, "format": ",d"}}, "xOffset": offset}
     if panel.x_scale == "linear":
         axis = {"tickCount": 6, "tickMinStep": 1, "format": ",d"}
         return {"x": x | {"scale": {"zero": False, "nice": False}, "axis": axis}}
-    axis = {"values": sorted({float(step) for line in panel.lines for step in line.steps}), "format": "d"}
-    return {"x": x | {"scale": {"type": panel.x_scale, "base": 2}, "axis": axis}}
-
-
-def _tooltip(panel: Panel) -> list[dict[str, str]]:
-    number = {"format": ".3~p" if panel.percent else ".4~g"}
-    fields = {"arm": {}, "x": {"title": panel.x_label, "format": ",.4~r"}, "y": {"title": "value", **number}}
-    if any(line.low is not None for line in panel.lines):
-        fields |= {name: {"title": f"95 % interval, {name}", **number} for name in ("low", "high")}
-    return [{"field": name, **form} for name, form in fields.items()]
+    return {"x": x | {"scale": {"type": panel.x_scale, "base": 2}, "axis": {"values": positions, "format": "d"}}}
 
 
 def _band(start: float, end: float, text: str) -> list[dict[str, Any]]:
     """A range of the horizontal axis that is marked."""
-    colour = "rgb(var(--debit))"
     data: dict[str, Any] = {"values": [{}]}
+    rect = {"type": "rect", "color": "rgb(var(--debit))", "opacity": 0.16}
+    label = {"type": "text", "text": text, "color": "rgb(var(--debit))"}
+    middle = {"x": {"datum": (start + end) / 2}, "y": {"value": 8}}
     return [
-        {
-            "mark": {"type": "rect", "color": colour, "opacity": 0.16},
-            "data": data,
-            "encoding": {"x": {"datum": start}, "x2": {"datum": end}},
-        },
-        {
-            "mark": {"type": "text", "text": text, "color": colour},
-            "data": data,
-            "encoding": {"x": {"datum": (start + end) / 2}, "y": {"value": 8}},
-        },
+        {"mark": rect, "data": data, "encoding": {"x": {"datum": start}, "x2": {"datum": end}}},
+        {"mark": label, "data": data, "encoding": middle},
     ]
 
 
@@ -246,34 +229,29 @@ def bars_chart(rows: Mapping[str, Mapping[str, float]], x_label: str, *, legend:
     categories = list(dict.fromkeys(key for row in rows.values() for key in row))
     values = [{"arm": name, "phase": key, "x": value} for name, row in rows.items() for key, value in row.items()]
     y = {"field": "arm", "type": "nominal", "sort": list(rows), "title": None, "axis": {"labelLimit": 160}}
+    colour = {
+        "field": "phase",
+        "scale": {"domain": categories, "range": category_colours(categories)},
+        "legend": {"columns": 7} if legend else None,
+    }
+    segment = {
+        "x": {"field": "x", "type": "quantitative", "title": x_label},
+        "color": colour,
+        "order": {"field": "index"},
+        "tooltip": [{"field": "arm"}, {"field": "phase"}, {"field": "x", "title": "s", "format": ".3~g"}],
+    }
+    total = {"x": {"field": "sum", "type": "quantitative"}, "text": {"field": "sum", "format": ".3~g"}}
+    order = {"calculate": f"indexof({json.dumps(categories)}, datum.phase)", "as": "index"}
+    summed = {"aggregate": [{"op": "sum", "field": "x", "as": "sum"}], "groupby": ["arm"]}
+    text = {"type": "text", "align": "left", "dx": 5, "color": "var(--ink)", "fontWeight": 600}
     return {
         "height": 38 * len(rows),
         "data": {"values": values},
         "params": [{"name": "chosen", "value": ""}],
         "encoding": {"y": y},
         "layer": [
-            {
-                "mark": {"type": "bar", "height": {"band": 0.7}},
-                "encoding": {
-                    "x": {"field": "x", "type": "quantitative", "title": x_label},
-                    "color": {
-                        "field": "phase",
-                        "scale": {"domain": categories, "range": category_colours(categories)},
-                        "legend": {"columns": 7} if legend else None,
-                    },
-                    "order": {"field": "index"},
-                    "tooltip": [{"field": "arm"}, {"field": "phase"}, {"field": "x", "title": "s", "format": ".3~g"}],
-                },
-                "transform": [{"calculate": f"indexof({json.dumps(categories)}, datum.phase)", "as": "index"}],
-            },
-            {
-                "mark": {"type": "text", "align": "left", "dx": 5, "color": "var(--ink)", "fontWeight": 600},
-                "transform": [{"aggregate": [{"op": "sum", "field": "x", "as": "sum"}], "groupby": ["arm"]}],
-                "encoding": {
-                    "x": {"field": "sum", "type": "quantitative"},
-                    "text": {"field": "sum", "format": ".3~g"},
-                },
-            },
+            {"mark": {"type": "bar", "height": {"band": 0.7}}, "encoding": segment, "transform": [order]},
+            {"mark": text, "transform": [summed], "encoding": total},
         ],
     }
 
@@ -294,13 +272,7 @@ def for_page(chart: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def png(charts: Mapping[str, Mapping[str, Any]], theme: str = "light", styles: Mapping[str, Style] = {}) -> bytes:
-    """Charts by title in one PNG, at most three in a row under one legend, without a browser.
-
-    Args:
-        charts: at least one, each with its title, which may be empty.
-        theme: name of one of `THEMES`.
-        styles: of every arm of the page.
-    """
+    """Charts by title, which may be empty, in one PNG, at most three in a row under one legend, without a browser."""
     columns = min(len(charts), 3)
     width = {1: 860, 2: 400, 3: 255}[columns]
     drawn = [{**chart, "title": title, "width": width} for title, chart in charts.items()]
@@ -319,15 +291,7 @@ def javascript() -> str:
 
 
 def running_mean(values: Floats, window: int) -> Floats:
-    """Centred running mean; at both ends the window is cut to the data.
-
-    Args:
-        values: shape (N,).
-        window: odd number of points.
-
-    Returns:
-        shape (N,).
-    """
+    """Centred running mean over an odd number of points, (N,) to (N,); at both ends the window is cut to the data."""
     sums, counts = (np.convolve(one, np.ones(window)) for one in (values, np.ones(len(values))))
     return (sums / counts)[window // 2 :][: len(values)]
 

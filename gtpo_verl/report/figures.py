@@ -25,7 +25,6 @@ from gtpo_verl.report.results import (
     STEP_PHASES,
     VALIDATION_PHASE,
     ArmResult,
-    TrainingResult,
     cost_until,
     data_sources,
     has_seeds,
@@ -163,21 +162,17 @@ def styles(arms: Sequence[ArmResult]) -> dict[str, Style]:
 
 def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
     """A curve per arm: over seeds where any arm has several, so that all bands are of one kind; else over prompts."""
-    sources = data_sources(arms)
-    panels = [
-        Panel(source, tuple(lines), percent=True, height=320 if len(sources) == 1 else 220)
-        for source in sources
-        if (lines := [line for arm in arms if (line := _accuracy_line(arm, source, has_seeds(arms)))])
-    ]
+    sources, several = data_sources(arms), has_seeds(arms)
+    height = 320 if len(sources) == 1 else 220
+    panels, words = [], []
+    for source in sources:
+        lines = tuple(line for arm in arms if (line := _accuracy_line(arm, source, several)))
+        accuracies = [one.accuracies[source] for one in trainings_of(arms) if source in one.accuracies]
+        basis = seed_basis(arms) if several else curve_basis(accuracies)
+        words.append(f"{source}: {basis}." if len(sources) > 1 else f"{basis}.")
+        panels += [Panel(source, lines, percent=True, height=height)] if lines else []
     if not panels:
         return "Accuracy: no validation samples, and no val-core/…/acc/mean@… was logged."
-    bases = {
-        source: seed_basis(arms)
-        if has_seeds(arms)
-        else curve_basis([one.accuracies[source] for one in trainings_of(arms) if source in one.accuracies])
-        for source in sources
-    }
-    words = [f"{source}: {basis}." if len(bases) > 1 else f"{basis}." for source, basis in bases.items()]
     caption = f"Share of validation responses that are correct. {' '.join(words)}"
     return ReportFigure("accuracy", "Validation accuracy", caption + _absence(arms, panels, "accuracy"), tuple(panels))
 
@@ -190,22 +185,26 @@ def _accuracy_line(arm: ArmResult, source: str, several: bool) -> Line | None:
         return Line(arm.name, *over_seeds([{float(p.step): p.accuracy for p in curve} for curve in curves]))
     (curve,) = curves
     bounds = [(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in curve]
-    steps, values = (np.array([getattr(p, name) for p in curve], dtype=np.float64) for name in ("step", "accuracy"))
-    return Line(arm.name, steps, values, *np.array(bounds).T)
+    steps, values, low, high = np.array(
+        [(p.step, p.accuracy, *bound) for p, bound in zip(curve, bounds, strict=True)], dtype=np.float64
+    ).T
+    return Line(arm.name, steps, values, low, high)
 
 
 def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
     """Accuracy against what it cost: responses generated, and seconds."""
+    sources = data_sources(arms)
     panels = []
-    for source in data_sources(arms):
-        prefix = f"{source}, " if len(data_sources(arms)) > 1 else ""
+    for source in sources:
+        prefix = f"{source}, " if len(sources) > 1 else ""
         for what, title in (("responses", "responses generated"), ("seconds", "time of training")):
-            lines = [line for arm in arms if (line := _cost_line(arm, source, what))]
-            if not lines:
-                continue
-            unit, factor = _time_unit(lines) if what == "seconds" else ("responses", 1.0)
-            scaled = tuple(replace(line, steps=line.steps * factor) for line in lines)
-            panels.append(Panel(f"{prefix}by {title}", scaled, percent=True, x_label=unit))
+            lines = tuple(line for arm in arms if (line := _cost_line(arm, source, what)))
+            unit, divisor = what, 1
+            longest = max((float(line.steps.max()) for line in lines), default=0.0)
+            if what == "seconds" and longest >= 600:
+                unit, divisor = ("minutes", 60) if longest < 4 * 3600 else ("hours", 3600)
+                lines = tuple(replace(line, steps=line.steps / divisor) for line in lines)
+            panels += [Panel(f"{prefix}by {title}", lines, percent=True, x_label=unit)] if lines else []
     if not panels:
         return "Accuracy by cost: no arm was validated and logged the time or the number of responses of every step."
     caption = (
@@ -233,24 +232,16 @@ def _cost_line(arm: ArmResult, source: str, what: str) -> Line | None:
     return Line(arm.name, spent, values, low, high)
 
 
-def _time_unit(lines: Sequence[Line]) -> tuple[str, float]:
-    longest = max(float(line.steps.max()) for line in lines)
-    if longest < 600:
-        return "seconds", 1.0
-    return ("minutes", 1 / 60) if longest < 4 * 3600 else ("hours", 1 / 3600)
-
-
 def _pass_at_k(arms: Sequence[ArmResult]) -> ReportFigure | str:
     """pass@k of the last validation, where a prompt was sampled more than once."""
     panels = []
     for source in data_sources(arms):
-        lines = []
-        for arm in arms:
-            curves = [curve for one in arm.counted if (curve := pass_at_ks(one.training.validations.get(source, ())))]
-            if curves:
-                lines.append(Line(arm.name, *over_seeds(curves)))
-        if lines:
-            panels.append(Panel(source, tuple(lines), percent=True, x_label="k", x_scale="log"))
+        of_arms = {
+            arm.name: [curve for one in arm.counted if (curve := pass_at_ks(one.training.validations.get(source, ())))]
+            for arm in arms
+        }
+        lines = tuple(Line(name, *over_seeds(curves)) for name, curves in of_arms.items() if curves)
+        panels += [Panel(source, lines, percent=True, x_label="k", x_scale="log")] if lines else []
     if not panels:
         return "pass@k: every prompt of the validations was sampled once, or no samples were kept."
     caption = "Probability that at least one of k responses is correct, at the last validation."
@@ -260,18 +251,18 @@ def _pass_at_k(arms: Sequence[ArmResult]) -> ReportFigure | str:
 
 def _metrics(name: str, arms: Sequence[ArmResult]) -> ReportFigure | str:
     title, caption, metrics = METRIC_FIGURES[name]
-    panels = []
-    remarks = []
+    panels, remarks = [], []
     absent: dict[str, list[str]] = {}  # keys by the arms that lack them
     for metric in metrics:
-        lines = []
-        lacking = []
+        lines, lacking = [], []
         for arm in arms:
             line = metric_line(arm, metric.key, smooth=not metric.log)
             if line is None and metric.fallback and (line := metric_line(arm, metric.fallback)):
                 remarks.append(f"{arm.name} shows {metric.fallback} for {metric.title}")
-            lines += [line] if line else []
-            lacking += [] if line else [arm.name]
+            if line is None:
+                lacking.append(arm.name)
+            else:
+                lines.append(line)
             if metric.dashed and (beside := metric_line(arm, metric.dashed, smooth=not metric.log)):
                 lines.append(replace(beside, dashed=True))
         if lacking:
@@ -281,15 +272,18 @@ def _metrics(name: str, arms: Sequence[ArmResult]) -> ReportFigure | str:
         elif lines:
             remarks.append(f"always 0: {metric.key}")
     if not panels:
-        zero = "".join(f" {remark[0].upper()}{remark[1:]}." for remark in remarks)
-        lacked = [metric.key for metric in metrics if metric.key in absent.get("any arm", ())]
-        return f"{title}: " + (f"no arm logged {', '.join(lacked)}." if lacked else "").strip() + zero
+        lacked = [f"no arm logged {', '.join(absent['any arm'])}"] if "any arm" in absent else []
+        return f"{title}: {'. '.join([*lacked, *map(_capitalized, remarks)])}."
     remarks += [f"not logged by {names}: {', '.join(keys)}" for names, keys in absent.items()]
-    sentences = [caption, *(f"{remark[0].upper()}{remark[1:]}." for remark in remarks)]
+    sentences = [caption, *(f"{_capitalized(remark)}." for remark in remarks)]
     if any(line.raw is not None for panel in panels for line in panel.lines):
         sentences.append("Bold: running mean over a tenth of the steps.")
     sentences += [f"{seed_basis(arms)}."] if has_seeds(arms) else []
     return ReportFigure(name, title, " ".join(filter(None, sentences)), tuple(panels))
+
+
+def _capitalized(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def metric_line(arm: ArmResult, key: str, smooth: bool = True) -> Line | None:
@@ -308,29 +302,27 @@ def metric_line(arm: ArmResult, key: str, smooth: bool = True) -> Line | None:
 
 
 def _step_time(arms: Sequence[ArmResult]) -> ReportFigure | str:
-    timed = {arm.name: seconds for arm in arms if (seconds := _mean_seconds(arm.counted))}
+    timed = {
+        arm.name: found for arm in arms if (found := [one.step_seconds for one in arm.counted if one.step_seconds])
+    }
     if not timed:
         return "Step time by phase: no arm logged timing_s/step."
-    threshold = _SMALL_PHASE * max(sum(phases.values()) for phases in timed.values())
-    titles = [title for title in STEP_PHASES.values() if any(arm.get(title, 0) >= threshold for arm in timed.values())]
-    rows = {}
-    for name, phases in timed.items():
-        row = {title: phases.get(title, 0.0) for title in titles}
-        validation = phases.get(VALIDATION_PHASE, 0.0)
-        row[OTHER_PHASE] = sum(phases.values()) - validation - sum(row.values())
-        rows[name] = {**row, VALIDATION_PHASE: validation} if validation else row
+    phases = [*STEP_PHASES.values(), OTHER_PHASE, VALIDATION_PHASE]
+    means = {
+        name: {phase: float(np.mean([one.get(phase, 0.0) for one in found])) for phase in phases}
+        for name, found in timed.items()
+    }
+    threshold = _SMALL_PHASE * max(sum(row.values()) for row in means.values())
+    titles = [title for title in STEP_PHASES.values() if any(row[title] >= threshold for row in means.values())]
+    bars = {}
+    for name, row in means.items():
+        shown, validation = {title: row[title] for title in titles}, row[VALIDATION_PHASE]
+        shown[OTHER_PHASE] = sum(row.values()) - validation - sum(shown.values())
+        bars[name] = {**shown, VALIDATION_PHASE: validation} if validation else shown
     absent = [arm.name for arm in arms if arm.name not in timed]
     caption = "Mean seconds per training step. Checkpoints and validations are averaged over all steps."
     caption += f" No timing_s/step: {', '.join(absent)}." if absent else ""
-    return ReportFigure("step_time", "Step time by phase", caption, bars=rows)
-
-
-def _mean_seconds(trainings: Sequence[TrainingResult]) -> dict[str, float]:
-    """Seconds of each phase, mean over the trainings that were timed."""
-    timed = [one.step_seconds for one in trainings if one.step_seconds]
-    titles = [*STEP_PHASES.values(), OTHER_PHASE, VALIDATION_PHASE]
-    means = {title: float(np.mean([one.get(title, 0.0) for one in timed])) for title in titles if timed}
-    return {title: value for title, value in means.items() if value > 0}
+    return ReportFigure("step_time", "Step time by phase", caption, bars=bars)
 
 
 def _absence(arms: Sequence[ArmResult], panels: Sequence[Panel], what: str) -> str:

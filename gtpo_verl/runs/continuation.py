@@ -105,12 +105,7 @@ def _by_content(
 
 
 def refusal(found: Changes, allowed: Collection[str]) -> str | None:
-    """What is said of changes that make another training of it and are not allowed; None where there are none.
-
-    Args:
-        found: as `changes` gives them.
-        allowed: keys, and sections of them, that may change.
-    """
+    """What is said of changes that make another training of it and are not ``allowed``, by key or section, or None."""
     other = [key for key in found if decides(key) and not within(key, allowed)]
     if not other:
         return None

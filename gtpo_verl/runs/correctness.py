@@ -37,19 +37,13 @@ def verdict(info: Mapping[str, Any], place: str) -> float:
 def score(info: Mapping[str, Any]) -> float | None:
     """The verifier's score, without the overlong penalty that verl's reward manager may add; None where there is none.
 
-    Args:
-        info: verl's ``reward_extra_info``. Of a function that returned a number, as verl's own for GSM8K does, it has
-            the number as ``acc``, and the number is the score.
+    ``info`` is verl's ``reward_extra_info``. Of a function that returned a number it has the number, the score, as
+    ``acc``.
     """
     found = info.get("score", info.get("acc"))
     return None if found is None else float(found)
 
 
 def is_correct(acc: float | None, threshold: float) -> bool:
-    """Whether a response is correct: its ``acc`` is at least ``algorithm.correct_threshold``.
-
-    Args:
-        acc: what the reward function returned beside ``score``. None (it returned none, or failed) and NaN are wrong.
-        threshold: ``algorithm.correct_threshold`` of the run.
-    """
+    """Whether a response is correct: its ``acc`` is at least ``algorithm.correct_threshold``. None and NaN are not."""
     return acc is not None and acc >= threshold

@@ -172,7 +172,8 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
     names = _names([keys[training] for training in first], first)
     for name, trainings in zip(names, grouped.values(), strict=True):
         by_seed: dict[str | None, Training] = {}
-        for training in sorted(trainings, key=lambda training: _numeric(training.seed)):
+        of_arm = sorted(trainings, key=lambda one: str(one.seed).zfill(20))  # numbers as numbers
+        for training in of_arm:
             twin = by_seed.setdefault(training.seed, training)
             if twin is not training:
                 seed = f"seed {training.seed}" if training.seed is not None else "without a recorded seed"
@@ -216,29 +217,21 @@ def _pairs(arms: Sequence[Arm], baseline: Mapping[str, str]) -> tuple[tuple[Arm,
     return tuple(pairs)
 
 
-def _numeric(seed: str | None) -> tuple[int, int, str]:
-    """Sorts numbers as numbers."""
-    return (0, int(seed), "") if seed is not None and seed.isdecimal() else (1, 0, seed or "")
-
-
 # ---------------------------------------------------------------- what differs
 
 
 def _facts(training: Training) -> dict[str, str]:
     """Everything recorded of a training that decides its result, as text, by key; places and names are left out."""
-    sums = {key: value for key, value in (training.record.get("checksums") or {}).items() if value}
+    sums = {key: value for key, value in training.recorded("checksums").items() if value}
     # the content decides, not the path; other settings name the same path, for example that of the tokenizer
     places = {_shown(training.config, key): f"as {key}" for key in sums}
     shown = {key: _shown(training.config, key) for key in training.config if not is_bookkeeping(key)}
     facts = {key: places.get(value, value) for key, value in shown.items() if key not in sums}
     facts |= {f"checksums.{key}": str(value) for key, value in sums.items()}
-    if training.record:
-        code = training.record.get("code") or {}
-        facts |= {f"code.{key}": str(code[key]) for key in ("commit", "diff") if code.get("commit") and key in code}
-        facts |= {f"versions.{key}": str(value) for key, value in (training.record.get("versions") or {}).items()}
-        if training.record.get("hardware"):
-            facts["hardware"] = str(training.record["hardware"])
-    return facts
+    code = training.recorded("code")
+    facts |= {f"code.{key}": str(code[key]) for key in ("commit", "diff") if code.get("commit") and key in code}
+    facts |= {f"versions.{key}": str(value) for key, value in training.recorded("versions").items()}
+    return facts | ({"hardware": str(training.record["hardware"])} if training.record.get("hardware") else {})
 
 
 def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[str, ...]:
@@ -303,14 +296,9 @@ def _refuse_differences(
 
 def _says(training: Training, key: str) -> bool:
     """Whether the absence of a key is a statement: facts that were never recorded differ from nothing."""
-    section = key.split(".", 1)[0]
-    if section in ("checksums", "hardware"):
-        return False
-    if section == "code":
-        return bool((training.record.get("code") or {}).get("commit"))
-    if section == "versions":
-        return bool(training.record.get("versions"))
-    return bool(training.config)
+    known = {"checksums": False, "hardware": False, "versions": bool(training.recorded("versions"))}
+    known["code"] = bool(training.recorded("code").get("commit"))
+    return known.get(key.split(".", 1)[0], bool(training.config))
 
 
 def _who(values: Mapping[Training, str]) -> str:
@@ -322,7 +310,7 @@ def _who(values: Mapping[Training, str]) -> str:
     for training, value in values.items():
         if value != usual:
             odd.setdefault(value, []).append(training.path.name)
-    parts = [f"{_cut(value)} in {', '.join(names[:3])}{' …' if len(names) > 3 else ''}" for value, names in odd.items()]
+    parts = [f"{_cut(value)} in {', '.join(names[:3])}{' …' * (len(names) > 3)}" for value, names in odd.items()]
     return f"{_cut(usual)}, but {'; '.join(parts[:3])}"
 
 
@@ -336,26 +324,24 @@ def _unknown(trainings: Sequence[Training]) -> tuple[str, ...]:
         return ()
     lacking = {
         "the configuration": [training for training in trainings if not training.config],
-        "the commit": [one for one in trainings if not (one.record.get("code") or {}).get("commit")],
-        "versions": [training for training in trainings if not training.record.get("versions")],
-        "checksums of model and data": [one for one in trainings if _unsummed(one)],
+        "the commit": [one for one in trainings if not one.recorded("code").get("commit")],
+        "versions": [training for training in trainings if not training.recorded("versions")],
+        "checksums of model and data": [
+            one
+            for one in trainings
+            if not one.recorded("checksums")
+            or any(one.config.get(key) and not one.recorded("checksums").get(key) for key in FILE_KEYS)
+        ],
     }
-    return tuple(
-        f"Not recorded by {_everyone(without, trainings)}, so not compared: {what}"
-        for what, without in lacking.items()
-        if without
-    )
-
-
-def _unsummed(training: Training) -> bool:
-    sums = training.record.get("checksums") or {}
-    return any(training.config.get(key) and not sums.get(key) for key in FILE_KEYS) or not sums
-
-
-def _everyone(some: Sequence[Training], every: Sequence[Training]) -> str:
-    if len(some) == len(every):
-        return "all runs" if len(every) > 2 else "both runs"
-    return ", ".join(training.path.name for training in some[:3]) + (f" and {len(some) - 3} more" * (len(some) > 3))
+    sentences = []
+    for what, without in lacking.items():
+        more = f" and {len(without) - 3} more" * (len(without) > 3)
+        names = ", ".join(one.path.name for one in without[:3]) + more
+        if len(without) == len(trainings):
+            names = "all runs" if len(trainings) > 2 else "both runs"
+        if without:
+            sentences.append(f"Not recorded by {names}, so not compared: {what}")
+    return tuple(sentences)
 
 
 def _listed(key: str, keys: Sequence[str]) -> bool:

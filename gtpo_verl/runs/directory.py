@@ -1,6 +1,4 @@
-"""The files of a run: ``metrics.jsonl``, ``groups.jsonl``, ``run.json``, ``model``, and ``STOP``, which ends a training
-early.
-"""
+"""The files of a run, by name, and how they are written and read."""
 
 import datetime as dt
 import math
@@ -78,13 +76,7 @@ def _metrics_line(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record_groups(run_dir: Path, step: int, groups: dict[str, int]) -> None:
-    """Append the groups that a step trained on to ``groups.jsonl``.
-
-    Args:
-        run_dir: the run's directory.
-        step: the last one trained.
-        groups: the step in which a group's responses were generated, by uid of the group.
-    """
+    """Append the groups that a step trained on to ``groups.jsonl``: by uid the step that generated the responses."""
     append_json_line(run_dir / GROUPS_FILE, {"step": int(step), "groups": groups})
 
 
@@ -113,14 +105,8 @@ def restore_step(run_dir: Path, checkpoint: Path) -> bool:
 
 
 def set_aside(run_dir: Path, step: int) -> list[int]:
-    """Move what was logged of steps behind ``step``, which are trained again, and lines that a crash has torn, to
-    ``metrics.replaced.jsonl`` and ``groups.replaced.jsonl``.
-
-    Args:
-        step: the last that counts, -1 for none.
-
-    Returns:
-        The steps whose metrics were moved.
+    """Move what was logged of steps behind ``step``, -1 for all, which are trained again, and lines that a crash has
+    torn, to ``metrics.replaced.jsonl`` and ``groups.replaced.jsonl``; returns the steps whose metrics were moved.
     """
 
     def replaced(value: Any) -> bool:

@@ -71,11 +71,7 @@ def read_bounds(settings: Mapping[str, Any]) -> dict[str, Bound]:
 
 
 class Guards:
-    """Compares the metrics of each step with the bounds.
-
-    Args:
-        bounds: by name.
-    """
+    """Compares the metrics of each step with bounds, by name."""
 
     def __init__(self, bounds: Mapping[str, Bound]) -> None:
         self._bounds = bounds
@@ -83,11 +79,7 @@ class Guards:
         self._outside = dict.fromkeys(bounds, 0)  # steps in a row
 
     def check(self, step: int, metrics: Mapping[str, Any]) -> list[str]:
-        """Returns what to warn about.
-
-        Raises:
-            UserError: a bound with the action ``stop`` is violated.
-        """
+        """Returns what to warn about. UserError: a bound with the action ``stop`` is violated."""
         warnings = []
         for name, bound in self._bounds.items():
             if bound.metric not in metrics:

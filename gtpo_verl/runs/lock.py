@@ -217,11 +217,7 @@ def training_lock(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def sweep_lock(directory: Path) -> Iterator[None]:
-    """Be the only process that schedules the runs in a directory.
-
-    Raises:
-        UserError: another one does.
-    """
+    """Be the only process that schedules the runs in a directory. UserError: another one does."""
 
     def refuse(error: LockedError) -> str:
         raise UserError(
@@ -243,11 +239,9 @@ def ask_to_stop(run_dir: Path) -> bool:
 
 @contextmanager
 def preparing(directory: Path, announce: Callable[[str], object]) -> Iterator[None]:
-    """Be the only process that prepares ``directory``; waits for another one that does.
+    """Be the only process that prepares ``directory``; waits for another one that does, which ``announce`` names.
 
-    Args:
-        directory: it may be replaced while the lock is held, since the lock file ``.NAME.lock`` lies beside it.
-        announce: takes the line that names the process waited for.
+    The directory may be replaced while the lock is held: the lock file ``.NAME.lock`` lies beside it.
     """
     lock = DirectoryLock(directory.parent / f".{directory.name}.lock")
     with _held(lock, lambda error: f"{error} is preparing {directory}; waiting for it", announce):

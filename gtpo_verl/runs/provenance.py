@@ -9,7 +9,7 @@ import importlib.util
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -34,16 +34,10 @@ _BLOB_LENGTH = 64  # a file of the hub's cache links to one named by its SHA-256
 
 def hardware() -> str:
     """One line on the machine that launched a run."""
-    gpus = _gpus()
+    names = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]  # 8 × NVIDIA H100 80GB HBM3
     cores = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
-    return f"{gpus}, {cores}" if gpus else cores
-
-
-def _gpus() -> str | None:
-    """``8 × NVIDIA H100 80GB HBM3``, or None where there is no driver."""
-    listed = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
-    names = listed.splitlines() if listed else []
-    return ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)) or None
+    return ", ".join([*gpus, cores])
 
 
 def run_versions() -> dict[str, str]:
@@ -54,15 +48,10 @@ def run_versions() -> dict[str, str]:
 
 
 def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str]:
-    """The commit that runs, and what the working tree changes in it.
+    """The commit that runs, ``{"commit", "diff"}``, and what the working tree changes in it as text, new files too.
 
-    Args:
-        root: of the checkout; an installed wheel has none, and its version says what it is. A job's package has none
-            either, and `keep_code_state` has said where it is from.
-
-    Returns:
-        ``{"commit", "diff"}``, ``diff`` a SHA-256 of the changes or None without any, both None outside of a checkout;
-        and the changes as text, new files included.
+    ``diff`` is a SHA-256 of the changes, None without any. Both are None outside of a checkout, as in a wheel, whose
+    version says what it is; for the package of a job `keep_code_state` has said where it is from.
     """
     commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
     inside = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
@@ -100,12 +89,11 @@ def checksums(config: Mapping[str, Any]) -> dict[str, str | None]:
     return {key: _checksum([value] if isinstance(value, str) else value) for key, value in named.items() if value}
 
 
-def _checksum(places: Iterable[str]) -> str | None:
-    digests = [_path_checksum(place) for place in places]
-    if None in digests:
+def _checksum(places: Sequence[str]) -> str | None:
+    digests = [digest for place in places if (digest := _path_checksum(place))]
+    if len(digests) < len(places):
         return None
-    known = [digest for digest in digests if digest is not None]
-    return known[0] if len(known) == 1 else _combined(known)
+    return digests[0] if len(digests) == 1 else _combined(digests)
 
 
 def _path_checksum(place: str) -> str | None:
@@ -119,7 +107,13 @@ def _path_checksum(place: str) -> str | None:
                 f"{file.relative_to(path).as_posix()} {digest}"
                 for file, digest in zip(files, pool.map(_file_checksum, files), strict=True)
             )
-    return _module_checksum(place) if place.startswith("pkg://") else _hub_commit(place)
+    if place.startswith("pkg://"):  # verl's for a module
+        spec = importlib.util.find_spec(place.removeprefix("pkg://"))
+        return _file_checksum(Path(spec.origin)) if spec and spec.origin else None
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    reference = Path(HF_HUB_CACHE) / f"models--{place.replace('/', '--')}" / "refs" / "main"
+    return f"hub:{reference.read_text().strip()}" if reference.is_file() else None
 
 
 def _file_checksum(file: Path) -> str:
@@ -138,19 +132,6 @@ def _content_checksum(file: Path, changed: int, size: int) -> str:
 
 def _combined(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _module_checksum(place: str) -> str | None:
-    """Of verl's ``pkg://package.module``."""
-    spec = importlib.util.find_spec(place.removeprefix("pkg://"))
-    return _file_checksum(Path(spec.origin)) if spec and spec.origin else None
-
-
-def _hub_commit(name: str) -> str | None:
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    reference = Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "refs" / "main"
-    return f"hub:{reference.read_text().strip()}" if reference.is_file() else None
 
 
 def _output(*command: str, accept: tuple[int, ...] = (0,)) -> str | None:

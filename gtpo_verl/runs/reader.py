@@ -132,6 +132,10 @@ class Training:
         """``complete``, ``interrupted``, ``failed`` or ``running``; None where it was not recorded."""
         return self.record.get("status")
 
+    def recorded(self, section: str) -> Mapping[str, Any]:
+        """A section of the record, such as ``versions``; empty where there is none."""
+        return self.record.get(section) or {}
+
     def series(self, key: str) -> tuple[NDArray[np.int64], Floats]:
         """Steps and values of a metric, in order of steps; both empty where it was never logged."""
         points = [(step, data[key]) for step, data in sorted(self.metrics.items()) if key in data]
@@ -318,13 +322,7 @@ class Response:
 
 
 def read_responses(training: Training, step: int, count: int) -> list[Response]:
-    """The first response to each of the first prompts of a validation, in the order of its file.
-
-    Args:
-        training: that kept the samples of its validations.
-        step: of the validation.
-        count: of prompts.
-    """
+    """The first response to each of the first ``count`` prompts of a validation, in the order of its file."""
     threshold = float(training.config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
     found: dict[str, Response] = {}
     for _, line in read_json_lines(training.path / "validation" / f"{step}.jsonl"):

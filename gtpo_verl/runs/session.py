@@ -65,26 +65,36 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         (run_dir / PHASE_FILE).unlink(missing_ok=True)  # of an earlier attempt
         write_text(run_dir / CONFIG_FILE, config)
         record = Record(run_dir, yaml.safe_load(config), command, overrides)
-        stopper = _Stopper(stop, record.stopping)
+        reason = f"the file {STOP_FILE}"
+
+        def asked_to_stop(signum: int, frame: FrameType | None) -> None:
+            nonlocal reason
+            if signum == signal.SIGINT and stop.exists():
+                raise KeyboardInterrupt
+            stop.touch()
+            reason = SIGNALS[signal.Signals(signum)]
+            if signum == signal.SIGINT and IN_RAY_JOB in os.environ:  # jobs of `submit` ask Ray for this signal
+                reason = "SIGINT, from `ray job stop`"
+            record.stopping(reason)
+            text = "\nStopping after this step, with a checkpoint. Ctrl-C again stops at once."
+            print(text, file=terminal.err(), flush=True)
+
         try:
-            with handling_signals(stopper):
+            with handling_signals(asked_to_stop):
                 yield record
         except KeyboardInterrupt:
-            record.close("interrupted", stopper.reason)
-            print(_stopped(run_dir, record.config, stopper.reason), flush=True)
+            record.interrupted(reason)
             raise
         except Exception as error:
             record.close("failed", first_line(error))
             raise
         state = state_of(run_dir)
         if stop.exists() and (state.steps is None or state.step < state.steps):
-            record.close("interrupted", stopper.reason)
-            print(_stopped(run_dir, record.config, stopper.reason), flush=True)
+            record.interrupted(reason)
         else:
             record.close("complete", "all steps were trained")
         stop.unlink(missing_ok=True)
-        model = link_model(run_dir)
-        if model:
+        if model := link_model(run_dir):
             print(f"Trained model: {model}", flush=True)
 
 
@@ -97,14 +107,12 @@ class Record:
         earlier = read_record(run_dir)
         started = now()
         code, changes = code_state()
+        (run_dir / DIFF_FILE).unlink(missing_ok=True)
         if changes:
             write_text(run_dir / DIFF_FILE, changes)
-        else:
-            (run_dir / DIFF_FILE).unlink(missing_ok=True)
-        self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
-        self.attempt["commit"] = code["commit"]
         log = run_dir / terminal.LOG_FILE
-        self.attempt["log_from"] = log.stat().st_size if log.exists() else 0  # bytes of earlier attempts
+        self.attempt: dict[str, Any] = {"started": started, "ended": None, "status": "running", "exit_reason": None}
+        self.attempt |= {"commit": code["commit"], "log_from": log.stat().st_size if log.exists() else 0}
         self.facts: dict[str, Any] = {
             "name": run_dir.name,
             "created": earlier.get("created", started),
@@ -119,67 +127,47 @@ class Record:
         }
         if other := earlier and differences(_code(earlier), _code(self.facts)):
             print(f"note: this run goes on with other code: {other}.", flush=True)
-        write_record(run_dir, self.facts | {"status": "running"})
+        self._write("running")
+
+    def _write(self, status: str, **reason: str) -> None:
+        write_record(self.run_dir, self.facts | {"status": status, **reason})
 
     def goes_on(self, step: int, changes: Changes) -> None:
         """Record from which step the attempt goes on, and what has changed since the attempt before."""
         self.attempt |= {"from_step": step, "changes": {key: list(pair) for key, pair in changes.items()}}
-        write_record(self.run_dir, self.facts | {"status": "running"})
+        self._write("running")
         if changes:
             print(f"note: this run goes on with other settings: {in_words(changes)}.", flush=True)
 
     def stopping(self, reason: str) -> None:
         """Record why the attempt is about to end; it may be killed before it does."""
         self.attempt |= {"status": "interrupted", "exit_reason": reason}
-        write_record(self.run_dir, self.facts | {"status": "interrupted", "reason": reason})
+        self._write("interrupted", reason=reason)
+
+    def interrupted(self, reason: str) -> None:
+        """Record a stop; say how far the training is, and from where the same command goes on."""
+        self.close("interrupted", reason)
+        state = state_of(self.run_dir)
+        try:
+            saved = tracked_step(Path(self.config.get("trainer.default_local_dir") or self.run_dir / "checkpoints"))
+        except ValueError:  # a tracker that is not readable: the next start says what it takes
+            saved = None
+        goes_on = f"resumes from global_step_{saved}" if saved else "starts from the first step, for nothing was saved"
+        at = f"{max(state.step, saved or 0)} of {state.steps or '?'}"
+        print(f"{terminal.STOPPED} {at} ({reason}). The same command {goes_on}.", flush=True)
 
     def close(self, status: str, reason: str) -> None:
         """Record the end of the attempt."""
         self.attempt |= {"ended": now(), "status": status, "exit_reason": reason}
         if None in self.facts["checksums"].values():  # a model of the hub, which the workers have downloaded since
             self.facts["checksums"] = checksums(self.config)
-        write_record(self.run_dir, self.facts | {"status": status, "reason": reason})
+        self._write(status, reason=reason)
 
 
 def _code(record: Mapping[str, Any]) -> dict[str, Any]:
     """Commit, checksum of uncommitted changes and versions of an attempt; what is damaged is left out."""
     parts = (record.get(name) for name in ("code", "versions"))
     return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
-
-
-def _stopped(run_dir: Path, config: Mapping[str, Any], reason: str) -> str:
-    """How far a training is that was stopped, and from where the same command goes on."""
-    state = state_of(run_dir)
-    try:
-        saved = tracked_step(Path(config.get("trainer.default_local_dir") or run_dir / "checkpoints"))
-    except ValueError:  # a tracker that is not readable: the next start says what it takes
-        saved = None
-    goes_on = f"resumes from global_step_{saved}" if saved else "starts from the first step, for nothing was saved"
-    step = max(state.step, saved or 0)
-    return f"{terminal.STOPPED} {step} of {state.steps or '?'} ({reason}). The same command {goes_on}."
-
-
-class _Stopper:
-    """What is done about a signal. ``reason`` says in the end why the training was stopped."""
-
-    def __init__(self, stop: Path, record: Callable[[str], None]) -> None:
-        self.stop = stop
-        self.reason = f"the file {STOP_FILE}"
-        self._record = record
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGINT and self.stop.exists():
-            raise KeyboardInterrupt
-        self.stop.touch()
-        self.reason = SIGNALS[signal.Signals(signum)]
-        if signum == signal.SIGINT and IN_RAY_JOB in os.environ:  # jobs of `submit` ask Ray for this signal
-            self.reason = "SIGINT, from `ray job stop`"
-        self._record(self.reason)
-        print(
-            "\nStopping after this step, with a checkpoint. Ctrl-C again stops at once.",
-            file=terminal.err(),
-            flush=True,
-        )
 
 
 @contextmanager

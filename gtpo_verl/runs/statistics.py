@@ -8,6 +8,7 @@ paired, prompt by prompt, and its interval is narrower than that of two separate
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,12 +110,7 @@ def resampled_means(
 
 
 def estimates(
-    means: Floats,
-    *,
-    clusters: Sequence[str] | None = None,
-    draws: int = DRAWS,
-    confidence: float = CONFIDENCE,
-    seed: int = SEED,
+    means: Floats, *, clusters: Sequence[str] | None = None, draws: int = DRAWS, seed: int = SEED
 ) -> list[Estimate]:
     """Mean over prompts of each column, with its percentile bootstrap interval over clusters of prompts.
 
@@ -125,13 +121,12 @@ def estimates(
         means: shape (P, K), P >= 1: the means of P prompts in K measurements, or differences of such means.
         clusters: P names; prompts of one cluster are drawn together. None: each prompt is its own cluster.
         draws: number of bootstrap draws.
-        confidence: nominal coverage, in (0, 1).
         seed: see `resampled_means`.
 
     Returns:
         K estimates.
     """
-    tail = (1 - confidence) / 2
+    tail = (1 - CONFIDENCE) / 2
     resampled = resampled_means(means, clusters=clusters, draws=draws, seed=seed)
     lows, highs = np.quantile(resampled, [tail, 1 - tail], axis=0)
     sums, sizes = _by_cluster(means, clusters)
@@ -142,16 +137,9 @@ def estimates(
     ]
 
 
-def estimate(
-    means: Floats,
-    *,
-    clusters: Sequence[str] | None = None,
-    draws: int = DRAWS,
-    confidence: float = CONFIDENCE,
-    seed: int = SEED,
-) -> Estimate:
+def estimate(means: Floats, **options: Any) -> Estimate:
     """`estimates` of a single column, shape (P,)."""
-    return estimates(means[:, None], clusters=clusters, draws=draws, confidence=confidence, seed=seed)[0]
+    return estimates(means[:, None], **options)[0]
 
 
 def _by_cluster(means: Floats, clusters: Sequence[str] | None) -> tuple[Floats, Floats]:

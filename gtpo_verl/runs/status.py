@@ -18,14 +18,11 @@ KEPT_WARNINGS = 5
 _LINES = 20_000  # of the end of the log that are looked at
 # What a log says that explains an end; the last of the first kind that is found is taken.
 _CAUSES = (
-    (re.compile(r"(?P<text>No space left on device)"), "the disk is full"),
-    (re.compile(r"(?P<text>CUDA out of memory)"), "a GPU's memory ran out"),
+    (re.compile(r"No space left on device"), "the disk is full"),
+    (re.compile(r"CUDA out of memory"), "a GPU's memory ran out"),
     # not "OOM": whatever dies, Ray says that it might have been the system's OOM killer
-    (
-        re.compile(r"(?P<text>OutOfMemoryError|[Oo]ut of memory|memory pressure \(OOM\))"),
-        "the machine's memory ran out",
-    ),
-    (re.compile(r"(?P<text>\w*(?:Error|Exception): .*)"), "{text}"),
+    (re.compile(r"OutOfMemoryError|[Oo]ut of memory|memory pressure \(OOM\)"), "the machine's memory ran out"),
+    (re.compile(r"\w*(?:Error|Exception): .*"), ""),  # as it is
 )
 
 
@@ -44,11 +41,7 @@ class Status:
 
 
 def status_of(run_dir: Path) -> Status:
-    """Read the status of a training.
-
-    Raises:
-        UserError: the directory holds no training.
-    """
+    """Read the status of a training. UserError: the directory holds no training."""
     record = read_record(run_dir) if run_dir.is_dir() else {}
     if "attempts" not in record:
         raise UserError(_no_training(run_dir))
@@ -77,9 +70,8 @@ def _cause(log: Sequence[str]) -> str:
     if error := last_error(log):
         return error
     for pattern, text in _CAUSES:
-        found = [match for match in map(pattern.search, log) if match]
-        if found:
-            return text.format(text=found[-1]["text"])
+        if found := [match for match in map(pattern.search, log) if match]:
+            return text or found[-1][0]
     return ""
 
 
@@ -105,9 +97,9 @@ def _lines(run_dir: Path, state: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _saved(directory: Path) -> str:
-    names = ", ".join(folder.name for folder in checkpoints(directory).values())
+    names = ", ".join(folder.name for folder in checkpoints(directory).values()) or "none"
     try:
         latest = tracked_step(directory)
     except ValueError as error:
         return f"{names}; {error}"
-    return f"{names or 'none'}" + (f"; a restart goes on from global_step_{latest}" if latest is not None else "")
+    return names if latest is None else f"{names}; a restart goes on from global_step_{latest}"

@@ -70,11 +70,7 @@ def write(sweep: Sweep) -> None:
 
 
 def read(directory: Path) -> Sweep | None:
-    """Read `sweep.json`; None where there is none.
-
-    Raises:
-        UserError: it is damaged, or of another version of this package.
-    """
+    """Read `sweep.json`; None where there is none. UserError: it is damaged, or of another version of this package."""
     file = directory / SWEEP_FILE
     with reading(file):
         facts = read_json(file)
@@ -94,11 +90,7 @@ def read(directory: Path) -> Sweep | None:
 
 
 def load(directory: Path) -> Sweep:
-    """The sweep in a directory.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The sweep in a directory. UserError: there is none."""
     sweep = read(directory)
     if sweep is None:
         raise UserError(f"{directory} is no sweep: it has no {SWEEP_FILE}.")

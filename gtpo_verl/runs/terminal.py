@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -139,12 +139,7 @@ def progress_over(log: Path) -> "Iterator[Progress]":
 
 @contextmanager
 def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[None]:
-    """Show on the terminal what a training in ``run_dir`` does while the block runs.
-
-    Args:
-        steps: how many it has in all, None where that is not known.
-        verbose: show its whole log instead.
-    """
+    """Show on the terminal what a training of so many steps does in the block; ``verbose``: its whole log instead."""
     if _redirected is None:  # the terminal is the log
         yield
         return
@@ -168,7 +163,11 @@ def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[No
         for step in written:
             say(f"step {step['step']}/{steps or '?'}: {describe(step['step'], step['data'])}")
 
-    thread = threading.Thread(target=_repeat, args=(show, ended), name="terminal", daemon=True)
+    def watch() -> None:
+        while not ended.wait(POLL):
+            show()
+
+    thread = threading.Thread(target=watch, name="terminal", daemon=True)
     thread.start()
     try:
         yield
@@ -183,23 +182,13 @@ def warnings_in(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(match["text"] for match in map(_WARNING.search, lines) if match))
 
 
-def _repeat(show: Callable[[], None], ended: threading.Event) -> None:
-    while not ended.wait(POLL):
-        show()
-
-
 def describe(step: int, data: Mapping[str, float]) -> str:
     """One line on the metrics of a step."""
-    parts = []
-    validation = next(
-        (value for name, value in data.items() if name.startswith("val-core/") and "/acc/mean@" in name), None
-    )
-    if "training/accuracy" in data:
-        parts.append(f"accuracy {data['training/accuracy']:.2f}")
-    if validation is not None:
-        parts.append(f"validation {validation:.3f}")
-    if "credit/entropy_all" in data:
-        parts.append(f"entropy {data['credit/entropy_all']:.2f}")
-    if "timing_s/step" in data:
-        parts.append(f"{data['timing_s/step']:.1f} s")
-    return ", ".join(parts) or f"step {step}"
+    validations = (name for name in data if name.startswith("val-core/") and "/acc/mean@" in name)
+    shown = {
+        "training/accuracy": "accuracy {:.2f}",
+        next(validations, ""): "validation {:.3f}",
+        "credit/entropy_all": "entropy {:.2f}",
+        "timing_s/step": "{:.1f} s",
+    }
+    return ", ".join(text.format(data[name]) for name, text in shown.items() if name in data) or f"step {step}"

@@ -17,7 +17,6 @@ import gtpo_verl
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.jobs import Jobs
-from gtpo_verl.experiments.package import WorkingDirectory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]  # and in a process of its own, see the Makefile
 
@@ -92,8 +91,8 @@ def test_a_job_gets_what_it_was_given_and_no_list_or_log_shows_its_secrets(
     ]
     given = {"submission_id": "given-1", "environment": {"MY_KEY": SECRET}, "check_only": True}
     assert jobs.status("given-1") is None
-    assert jobs.submit(words, working_dir=WorkingDirectory(path=own), **given)
-    assert not jobs.submit(words, working_dir=WorkingDirectory(path=own), **given)
+    assert jobs.submit(words, working_dir=own, **given)
+    assert not jobs.submit(words, working_dir=own, **given)
 
     log = "".join(jobs.follow("given-1"))
     assert jobs.status("given-1") == "SUCCEEDED", log

@@ -11,7 +11,7 @@ import gtpo_verl
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import package
 from gtpo_verl.experiments.handover import fingerprint
-from gtpo_verl.experiments.package import WorkingDirectory, copy_files, copy_plugin
+from gtpo_verl.experiments.package import carried_files, copy_files, copy_plugin
 from gtpo_verl.runs.provenance import code_state
 
 
@@ -22,7 +22,7 @@ def fill(root: Path, *names: str, size: int = 10) -> None:
 
 
 def carried(root: Path, *exclude: str) -> list[str]:
-    return [str(file) for file in WorkingDirectory(path=root, exclude=exclude).files()]
+    return [str(file) for file in carried_files(root, exclude)]
 
 
 def test_code_and_configuration_are_carried(tmp_path: Path) -> None:

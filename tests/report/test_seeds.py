@@ -155,7 +155,7 @@ def test_curves_are_drawn_against_cost_and_pass_at_k_over_seeds(written: Report)
 @pytest.mark.slow
 def test_credit_is_coloured_by_advantage(written: Report):
     gtpo = [sample for sample in written.samples if sample.arm == "GTPO"]
-    assert [(sample.correct, sample.tokens[0].positive) for sample in gtpo] == [(True, True), (False, False)]
+    assert [(sample.correct, sample.tokens[0].advantage > 0) for sample in gtpo] == [(True, True), (False, False)]
     shades = [token.shade for token in gtpo[0].tokens]
     assert (min(shades), max(shades)) == (pytest.approx(0.15), pytest.approx(1))
     dapo = written.samples[0]

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from gtpo_verl.files import read_json_lines_from
 from gtpo_verl.runs.directory import (
     MetricsRecorder,
-    read_metrics_from,
     read_record,
     record_groups,
     set_aside,
@@ -20,7 +20,7 @@ def test_metrics_are_appended_one_line_a_step(tmp_path: Path) -> None:
     recorder = MetricsRecorder(tmp_path / "run")
     recorder.write(1, {"a": 1, "b": np.float64(0.5), "c": torch.tensor(2.0)})
     recorder.write(2, {"a": 3})
-    lines, _ = read_metrics_from(tmp_path / "run", 0)
+    lines, _ = read_json_lines_from(tmp_path / "run" / "metrics.jsonl", 0)
     assert lines == [{"step": 1, "data": {"a": 1.0, "b": 0.5, "c": 2.0}}, {"step": 2, "data": {"a": 3.0}}]
 
 
@@ -54,7 +54,7 @@ def test_a_line_torn_by_a_crash_takes_no_other_with_it(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "da')
     MetricsRecorder(tmp_path).write(2, {"a": 2})
-    lines, _ = read_metrics_from(tmp_path, 0)
+    lines, _ = read_json_lines_from(tmp_path / "metrics.jsonl", 0)
     assert [line["step"] for line in lines] == [1, 2]
 
 
@@ -73,15 +73,15 @@ def test_the_groups_of_a_step_survive_a_torn_line(tmp_path: Path) -> None:
 
 def test_reading_goes_on_where_it_stopped(tmp_path: Path) -> None:
     recorder = MetricsRecorder(tmp_path)
-    assert read_metrics_from(tmp_path, 0) == ([], 0)
+    assert read_json_lines_from(tmp_path / "metrics.jsonl", 0) == ([], 0)
     recorder.write(1, {"a": 1})
-    first, offset = read_metrics_from(tmp_path, 0)
+    first, offset = read_json_lines_from(tmp_path / "metrics.jsonl", 0)
     with recorder.path.open("a") as file:
         file.write('{"step": 2, ')  # not yet whole
-    assert read_metrics_from(tmp_path, offset) == ([], offset)
+    assert read_json_lines_from(tmp_path / "metrics.jsonl", offset) == ([], offset)
     with recorder.path.open("a") as file:
         file.write('"data": {}}\n')
-    second, _ = read_metrics_from(tmp_path, offset)
+    second, _ = read_json_lines_from(tmp_path / "metrics.jsonl", offset)
     assert [line["step"] for line in first + second] == [1, 2]
 
 
