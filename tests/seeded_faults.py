@@ -152,7 +152,7 @@ FAULTS = (
         "zeros",
         "early eqs. 4, 16 and 17 without the zeros of the wrong tokens",
         "algorithms/normalization.py",
-        "plus.join(Moments.zeros(minus.count))",
+        "plus.join(Moments(minus.count))",
         "plus",
         ("tests/algorithms/test_against_loops.py",),
     ),

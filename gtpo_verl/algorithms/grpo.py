@@ -8,7 +8,7 @@ from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_finite, check_tokens
 from gtpo_verl.algorithms.groups import groups_of, one_thread
 from gtpo_verl.algorithms.metrics import CreditMetrics
-from gtpo_verl.algorithms.normalization import Moments, Normalizer
+from gtpo_verl.algorithms.normalization import Moments
 from gtpo_verl.algorithms.registry import Algorithm, Style
 
 
@@ -49,7 +49,7 @@ def grpo_advantages(
             R = reward[members.rows, None].double()
             plus, minus = (Moments.of(R[side]) for side in members.sides)
             metrics.add_rewards((plus, minus))
-            A = Normalizer.over(plus.join(minus), torch.finfo(dtype).eps).advantages(R)  # DAPO (9)
+            A = plus.join(minus).advantages(R, torch.finfo(dtype).eps)  # DAPO (9)
             metrics.add_sign_flips(members, A, torch.ones_like(A, dtype=torch.bool))
             members.put(torch.where(members.mask, A, 0.0), advantages)
     return AdvantageOutput(advantages, reward.detach().to(dtype), metrics.found())

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.batch import AdvantageOutput
 from gtpo_verl.algorithms.config import ShapingConfig, check_shares
 from gtpo_verl.algorithms.gtpo import values, weights
-from gtpo_verl.algorithms.penalties import named_penalty
+from gtpo_verl.algorithms.penalties import of_batch
 from gtpo_verl.algorithms.registry import Algorithm, Style
 from gtpo_verl.algorithms.shaping import Formulas, ShapedBatch, Totals
 
@@ -99,21 +99,13 @@ def grpo_s_advantages(
     return batch.advantages(return_shaped)
 
 
-def _compute(batch: Batch, config: GRPOSConfig) -> AdvantageOutput:
-    assert batch.entropy is not None
-    penalty = named_penalty(batch, config)
-    return grpo_s_advantages(
-        batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty, guide=batch.guide
-    )
-
-
 GRPO_S = Algorithm(
     name="grpo_s",
     label="GRPO-S",
     level="sequence",
     needs=frozenset({"entropy"}),
     config=GRPOSConfig,
-    compute=_compute,
+    compute=of_batch(grpo_s_advantages),
     loss="grpo_s",
     aggregation="seq-mean-token-mean",
     changes=(

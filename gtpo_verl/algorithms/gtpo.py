@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
+from gtpo_verl.algorithms.batch import AdvantageOutput
 from gtpo_verl.algorithms.config import ShapingConfig, check_shares, number
-from gtpo_verl.algorithms.penalties import named_penalty
+from gtpo_verl.algorithms.penalties import of_batch
 from gtpo_verl.algorithms.registry import Algorithm, Style
 from gtpo_verl.algorithms.shaping import Formulas, ShapedBatch, Totals
 
@@ -145,21 +145,13 @@ def gtpo_advantages(
     return batch.advantages(return_shaped)
 
 
-def _compute(batch: Batch, config: GTPOConfig) -> AdvantageOutput:
-    assert batch.entropy is not None
-    penalty = named_penalty(batch, config)
-    return gtpo_advantages(
-        batch.entropy, batch.correct, batch.response_mask, batch.group, config, penalty, guide=batch.guide
-    )
-
-
 GTPO = Algorithm(
     name="gtpo",
     label="GTPO",
     level="token",
     needs=frozenset({"entropy"}),
     config=GTPOConfig,
-    compute=_compute,
+    compute=of_batch(gtpo_advantages),
     guide="unshaped",
     advantage_ns=44.0,
     style=Style(light="#0072b2", dark="#56b4e9", marker="circle"),

@@ -18,7 +18,7 @@ from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
 from gtpo_verl.algorithms.normalization import STD_EPSILON, Moments
-from gtpo_verl.algorithms.of_verl import ACTOR, CLIP_RANGE, DR_GRPO
+from gtpo_verl.algorithms.other_losses import ACTOR, CLIP_RANGE, DR_GRPO
 from gtpo_verl.algorithms.registry import Algorithm
 from gtpo_verl.errors import UserError
 

@@ -58,44 +58,29 @@ class Moments:
             return 0.0
         return math.sqrt(self.m2 / (self.count - 1))
 
+    def scale(self, eps: float) -> float:
+        """1 / (std + 1e-6); 0 where all values are equal."""
+        std = self.std(eps)
+        return 1.0 / (std + STD_EPSILON) if std else 0.0
 
-@dataclass(frozen=True)
-class Normalizer:
-    """A = (R - mean) * scale, with scale = 1 / (std + 1e-6); 0 where all rewards of the set are equal."""
-
-    mean: float
-    scale: float
-
-    @classmethod
-    def over(cls, rewards: Moments, eps: float) -> "Normalizer":
-        """Normalise by this set of rewards; eps: as for `Moments.std`."""
-        std = rewards.std(eps)
-        return cls(rewards.mean, 1.0 / (std + STD_EPSILON) if std else 0.0)
-
-    def advantages(self, R: torch.Tensor) -> torch.Tensor:
-        """A = (R - mean) / (std + 1e-6): early (4), (16), (17), late (6), DAPO (9)."""
-        return (R - self.mean) * self.scale
+    def advantages(self, R: torch.Tensor, eps: float) -> torch.Tensor:
+        """A = (R - mean) / (std + 1e-6) over this set: early (4), (16), (17), late (6), DAPO (9)."""
+        return (R - self.mean) * self.scale(eps)
 
 
-def normalizers(
-    plus: Moments, minus: Moments, normalization: str, negatives: str, eps: float
-) -> tuple[Normalizer, Normalizer]:
-    """The normalisers of the correct and of the wrong rewards.
+def normalized_over(plus: Moments, minus: Moments, normalization: str, negatives: str) -> tuple[Moments, Moments]:
+    """The sets over which the correct and the wrong rewards are normalised.
 
     plus, minus: moments of the shaped rewards r⁺ of correct and r⁻ of wrong tokens (GTPO) or responses (GRPO-S).
-    normalization, negatives: as in `ShapingConfig`. eps: as for `Moments.std`.
+    normalization (but `none`), negatives: as in `ShapingConfig`.
     Source: arXiv 2508.04349, early eqs. 4, 16, 17 and late eq. 6; `joint` is ours.
     """
-    # Moments(n) are those of n zeros.
-    plus_and_zeros = plus.join(Moments(minus.count))
-    minus_and_zeros = minus.join(Moments(plus.count))
-    if normalization == "all" and negatives == "zero":  # early (4): one set, in which wrong tokens have r = 0
-        return Normalizer.over(plus_and_zeros, eps), Normalizer.over(plus_and_zeros, eps)
-    if normalization == "all":  # early (16) for correct, (17) for wrong: each side with one 0 per token of the other
-        return Normalizer.over(plus_and_zeros, eps), Normalizer.over(minus_and_zeros, eps)
     if normalization == "within":  # late (6) taken literally: each polarity alone
-        return Normalizer.over(plus, eps), Normalizer.over(minus, eps)
+        return plus, minus
     if normalization == "joint":
         both = plus.join(minus)
-        return Normalizer.over(both, eps), Normalizer.over(both, eps)
-    return Normalizer(0.0, 1.0), Normalizer(0.0, 1.0)  # none: the shaped reward is the advantage
+        return both, both
+    plus_and_zeros = plus.join(Moments(minus.count))  # Moments(n): of n zeros
+    if negatives == "zero":  # early (4): one set, in which wrong tokens have r = 0
+        return plus_and_zeros, plus_and_zeros
+    return plus_and_zeros, minus.join(Moments(plus.count))  # early (16), (17): a 0 for each token of the other side

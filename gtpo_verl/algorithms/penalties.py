@@ -2,9 +2,12 @@
 D).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from gtpo_verl.algorithms.batch import Batch
+from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.checks import check_bool, check_group_type
 from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths, choice
 from gtpo_verl.algorithms.groups import response_lengths
@@ -83,8 +86,13 @@ def length_penalty_for(
     return None
 
 
-def named_penalty(batch: Batch, config: ShapingConfig) -> torch.Tensor | None:
-    """The batch's own length penalty (B,), or else the one that `config.length_penalty` names, or None."""
-    if batch.length_penalty is not None or config.length_penalty == "none":
-        return batch.length_penalty
-    return length_penalty_for(config, response_lengths(batch.response_mask), batch.correct, batch.group)
+def of_batch(advantages: Callable[..., AdvantageOutput]) -> Callable[[Batch, Any], AdvantageOutput]:
+    """One of the two `..._advantages` of a `Batch`, with its length penalty, or else the one that the config names."""
+
+    def compute(batch: Batch, config: ShapingConfig) -> AdvantageOutput:
+        mask, correct, group, penalty = batch.response_mask, batch.correct, batch.group, batch.length_penalty
+        if penalty is None and config.length_penalty != "none":
+            penalty = length_penalty_for(config, response_lengths(mask), correct, group)
+        return advantages(batch.entropy, correct, mask, group, config, penalty, guide=batch.guide)
+
+    return compute

@@ -25,7 +25,7 @@ _BUILT_IN = (
     "gtpo_verl.algorithms.gtpo:GTPO",
     "gtpo_verl.algorithms.grpo_s:GRPO_S",
     "gtpo_verl.algorithms.grpo:GRPO",
-    "gtpo_verl.algorithms.of_verl:DR_GRPO",
+    "gtpo_verl.algorithms.other_losses:DR_GRPO",
     "gtpo_verl.algorithms.forking:FORK20",
     "gtpo_verl.algorithms.forking:RANDOM20",
     "gtpo_verl.algorithms.controls:DAPO_BLAME",
@@ -44,12 +44,12 @@ _BUILT_IN = (
     "gtpo_verl.algorithms.verdict:NSR",
     "gtpo_verl.algorithms.verdict:QAE",
     "gtpo_verl.algorithms.verdict:RL_ZVP",
-    "gtpo_verl.algorithms.of_verl:KL_COV",
-    "gtpo_verl.algorithms.of_verl:CLIP_COV",
-    "gtpo_verl.algorithms.of_verl:GSPO",
-    "gtpo_verl.algorithms.clipping:CE_GPPO",
-    "gtpo_verl.algorithms.clipping:ASPO",
-    "gtpo_verl.algorithms.clipping:DCPO_CLIP",
+    "gtpo_verl.algorithms.other_losses:KL_COV",
+    "gtpo_verl.algorithms.other_losses:CLIP_COV",
+    "gtpo_verl.algorithms.other_losses:GSPO",
+    "gtpo_verl.algorithms.other_losses:CE_GPPO",
+    "gtpo_verl.algorithms.other_losses:ASPO",
+    "gtpo_verl.algorithms.other_losses:DCPO_CLIP",
     "gtpo_verl.algorithms.mixed_policy:DAPO_MIXED",
     "gtpo_verl.algorithms.mixed_policy:LUFFY",
 )
@@ -162,8 +162,7 @@ class Algorithm:
 def algorithms() -> Mapping[str, Algorithm]:
     """Every method by name: those of this package in their order, then those of other packages.
 
-    Raises:
-        UserError: two methods have one name, or an entry point does not give an `Algorithm`.
+    Raises UserError for two methods of one name, and for an entry point that does not give an `Algorithm`.
     """
     found: dict[str, Algorithm] = {}
     own = [importlib.metadata.EntryPoint("gtpo_verl", place, ENTRY_POINTS) for place in _BUILT_IN]
@@ -180,11 +179,7 @@ def algorithms() -> Mapping[str, Algorithm]:
 
 
 def algorithm(name: str) -> Algorithm:
-    """The method of this name.
-
-    Raises:
-        UserError: there is none, with the closest name.
-    """
+    """The method of this name. Raises UserError, with the closest name, where there is none."""
     known = algorithms()
     if name not in known:
         raise UserError(f"no algorithm {name!r}{did_you_mean(name, known) or '.'} Known are {', '.join(known)}.")

@@ -16,7 +16,7 @@ from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_fini
 from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.algorithms.groups import Group, groups_of, one_thread
 from gtpo_verl.algorithms.metrics import CreditMetrics
-from gtpo_verl.algorithms.normalization import Moments, normalizers
+from gtpo_verl.algorithms.normalization import Moments, normalized_over
 
 Totals = tuple[torch.Tensor, torch.Tensor]  # sums of the values that are compared, and how many were added
 
@@ -99,9 +99,10 @@ class ShapedBatch:
 
     def _normalized(self, group: Group, R: torch.Tensor, over: tuple[Moments, Moments], eps: float) -> torch.Tensor:
         """R -> A; over: moments of the correct and of the wrong rewards of the group or of the batch."""
-        by_plus, by_minus = normalizers(*over, self.config.normalization, self.config.negatives, eps)
-        plus, minus = group.sides
-        return torch.cat([by_plus.advantages(R[plus]), by_minus.advantages(R[minus])])
+        if self.config.normalization == "none":
+            return R
+        sets = normalized_over(*over, self.config.normalization, self.config.negatives)
+        return torch.cat([each.advantages(R[side], eps) for each, side in zip(sets, group.sides, strict=True)])
 
     def _groups(self) -> Iterator[Group]:
         """The groups that have a response of the policy's own."""

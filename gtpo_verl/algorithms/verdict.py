@@ -11,7 +11,7 @@ from gtpo_verl.algorithms.base import dapo_advantages, dtype_of, entropies, outp
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import choice, within
 from gtpo_verl.algorithms.groups import group_rows
-from gtpo_verl.algorithms.normalization import Moments, Normalizer
+from gtpo_verl.algorithms.normalization import Moments
 from gtpo_verl.algorithms.registry import Algorithm
 
 DYNAMIC_SAMPLING = "algorithm.filter_groups.enable"
@@ -100,7 +100,7 @@ def _qae(batch: Batch, config: QAEConfig) -> AdvantageOutput:
             continue
         place = math.ceil(config.K * len(rows) - 1e-9)
         baseline = rewards[rows].sort().values[max(place, 1) - 1]
-        A[rows] = (R[rows] - baseline) * Normalizer.over(Moments.of(R[rows]), torch.finfo(R.dtype).eps).scale
+        A[rows] = (R[rows] - baseline) * Moments.of(R[rows]).scale(torch.finfo(R.dtype).eps)
     return AdvantageOutput(A[:, None] * mask, None, {})
 
 

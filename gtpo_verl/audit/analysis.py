@@ -1,8 +1,8 @@
 """From values and credits to the figures of an audit, with intervals over prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,11 +17,9 @@ FEWEST_PROMPTS = 20  # below, no interval: a percentile bootstrap over few promp
 BASELINE = "dapo"
 ORACLE = "oracle"
 RANDOM = "random"
-STRATA = ("all", "correct", "wrong")
 
 
-@dataclass(frozen=True)
-class Figure:
+class Figure(NamedTuple):
     """A figure with its 95 % interval over prompts; None where it is not defined, or has no interval."""
 
     value: float | None
@@ -31,6 +29,11 @@ class Figure:
     def contains(self, value: float) -> bool | None:
         """Whether the interval does; None without one."""
         return None if self.low is None or self.high is None else self.low <= value <= self.high
+
+    @property
+    def resolved(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.contains(0.0) is False
 
 
 @dataclass(frozen=True)
@@ -43,13 +46,15 @@ class Row:
 
     name: str
     figures: Mapping[str, Mapping[str, Figure]]
-    differences: Mapping[str, Mapping[str, Mapping[str, Figure]]] = field(default_factory=dict)
-    p_holm: Mapping[str, float] = field(default_factory=dict)
+    differences: Mapping[str, Mapping[str, Mapping[str, Figure]]]
+    p_holm: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Analysis:
-    """All rows, and the reliability of the measurement by stratum."""
+    """All rows, and the reliability of the measurement by stratum; drift: the weighted mean of A over all responses at
+    each step, 0 in expectation where V is a martingale.
+    """
 
     rows: tuple[Row, ...]
     reliability: Mapping[str, Mapping[str, Figure]]
@@ -63,60 +68,50 @@ class Analysis:
 def analyse(
     values: Values, scored: Mapping[str, Credit], random: Sequence[Credit] = (), *, draws: int = DRAWS
 ) -> Analysis:
-    """Score the credits.
+    """Score the credits by name, `BASELINE` among them; the oracle made of the first half is added.
 
-    Args:
-        values: of N responses.
-        scored: the credits by name, `BASELINE` among them; the oracle made of the first half is added.
-        random: of several seeds; scored one by one and shown as one row, the mean over them.
-        draws: of the bootstrap.
+    random: of several seeds; scored one by one and shown as one row, the mean over them. draws: of the bootstrap.
     """
+    intervals = len(set(values.prompt)) >= FEWEST_PROMPTS
     terms = {name: components(values, credit) for name, credit in scored.items()}
     oracle = oracle_credit(values, scored[BASELINE].tokens)
     terms[ORACLE] = components(values, oracle, truth=values.advantages[1], energy=values.energy_of_second)
-    terms |= {f"{RANDOM}-{seed}": components(values, credit) for seed, credit in enumerate(random)}
-    intervals = len(set(values.prompt)) >= FEWEST_PROMPTS
-    found: dict[str, dict[str, dict[str, Figure]]] = {name: {} for name in terms}
-    drawn: dict[str, dict[str, dict[str, Floats]]] = {name: {} for name in terms}
-    measured: dict[str, dict[str, Figure]] = {}
-    for stratum in STRATA:
-        rows = _rows(values, stratum)
+    seeds = [components(values, credit) for credit in random]
+    drawn: dict[str, dict[str, dict[str, Floats]]] = {name: {} for name in (*scored, *[RANDOM][: len(seeds)], ORACLE)}
+    measured = {}
+    strata = {"all": np.ones_like(values.correct), "correct": values.correct, "wrong": ~values.correct}
+    for stratum, rows in strata.items():
         if not rows.any():
             continue
         for name, each in terms.items():
             drawn[name][stratum] = figures(_resampled(each, rows, values, draws))
-            found[name][stratum] = _figures(drawn[name][stratum], intervals)
-        measured[stratum] = _figures(
-            reliability_figures(_resampled(reliability(values), rows, values, draws)), intervals
-        )
-    singles = [f"{RANDOM}-{seed}" for seed in range(len(random))]
+        if seeds:
+            drawn[RANDOM][stratum] = _pooled([figures(_resampled(each, rows, values, draws)) for each in seeds])
+        of_stratum = reliability_figures(_resampled(reliability(values), rows, values, draws))
+        measured[stratum] = _figures(of_stratum, intervals)
     methods = [name for name in scored if name != BASELINE]
     p_values = {
         stratum: dict(zip(methods, holm([_p(drawn[name][stratum]["alignment"]) for name in methods]), strict=True))
-        for stratum in found[BASELINE]
+        for stratum in measured
         if methods and intervals
     }
     result = [
         Row(
             name,
-            found[name],
-            _differences(name, methods, drawn, intervals),
+            {stratum: _figures(each, intervals) for stratum, each in drawn[name].items()},
+            {
+                other: _differences(drawn[name], drawn[other], intervals)
+                for other in (BASELINE, "gtpo")
+                if name in methods and other in drawn and other != name
+            },
             {stratum: float(p[name]) for stratum, p in p_values.items() if name in p},
         )
-        for name in [*scored, ORACLE]
+        for name in drawn
     ]
-    if singles:
-        result.insert(-1, _pooled([found[name] for name in singles], [drawn[name] for name in singles], intervals))
-    return Analysis(
-        tuple(result),
-        measured,
-        _drift(values, intervals, draws),
-        intervals,
-    )
-
-
-def _rows(values: Values, stratum: str) -> Bools:
-    return {"all": np.ones_like(values.correct), "correct": values.correct, "wrong": ~values.correct}[stratum]
+    by_step = {f"{step}": each for step, each in enumerate((values.weight[:, None] * values.advantages.mean(axis=0)).T)}
+    sums = _resampled(by_step | {"weight": values.weight}, strata["all"], values, draws)
+    drift = [_figure(sums[name] / sums["weight"], intervals) for name in by_step]
+    return Analysis(tuple(result), measured, tuple(drift), intervals)
 
 
 def _resampled(terms: Mapping[str, Floats], rows: Bools, values: Values, draws: int) -> dict[str, Floats]:
@@ -131,19 +126,39 @@ def _resampled(terms: Mapping[str, Floats], rows: Bools, values: Values, draws: 
     return dict(zip(terms, means.T, strict=True))
 
 
+def _pooled(seeds: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
+    """Of several seeds the mean of each figure where it is defined, then the draws of all."""
+    pooled = {}
+    for name in seeds[0]:
+        every = np.stack([seed[name] for seed in seeds])
+        known = every[np.isfinite(every[:, 0]), 0]
+        pooled[name] = np.concatenate([[known.mean() if len(known) else np.nan], every[:, 1:].ravel()])
+    return pooled
+
+
 def _figures(drawn: Mapping[str, Floats], intervals: bool) -> dict[str, Figure]:
-    return {name: _figure(values[0], values[1:], intervals) for name, values in drawn.items()}
+    return {name: _figure(values, intervals) for name, values in drawn.items()}
 
 
-def _figure(value: float, draws: Floats, intervals: bool) -> Figure:
-    """A figure that more than a fortieth of the draws do not define has no interval."""
+def _figure(drawn: Floats, intervals: bool) -> Figure:
+    """Of a value and its draws; a figure that more than a fortieth of the draws do not define has no interval."""
+    value, draws = float(drawn[0]), drawn[1:]
     if not np.isfinite(value):
         return Figure(None)
     defined = np.isfinite(draws)
     if not intervals or defined.mean() < 0.975 or np.ptp(draws[defined]) < 1e-9:
-        return Figure(float(value))
-    low, high = np.quantile(draws[defined], [0.025, 0.975])
-    return Figure(float(value), float(low), float(high))
+        return Figure(value)
+    return Figure(value, *np.quantile(draws[defined], [0.025, 0.975]).tolist())
+
+
+def _differences(
+    of: Mapping[str, Mapping[str, Floats]], other: Mapping[str, Mapping[str, Floats]], intervals: bool
+) -> dict[str, dict[str, Figure]]:
+    """A method's figures less those of another, on the same draws."""
+    return {
+        stratum: _figures({key: mine - other[stratum][key] for key, mine in each.items()}, intervals)
+        for stratum, each in of.items()
+    }
 
 
 def _p(drawn: Floats) -> float:
@@ -155,62 +170,12 @@ def _p(drawn: Floats) -> float:
     return float(min(1.0, max(2 * min(below, above), 2 / (len(draws) + 1))))
 
 
-def _differences(
-    name: str, methods: Sequence[str], drawn: Mapping[str, Mapping[str, Mapping[str, Floats]]], intervals: bool
-) -> dict[str, dict[str, dict[str, Figure]]]:
-    """A method's figures less those of DAPO and of GTPO, on the same draws."""
-    if name not in methods:
-        return {}
-    others = [other for other in (BASELINE, "gtpo") if other in drawn and other != name]
-    return {
-        other: {
-            stratum: _figures({key: mine - drawn[other][stratum][key] for key, mine in each.items()}, intervals)
-            for stratum, each in drawn[name].items()
-        }
-        for other in others
-    }
-
-
-def _pooled(
-    found: Sequence[Mapping[str, Mapping[str, Figure]]],
-    drawn: Sequence[Mapping[str, Mapping[str, Floats]]],
-    intervals: bool,
-) -> Row:
-    """One row for several seeds: the mean of each figure, and the interval of the draws of all."""
-    pooled: dict[str, dict[str, Figure]] = {}
-    for stratum, figures_there in found[0].items():
-        pooled[stratum] = {}
-        for name in figures_there:
-            values = [each[stratum][name].value for each in found]
-            known = [value for value in values if value is not None]
-            draws = np.concatenate([each[stratum][name][1:] for each in drawn])
-            pooled[stratum][name] = _figure(float(np.mean(known)) if known else np.nan, draws, intervals)
-    return Row(RANDOM, pooled)
-
-
-def _drift(values: Values, intervals: bool, draws: int) -> tuple[Figure, ...]:
-    """The weighted mean of A over all responses at each step; 0 in expectation where V is a martingale."""
-    A = values.advantages.mean(axis=0)
-    columns = np.concatenate([values.weight[:, None] * A, values.weight[:, None]], axis=1)
-    drawn = resampled_means(columns, clusters=list(values.prompt), draws=draws)
-    means = np.concatenate([columns.mean(axis=0, keepdims=True), drawn])
-    return tuple(_figure(each[0], each[1:], intervals) for each in (means[:, :-1] / means[:, -1:]).T)
-
-
 def plain(analysis: Analysis) -> dict[str, Any]:
-    """The analysis for JSON: figures as [value, low, high]."""
-
-    def listed(figure: Figure) -> list[float | None]:
-        return [figure.value, figure.low, figure.high]
-
-    def tree(node: Any) -> Any:
-        return listed(node) if isinstance(node, Figure) else {key: tree(value) for key, value in node.items()}
-
+    """The analysis for JSON, in which a figure is [value, low, high]."""
     return {
         "methods": {
-            row.name: {"figures": tree(row.figures), "minus": tree(row.differences), "p_holm": dict(row.p_holm)}
-            for row in analysis.rows
+            row.name: {"figures": row.figures, "minus": row.differences, "p_holm": row.p_holm} for row in analysis.rows
         },
-        "reliability": tree(analysis.reliability),
-        "mean_advantage_by_step": [listed(figure) for figure in analysis.drift],
+        "reliability": analysis.reliability,
+        "mean_advantage_by_step": analysis.drift,
     }

@@ -17,10 +17,10 @@ from gtpo_verl.audit.analysis import BASELINE
 from gtpo_verl.audit.gradients import DECILES, Products
 from gtpo_verl.audit.methods import Method, credit_of
 from gtpo_verl.audit.sampling import Advance
-from gtpo_verl.audit.score import batch_of
+from gtpo_verl.audit.score import batch_of, padded
 from gtpo_verl.audit.store import Rollout
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.context import Overlong, length_penalty
+from gtpo_verl.integrations.context import Overlong
 
 MOST_LOGITS = 2**26  # of one forward pass, or one response
 LARGEST_WEIGHT = 0.99  # quantile of the weights of Adam's metric, above which they are cut
@@ -28,10 +28,9 @@ LARGEST_WEIGHT = 0.99  # quantile of the weights of Adam's metric, above which t
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Groups whose credits are computed together, as those of a training step.
+    """Groups whose credits are computed together, as those of a training step: their rollouts and the rows of each.
 
-    rollouts: of all groups, one after the other. groups: the rows of each. credits: (C, B, T), the leave-one-out credit
-    first; a part that is in G alone has no other.
+    credits: (C, B, T), the leave-one-out credit first; a part that is in G alone has no other.
     """
 
     rollouts: list[Rollout]
@@ -40,16 +39,10 @@ class Part:
 
 
 class Policy:
-    """log π of responses, and its gradients with respect to the chosen parameters.
+    """log π of responses, and its gradients with respect to the parameters with `chosen` in their names.
 
-    Args:
-        model: called with input_ids and attention_mask (B, T); `.logits` (B, T, V). config.vocab_size is read.
-        prompt: the token ids of the prompt of a row of the data.
-        temperature: of sampling, which is part of the policy.
-        chosen: searched for in the names of parameters; all are taken for "".
-
-    Raises:
-        UserError: no parameter has such a name.
+    model: a causal model of transformers. prompt: the token ids of the prompt of a row of the data. temperature: of
+    sampling, which is part of the policy. Raises UserError where no parameter has such a name.
     """
 
     def __init__(
@@ -96,8 +89,8 @@ class Policy:
     def log_probs(self, rollouts: Sequence[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
         """log π of each token with its graph, and ‖∇_logits log π‖² = 1 - 2 π + Σ π², (B, T), 0 behind a response."""
         prompts = [self._prompt(rollout.row) for rollout in rollouts]
-        ids, mask = _padded([[*prompt, *each.tokens] for prompt, each in zip(prompts, rollouts, strict=True)])
-        tokens, alive = _padded([rollout.tokens for rollout in rollouts])
+        ids, mask = padded([[*prompt, *each.tokens] for prompt, each in zip(prompts, rollouts, strict=True)])
+        tokens, alive = padded([rollout.tokens for rollout in rollouts])
         starts = torch.tensor([len(prompt) for prompt in prompts])[:, None]
         place = (starts - 1 + torch.arange(tokens.shape[1])).clamp(max=ids.shape[1] - 1)
         ids, mask, tokens, alive, place = (each.to(self.device) for each in (ids, mask, tokens, alive, place))
@@ -143,32 +136,29 @@ def parts_of(
     """
     parts: list[Part] = []
     columns: dict[str, list[torch.Tensor]] = {method.name: [] for method in methods if method.scored}
-    for start in [*range(0, audited, step), *range(audited, len(groups), step)]:
-        end = min(start + step, audited if start < audited else len(groups))
+    audited = min(audited, len(groups))
+    starts = [*range(0, audited, step), *range(audited, len(groups), step)]
+    for start, end in itertools.pairwise([*starts, len(groups)]):
         rollouts = [rollout for group in groups[start:end] for rollout in group]
-        ends = np.cumsum([0, *(len(group) for group in groups[start:end])]).tolist()
-        batch = batch_of(rollouts, seed + start)
-        verdicts = batch.correct.double()
-        credit = torch.zeros(batch.response_mask.shape, dtype=torch.float64)
+        ends = np.cumsum([0, *map(len, groups[start:end])]).tolist()
         rows = [slice(*pair) for pair in itertools.pairwise(ends)]
-        for group in rows:
-            others = len(verdicts[group]) - 1
-            credit[group] = ((verdicts[group] - verdicts[group].mean()) * (others + 1) / others)[:, None]
-        parts.append(Part(rollouts, rows, (credit * batch.response_mask)[None]))
+        batch = batch_of(rollouts, seed + start)
+        verdicts = batch.correct.double().split([each.stop - each.start for each in rows])
+        credit = torch.cat([(each - each.mean()) * len(each) / (len(each) - 1) for each in verdicts])
+        parts.append(Part(rollouts, rows, (credit[:, None] * batch.response_mask)[None]))
         for method in methods if start < audited else ():
             if method.scored:
-                penalised = replace(batch, length_penalty=length_penalty(method.settings, batch, overlong))
-                columns[method.name].append(torch.from_numpy(credit_of(method, penalised)))
+                columns[method.name].append(torch.from_numpy(credit_of(method, batch, overlong)))
     number: dict[str, int] = {}
     distinct: list[str] = []
     for name, column in columns.items():
-        same = (other for other in distinct if all(map(torch.equal, column, columns[other])))
-        if (twin := next(same, None)) is None:
-            distinct.append(twin := name)
+        twin = next((other for other in distinct if all(map(torch.equal, column, columns[other]))), name)
+        if twin == name:
+            distinct.append(name)
         number[name] = 1 + distinct.index(twin)
-    for place in range(len(columns[BASELINE])):
-        every = [parts[place].credits, *(columns[name][place][None] for name in distinct)]
-        parts[place] = replace(parts[place], credits=torch.cat(every))
+    for place, part in enumerate(parts[: len(columns[BASELINE])]):
+        every = [part.credits, *(columns[name][place][None] for name in distinct)]
+        parts[place] = replace(part, credits=torch.cat(every))
     return parts, number
 
 
@@ -179,11 +169,13 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     """
     sums, rms = _sums(policy, parts, number[BASELINE], advance)
     metrics = (torch.ones_like(rms), _adam(rms))
-    count, columns = sum(len(part.groups) for part in parts), list(number.values())
+    groups = [(part, rows) for part in parts for rows in part.groups]
+    count, columns = len(groups), list(number.values())
     of_methods, of_truth = np.zeros((5, 2, len(sums), count)), np.zeros((2, 2, count))
     where, tokens = np.zeros((2, len(sums), count, 2, DECILES)), np.zeros((3, 2, DECILES))
-    audited, edges, differences = np.zeros(count, bool), _edges(parts), []
-    groups = [(part, rows) for part in parts for rows in part.groups]
+    entropies = [rollout.entropies for part in parts if len(part.credits) > 1 for rollout in part.rollouts]
+    edges = np.quantile(np.concatenate(entropies), np.arange(1, DECILES) / DECILES)
+    audited, differences = np.zeros(count, bool), []
     for k, (part, rows) in enumerate(groups):
         advance("products of gradients", k, count)
         rollouts = part.rollouts[rows]
@@ -200,7 +192,7 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
         if every:
             audited[k] = True
             slopes, norms, log_probs = policy.along(rollouts, (sums[0] - h) / (count - 1))
-            given, _ = _padded([rollout.log_probs for rollout in rollouts], torch.float64)
+            given, _ = padded([rollout.log_probs for rollout in rollouts], torch.float64)
             differences.append(float((given - log_probs).abs().max()))
             _sort(rollouts, credit, slopes, norms, edges, where[:, :, k], tokens)
     mean = tokens / np.maximum(tokens[0], 1)
@@ -238,12 +230,6 @@ def _adam(rms: torch.Tensor) -> torch.Tensor:
     return weight.clamp(max=float(largest))
 
 
-def _edges(parts: Sequence[Part]) -> np.ndarray:
-    """Deciles of the entropy over the tokens that methods have credit on."""
-    entropies = [rollout.entropies for part in parts if len(part.credits) > 1 for rollout in part.rollouts]
-    return np.quantile(np.concatenate(entropies), np.arange(1, DECILES) / DECILES)
-
-
 def _sort(
     rollouts: Sequence[Rollout],
     credit: torch.Tensor,
@@ -264,15 +250,6 @@ def _sort(
             where[0, : len(c), side, decile] += (c[:, here] ** 2 * norm[here]).sum(1)
             where[1, : len(c), side, decile] += (c[:, here] * slope[here]).sum(1)
             tokens[:, side, decile] += here.sum(), norm[here].sum(), entropies[here].sum()
-
-
-def _padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, T) values, 0 behind the end of each, and the mask of those that are there."""
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    values = torch.zeros(mask.shape, dtype=dtype)
-    values[mask] = torch.tensor([value for row in rows for value in row], dtype=dtype)
-    return values, mask
 
 
 def _flat(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Where responses are cut into steps, and which responses are audited."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,27 +11,16 @@ from gtpo_verl.runs.statistics import Floats
 ENDS = (".", "!", "?", ";", "\n")  # a token that ends with one ends a line, a sentence or a clause
 
 
-def cut_points(texts: Sequence[str], steps: int, allowed: Sequence[bool] | None = None) -> Ints:
-    """Cut a response into steps: (M + 1,) ascending token positions from 0 to T.
+def cut_points(texts: Sequence[str], steps: int) -> Ints:
+    """Cut a response of T tokens with these texts into M steps: (M + 1,) ascending positions from 0 to T.
 
     Each cut is the end of a line or sentence nearest to an even grid, at most half a step away from it, or the grid's
-    own token where there is none.
-
-    Args:
-        texts: the text of each of the T tokens.
-        steps: M, at most T.
-        allowed: of each token, whether a cut before it is possible; None: everywhere. A cut that no allowed token is
-        near
-            stays on the grid.
-
-    Raises:
-        ValueError: there are fewer tokens than steps.
+    own token where there is none. Raises ValueError for fewer tokens than steps.
     """
     length = len(texts)
     if length < steps:
         raise ValueError(f"a response of {length} tokens has no {steps} steps")
-    ends = [place + 1 for place, text in enumerate(texts) if text.rstrip(" ").endswith(ENDS)]
-    ends = [place for place in ends if place < length and (allowed is None or allowed[place])]
+    ends = [place for place, text in enumerate(texts[:-1], 1) if text.rstrip(" ").endswith(ENDS)]
     points = [0]
     for number in range(1, steps):
         even = length * number / steps
@@ -42,17 +32,10 @@ def cut_points(texts: Sequence[str], steps: int, allowed: Sequence[bool] | None 
 
 
 def choose(groups: Sequence[str], correct: Bools, possible: Bools, count: int, seed: int) -> tuple[Ints, Floats]:
-    """Draw responses to audit: equally many of each verdict and prompt, as far as there are.
+    """Draw at most `count` responses to audit: equally many of each verdict and prompt, as far as there are.
 
-    Args:
-        groups: (B,) the prompt of each response.
-        correct: (B,) bool.
-        possible: (B,) bool, those that can be audited.
-        count: how many in all, at most.
-        seed: of the draw.
-
-    Returns:
-        (N,) row numbers, ascending; (N,) weights, the responses of prompt and verdict over those drawn.
+    groups: (B,) the prompt of each response. correct: (B,) bool. possible: (B,) bool, those that can be audited.
+    Returns row numbers (N,), ascending, and weights (N,), the responses of prompt and verdict over those drawn.
     """
     rng = np.random.default_rng(seed)
     strata: dict[tuple[str, bool], list[int]] = {}
@@ -60,23 +43,14 @@ def choose(groups: Sequence[str], correct: Bools, possible: Bools, count: int, s
         strata.setdefault((groups[row], bool(correct[row])), []).append(int(row))
     shuffled = {key: rng.permutation(rows).tolist() for key, rows in strata.items()}
     drawn: dict[tuple[str, bool], list[int]] = {key: [] for key in shuffled}
-    left = count
-    while left > 0 and any(len(drawn[key]) < len(shuffled[key]) for key in shuffled):
-        for key in _order(shuffled, rng):
-            if left > 0 and len(drawn[key]) < len(shuffled[key]):
+    prompts = list(dict.fromkeys(prompt for prompt, _ in shuffled))
+    left = min(count, sum(map(len, shuffled.values())))
+    while left > 0:
+        # The verdicts of a prompt one after the other, prompts in random order: a limit cuts whole prompts.
+        for key in itertools.product([prompts[place] for place in rng.permutation(len(prompts))], (False, True)):
+            if left > 0 and len(drawn.get(key, ())) < len(shuffled.get(key, ())):
                 drawn[key].append(shuffled[key][len(drawn[key])])
                 left -= 1
     weights = {row: len(shuffled[key]) / len(rows) for key, rows in drawn.items() for row in rows}
     rows = sorted(weights)
     return np.array(rows, dtype=np.int64), np.array([weights[row] for row in rows])
-
-
-def _order(strata: Mapping[tuple[str, bool], object], rng: np.random.Generator) -> list[tuple[str, bool]]:
-    """The two verdicts of a prompt one after the other, prompts in random order: a limit cuts whole prompts."""
-    prompts = list(dict.fromkeys(name for name, _ in strata))
-    return [
-        (prompts[place], verdict)
-        for place in rng.permutation(len(prompts))
-        for verdict in (False, True)
-        if (prompts[place], verdict) in strata
-    ]

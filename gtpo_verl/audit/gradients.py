@@ -1,22 +1,22 @@
 """Signal and noise of each method's gradient, from dot products of the gradients of groups.
 
 Notation: g is the gradient of a method's objective on one group at ratios of 1, h the leave-one-out policy gradient of
-the accuracy on the same group, E h = G the truth. All estimates are sums over pairs of different groups, so that no
-group is compared with itself: unbiased, and G never contains the noise of the g it is held against. Intervals are a
-delete-one jackknife over groups, each of which is a prompt; a bootstrap would draw pairs of equal groups.
+the accuracy on the same group, E h = G the truth. Estimates are sums over pairs of different groups: unbiased, and G
+never contains the noise of its g. Intervals are a delete-one jackknife over groups, because a bootstrap would draw
+pairs of equal groups.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import io
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
 from gtpo_verl.audit.analysis import BASELINE, Figure
 from gtpo_verl.audit.values import Bools
-from gtpo_verl.files import write_atomically
+from gtpo_verl.files import write_bytes
 from gtpo_verl.runs.statistics import Floats
 
 METRICS = ("sgd", "adam")
@@ -51,11 +51,9 @@ class Products:
     entropies: Floats
 
     def write(self, file: Path) -> None:
-        def save(path: Path) -> None:
-            with path.open("wb") as out:
-                np.savez_compressed(out, **asdict(self))
-
-        write_atomically(file, save)
+        buffer = io.BytesIO()
+        np.savez_compressed(buffer, **vars(self))
+        write_bytes(file, buffer.getvalue())
 
     @classmethod
     def read(cls, file: Path) -> "Products":
@@ -63,8 +61,7 @@ class Products:
             return cls(**arrays)
 
 
-@dataclass(frozen=True, eq=False)
-class Moments:
+class Moments(NamedTuple):
     """Estimates from all groups, and from all but one: (M, 1 + K), those of G (1 + K,).
 
     signal: |E g|². second: E |g|². along: E g·G. truth: |G|².
@@ -116,11 +113,6 @@ def jackknife(estimates: Floats, audited: Bools, *, logarithm: bool = False) -> 
     return Figure(*(float(np.exp(end) if logarithm else end) for end in ends))
 
 
-def resolved(figure: Figure) -> bool:
-    """Whether its interval leaves out 0."""
-    return figure.contains(0.0) is False
-
-
 def figures(products: Products, step: int) -> dict[str, Any]:
     """The figures as [value, low, high], null where they are not resolved; step: groups of a step of the run.
 
@@ -133,23 +125,23 @@ def figures(products: Products, step: int) -> dict[str, Any]:
     truth = {}
     for number, metric in enumerate(METRICS):
         found = moments(products, number)
-        truth[metric] = _listed(of_truth := jackknife(found.truth, products.audited))
+        truth[metric] = jackknife(found.truth, products.audited)
         for row, name in enumerate(methods):
-            methods[name][metric] = figures_of(row, found, products, step, resolved(of_truth))
+            methods[name][metric] = figures_of(row, found, products, step, truth[metric].resolved)
     return {"truth": truth, "methods": methods, "tokens": _by_token(products)}
 
 
-def figures_of(row: int, found: Moments, products: Products, step: int, truth: bool) -> dict[str, Any]:
+def figures_of(row: int, found: Moments, products: Products, step: int, truth: bool) -> dict[str, Figure]:
     """The figures of one method in one metric; truth: whether |G|² is resolved."""
 
-    def figure(estimates: Floats, known: bool = True, **options: Any) -> list[float | None]:
-        return _listed(jackknife(estimates, products.audited, **options) if known else Figure(None))
+    def figure(estimates: Floats, known: bool = True, **options: Any) -> Figure:
+        return jackknife(estimates, products.audited, **options) if known else Figure(None)
 
     signal, along = found.signal[row], found.along[row]
     noise = found.second[row] - signal
-    strong = resolved(jackknife(signal, products.audited))
-    sided = truth and resolved(jackknife(along, products.audited))
-    listed: dict[str, Any] = {
+    strong = jackknife(signal, products.audited).resolved
+    sided = truth and jackknife(along, products.audited).resolved
+    listed = {
         "signal": figure(signal),
         "noise": figure(noise, logarithm=True),
         "snr": figure(step * signal / noise, strong, logarithm=True),
@@ -162,14 +154,15 @@ def figures_of(row: int, found: Moments, products: Products, step: int, truth: b
             continue
         place = products.names.tolist().index(other)
         other_signal, other_along = found.signal[place], found.along[place]
-        other_strong = strong and resolved(jackknife(other_signal, products.audited))
-        other_sided = sided and resolved(jackknife(other_along, products.audited))
+        other_strong = strong and jackknife(other_signal, products.audited).resolved
+        other_sided = sided and jackknife(other_along, products.audited).resolved
         own = (noise / signal) / ((found.second[place] - other_signal) / other_signal)
         needed = (found.second[row] / along**2) / (found.second[place] / other_along**2)
-        sign = np.sign(along[0] * other_along[0])
-        signed = figure(needed, other_sided, logarithm=True)
         listed[f"own/{other}"] = figure(own, other_strong, logarithm=True)
-        listed[f"along/{other}"] = signed if sign > 0 else [value and -value for value in np.array(signed)[[0, 2, 1]]]
+        size = figure(needed, other_sided, logarithm=True)
+        if along[0] * other_along[0] < 0 and size.value and size.low and size.high:
+            size = Figure(-size.value, -size.high, -size.low)
+        listed[f"along/{other}"] = size
     return listed
 
 
@@ -180,7 +173,7 @@ def _by_token(products: Products) -> dict[str, Any]:
     def shares(each: Floats) -> list[Any]:
         left = _without(each.sum(0), np.moveaxis(each, 0, -1))  # (2, 10, 1 + K)
         share = left / left.sum((0, 1))
-        return [[_listed(jackknife(cell, np.ones(len(each), bool))) for cell in line] for line in share]
+        return [[jackknife(cell, np.ones(len(each), bool)) for cell in line] for line in share]
 
     return {
         "tokens": products.tokens.tolist(),
@@ -191,12 +184,3 @@ def _by_token(products: Products) -> dict[str, Any]:
             for row, name in enumerate(products.names.tolist())
         },
     }
-
-
-def _listed(figure: Figure) -> list[float | None]:
-    return [figure.value, figure.low, figure.high]
-
-
-def figure_of(found: Mapping[str, Any], method: str, metric: str, name: str) -> Figure:
-    """One of `figures`."""
-    return Figure(*found["methods"][method][metric].get(name, [None]))

@@ -1,7 +1,7 @@
 """The credit that each method assigns to every token of the audited rollouts, as it enters the gradient."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.audit.values import Bools
 from gtpo_verl.config import choices, compose_config
 from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.integrations.context import Overlong, length_penalty
 from gtpo_verl.runs.statistics import Floats
 
 
@@ -29,19 +30,14 @@ class Method:
         """Whether its credit at ratios of 1 can differ from DAPO's: the others act on later updates of a step, or in
         their loss.
         """
-        return not self.entry.needs_several_updates and (self.entry.compute, self.entry.loss) not in _BY_LOSS
-
-
-# Advantages of DAPO with a loss of verl's own that works on a random 0.02 % of the tokens.
-_BY_LOSS = {(DAPO.compute, "clip_cov")}
+        # clip_cov has DAPO's advantages, and a loss that works on a random 0.02 % of the tokens.
+        by_loss = self.entry.compute is DAPO.compute and self.entry.loss == "clip_cov"
+        return not self.entry.needs_several_updates and not by_loss
 
 
 def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Method]:
-    """The presets of these names, or of every registered method, DAPO first.
-
-    Args:
-        names: of presets; empty for all methods.
-        overrides: KEY=VALUE of which those of `algorithm.*` apply.
+    """The presets of these names, or of every registered method, DAPO first; those overrides apply that are of
+    `algorithm.*`.
 
     Raises:
         UserError: there is no preset of a name, or a setting is impossible.
@@ -52,15 +48,14 @@ def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Me
             raise UserError(f"--methods {name}: no such algorithm{did_you_mean(name, known) or '.'}")
     wanted = list(dict.fromkeys(["dapo", *(names or (name for name in algorithms() if name in known))]))
     settings = [line for line in overrides if line.lstrip("+").startswith("algorithm.")]
-    return [_method(name, settings) for name in wanted]
-
-
-def _method(name: str, overrides: Sequence[str]) -> Method:
-    config = compose_config([f"algo={name}", *overrides])
-    entry = algorithm_of(config)
-    assert entry is not None, f"algo={name} trains no registered method"
-    settings, _ = entry.configure(config.algorithm.get(entry.name) or {})
-    return Method(name, entry, settings, str(config.actor_rollout_ref.actor.loss_agg_mode))
+    found = []
+    for name in wanted:
+        config = compose_config([f"algo={name}", *settings])
+        entry = algorithm_of(config)
+        assert entry is not None, f"algo={name} trains no registered method"
+        of_method, _ = entry.configure(config.algorithm.get(entry.name) or {})
+        found.append(Method(name, entry, of_method, str(config.actor_rollout_ref.actor.loss_agg_mode)))
+    return found
 
 
 def effective_credit(A: Floats, mask: Bools, aggregation: str) -> Floats:
@@ -79,7 +74,8 @@ def effective_credit(A: Floats, mask: Bools, aggregation: str) -> Floats:
     return np.where(mask, A * mask.sum() / (responses * np.maximum(lengths, 1)), 0.0)
 
 
-def credit_of(method: Method, batch: Batch) -> Floats:
-    """The effective credit (B, T) of a method on a batch with everything that it needs."""
+def credit_of(method: Method, batch: Batch, overlong: Overlong | None) -> Floats:
+    """The effective credit (B, T) of a method on a batch, to which its penalty of length is added."""
+    batch = replace(batch, length_penalty=length_penalty(method.settings, batch, overlong))
     A = method.entry.advantages(batch, method.settings).advantages.to(torch.float64).numpy()
     return effective_credit(A, (batch.response_mask != 0).numpy(), method.aggregation)

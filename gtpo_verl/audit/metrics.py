@@ -1,9 +1,8 @@
 """The figures of an audit: how well a credit agrees with the true advantages, and what that is worth.
 
-Every figure is a ratio of sums over responses. `components` gives the terms of a response, `figures` the ratios of
-their means, so that an interval needs no more than resampled means (`gtpo_verl.runs.statistics`). Terms are linear in
-the advantages, or products of independent halves: sampling noise widens the intervals and does not attenuate the
-figures. No figure chooses steps by measured values.
+Every figure is a ratio of sums over responses: `components` gives the terms of a response, `figures` the ratios of
+their means, so an interval needs resampled means alone. Terms are linear in the advantages, or products of independent
+halves: sampling noise widens the intervals and does not attenuate the figures. No figure chooses steps by their values.
 """
 
 from collections.abc import Mapping
@@ -22,10 +21,8 @@ NO_STEP = -1
 
 @dataclass(frozen=True, eq=False)
 class Credit:
-    """The credit of one method on N responses of M steps.
-
-    mean: (N, M) mean credit of a token. flips: (N, M) tokens whose credit contradicts the verdict. tokens: (N, M) how
-    many the policy wrote.
+    """The credit of one method on N responses of M steps, (N, M) each: the mean of a token, the tokens whose credit
+    contradicts the verdict, and how many tokens the policy wrote.
     """
 
     mean: Floats
@@ -34,10 +31,9 @@ class Credit:
 
     @classmethod
     def of_tokens(cls, credit: Floats, mask: Bools, points: Ints, correct: Bools) -> "Credit":
-        """From a credit for each token.
+        """From a credit (N, T) for each token that the policy wrote, which mask (N, T) marks.
 
-        credit: (N, T). mask: (N, T) bool, tokens that the policy wrote. points: (N, M + 1) ascending, where the steps
-        begin and end. correct: (N,) bool.
+        points: (N, M + 1) ascending, where the steps begin and end. correct: (N,) bool.
         """
         credit = np.where(mask, credit, 0.0)
         against = np.where(correct[:, None], credit < 0, credit > 0)
@@ -75,8 +71,7 @@ def components(
 ) -> dict[str, Floats]:
     """The terms of every figure, (N,) by name.
 
-    truth, energy: (N, M), A and the estimate of A², for a credit that was made of a part of the values; else the mean
-    of the halves and their product.
+    truth, energy: (N, M), A and the estimate of A², where not the mean of the halves and their product.
     """
     A = values.advantages.mean(axis=0) if truth is None else truth
     energy = values.energy if energy is None else energy
@@ -159,8 +154,8 @@ def _cosine(product: Floats, square: Floats, signal: Floats, constant: Bools) ->
 def reliability(values: Values) -> dict[str, Floats]:
     """The terms, (N,) by name, of how much of the variance of centred A is signal.
 
-    AA: the product of the halves; A1, A2: their squares; noise: the squared sampling error that binomial counts have,
-    of either half; V0: V(0)(1 - V(0)), to which the squares of the true advantages add up in expectation.
+    AA: the product of the halves. A1, A2: their squares. noise: of a half with binomial counts. V0: V(0)(1 - V(0)),
+    which E Σ A² is.
     """
     first, second = centred(values.advantages)
     v1, v2 = values.halves[:, :, 0]
@@ -171,7 +166,6 @@ def reliability(values: Values) -> dict[str, Floats]:
         "noise": centred_noise(values).mean(axis=0),
         "energy": values.energy.sum(1),
         "V0": (v1 + v2) / 2 - v1 * v2,
-        "drift": values.advantages.mean(axis=0).sum(1),
     }
     return {name: values.weight * term for name, term in found.items()}
 
@@ -179,10 +173,9 @@ def reliability(values: Values) -> dict[str, Floats]:
 def reliability_figures(sums: Mapping[str, Floats]) -> dict[str, Floats]:
     """λ, the share of signal in the variance of centred A, from means of `reliability`.
 
-    half: of one half, from the correlation of the two. half_binomial: the same from the variance of binomial counts
-    alone; the two agree where the halves are independent. all: of both halves together (Spearman-Brown). oracle: the
-    alignment of the first half scored by the second, √λ of a half. released: Σ A² over V(0)(1 - V(0)), 1 in
-    expectation.
+    half: of one half, from the correlation of the two. half_binomial: the same from the variance of binomial counts,
+    equal where the halves are independent. all: of both together (Spearman-Brown). oracle: the alignment of the first
+    half scored by the second, √λ of a half. released: Σ A² over V(0)(1 - V(0)), 1 in expectation.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         half = sums["AA"] / np.sqrt(sums["A1"] * sums["A2"])

@@ -3,7 +3,6 @@
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.audit.analysis import BASELINE, Figure
 from gtpo_verl.audit.metrics import CERTAIN, first_losses
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.audit.render import EXPLORATION, Table, cell, label
+from gtpo_verl.audit.render import EXPLORATION, Table, cell, label, main_method
 from gtpo_verl.audit.score import Result
 from gtpo_verl.audit.store import Store
 from gtpo_verl.files import write_text
@@ -26,35 +25,6 @@ PAGE_FILE = "audit.html"
 SHOWN = 8  # responses on the page, wrong ones first
 MOST_TOKENS = 1500  # of a response on the page
 STYLES = {"V": Style(light="#0062b2", dark="#56b4ff", marker="circle")}
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step on the page: its tokens' texts and numbers, its true advantage, that over the largest of the response, and
-    whether its sign is known.
-    """
-
-    tokens: tuple[tuple[int, str], ...]
-    advantage: float
-    shade: float
-    certain: bool
-    lost: bool
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A response on the page; ``left_out`` tokens are behind those shown."""
-
-    number: int
-    prompt: str
-    correct: bool
-    steps: tuple[Step, ...]
-    left_out: int
-
-
-def _name(model: Path) -> str:
-    """What a model is called; `model` alone, as a run's is, says nothing."""
-    return "/".join(model.parts[-2:]) if model.name == "model" else model.name
 
 
 def write_page(
@@ -69,48 +39,49 @@ def write_page(
 
     responses: shown with their credit and their values. gradients: `gradients.figures`, by entropy.
     """
-    credit = {} if responses is None else _credits(responses[0])
-    chosen = [] if responses is None else _chosen(responses[0])
-    labels = {name: label(name, responses[1]) for name in credit} if responses else {}
-    curves = {f"curve-{place}": curve(responses[0], number) for place, number in enumerate(chosen) if responses}
+    model = Path(str(store.facts["model"]))  # `model` alone, as a run's is called, says nothing
+    shown: dict[str, Any] = {"shown": [], "first": None}
+    curves = {}
+    if responses is not None:
+        result, plan = responses
+        chosen = _chosen(result)
+        names = [name for name in result.tokens if name != BASELINE]
+        credit = {name: [_shades(result, name, number) for number in chosen] for name in names}
+        curves = {f"curve-{place}": curve(result, number) for place, number in enumerate(chosen)}
+        shown = {
+            "shown": [_shown(number, result) for number in chosen],
+            "labels": {name: label(name, plan) for name in names},
+            "first": main_method(names),
+            "credit": json.dumps(credit, separators=(",", ":")).replace("<", "\\u003c"),
+        }
     text = render_page(
         "gtpo_verl.audit",
         "audit.html.j2",
         STYLES,
         curves,
-        model=_name(Path(str(store.facts["model"]))),
+        model="/".join(model.parts[-2:]) if model.name == "model" else model.name,
         facts=store.facts,
         measured=facts,
         table=table,
         exploration=EXPLORATION,
-        shown=[_shown(number, place, responses[0]) for place, number in enumerate(chosen) if responses],
         deciles=None if gradients is None else _deciles(gradients),
-        labels=labels,
-        first=next((name for name in ("gtpo", *labels) if name in labels), None),
-        credit=json.dumps(credit, separators=(",", ":")).replace("<", "\\u003c"),
+        **shown,
     )
     path = store.directory / PAGE_FILE
     write_text(path, text)
     return path
 
 
-def _credits(result: Result) -> dict[str, list[list[float]]]:
-    methods = [name for name in result.tokens if name != BASELINE]
-    return {name: [_shades(result, name, number) for number in _chosen(result)] for name in methods}
-
-
 def _deciles(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """Of each decile of the entropy, and of the wrong and the correct tokens in it, what they are and what they have of
     the noise and the signal of DAPO and of GTPO, or the first other method.
     """
-    tokens = found["tokens"]
-    others = [name for name in ("gtpo", *found["methods"]) if name in found["methods"] and name != BASELINE]
+    tokens, other = found["tokens"], main_method(found["methods"])
     rows = []
     for side, verdict in enumerate(("wrong", "correct")):
         for decile, entropy in enumerate(tokens["entropy"][side]):
             cells = [f"{entropy:.3f}", f"{tokens['norm'][side][decile]:.3f}"]
-            for name in [BASELINE, *others[:1]]:
-                shares = tokens["shares"][name]
+            for shares in (tokens["shares"][name] for name in (BASELINE, other) if name):
                 values = (shares[kind][side][decile] for kind in ("noise", "signal"))
                 cells += [" ".join(filter(None, cell(Figure(*each), ".0%"))) for each in values]
             rows.append((f"{verdict}, {decile + 1}", cells))
@@ -130,31 +101,29 @@ def _chosen(result: Result) -> list[int]:
     return [*some, *correct[: SHOWN - len(some)]]
 
 
-def _shown(number: int, place: int, result: Result) -> Shown:
+def _shown(number: int, result: Result) -> dict[str, Any]:
+    """A response on the page, its steps with their true advantage, its shade and whether its sign is known."""
     values, rollout = result.values, result.chosen.responses[number]
-    points = result.chosen.points[number]
     A = values.advantages.mean(axis=0)[number]
     certain = np.abs(A) > CERTAIN * values.standard_error[number]
     lost = int(first_losses(values.mean, values.correct)[number])
     largest = max(float(np.abs(A).max()), 1e-9)
     kept = min(len(rollout.tokens), MOST_TOKENS)
-    steps = tuple(
-        Step(
-            tuple((token, _visible(rollout.texts[token])) for token in range(start, min(end, kept))),
-            float(A[step]),
-            float(A[step]) / largest,
-            bool(certain[step]),
-            step == lost,
-        )
-        for step, (start, end) in enumerate(itertools.pairwise(points.tolist()))
+    # What ends a response is otherwise invisible.
+    texts = [(token, text if text.strip(" \n") else "␄") for token, text in enumerate(rollout.texts[:kept])]
+    steps = [
+        {
+            "tokens": texts[start:end],
+            "advantage": float(A[step]),
+            "shade": float(A[step]) / largest,
+            "certain": bool(certain[step]),
+            "lost": step == lost,
+        }
+        for step, (start, end) in enumerate(itertools.pairwise(result.chosen.points[number].tolist()))
         if start < kept
-    )
-    return Shown(place, rollout.prompt, rollout.correct, steps, len(rollout.tokens) - kept)
-
-
-def _visible(text: str) -> str:
-    """A token as it is shown: what ends a response is otherwise invisible."""
-    return text if text.strip(" \n") or text else "␄"
+    ]
+    left_out = len(rollout.tokens) - kept
+    return {"prompt": rollout.prompt, "correct": rollout.correct, "steps": steps, "left_out": left_out}
 
 
 def _shades(result: Result, name: str, number: int) -> list[float]:

@@ -10,20 +10,14 @@ RANDOM_SEEDS = 20
 
 
 def random_credit(uniform: Floats, mask: Bools, points: Ints, correct: Bools, seed: int) -> Credit:
-    """The uniform credit times a weight of each token, drawn from U(0, 2).
-
-    uniform: (N, T), DAPO's. mask, points, correct: as in `Credit.of_tokens`.
-    """
+    """The uniform credit of DAPO (N, T) times a weight of each token, drawn from U(0, 2)."""
     weight = np.random.default_rng(seed).uniform(0, 2, size=uniform.shape)
     return Credit.of_tokens(uniform * weight, mask, points, correct)
 
 
 def position_credit(values: Values, tokens: Ints) -> Credit:
-    """What the number of the step and the verdict tell: the mean A at the same step of responses to other prompts.
-
-    Not a method: steps are fractions of the final length, and the truth of other responses is in it.
-
-    tokens: (N, M). A step without another prompt's response of its verdict gets 0.
+    """What the number of the step and the verdict tell: the mean A at the same step of responses to other prompts, 0
+    where none has the verdict. Not a method: the final length and the truth of other responses are in it.
     """
     A, prompt = values.advantages.mean(axis=0), np.asarray(values.prompt)
     credit = np.zeros_like(A)
@@ -35,14 +29,10 @@ def position_credit(values: Values, tokens: Ints) -> Credit:
 
 
 def state_credit(variance: Floats, V: Floats, tokens: Ints, correct: Bools) -> Credit:
-    """The best rule that knows the verdict and the state at the start of a step, and nothing of it: E[A | state,
-    verdict].
+    """E[A | state, verdict], the best rule that knows the verdict and the state at the start of a step.
 
-    It is Var / V in correct and -Var / (1 - V) in wrong responses, with V of the state and Var that of V behind the
-    step. A method may do better where a step has several tokens: the entropies of its later tokens tell which way it
-    went.
-
-    variance, V: (N, M) at the points before the steps; V strictly between 0 and 1, or variance 0.
+    It is Var / V in correct and -Var / (1 - V) in wrong responses, V of the state (N, M) and Var that of V behind the
+    step. A method may do better where a step has several tokens: later entropies tell which way it went.
     """
     variance = np.maximum(variance, 0.0)
     share = np.where(correct[:, None], V, V - 1)
@@ -50,17 +40,13 @@ def state_credit(variance: Floats, V: Floats, tokens: Ints, correct: Bools) -> C
 
 
 def branch_shares(successes: Ints, trials: Ints) -> Floats:
-    """V behind each branch by its continuations, (..., J).
-
-    A branch whose V is known has trials 0 and successes 0 or 1.
-    """
+    """V behind each branch by its continuations, (..., J); where it is known, trials are 0 and successes 0 or 1."""
     return np.where(trials == 0, successes, successes / np.maximum(trials, 1))
 
 
 def branch_variance(successes: Ints, trials: Ints) -> Floats:
-    """Var of V behind a step, without bias, from J branches of K continuations each: (..., J) to (...).
-
-    The variance between the shares of the branches, less what the continuations within them add.
+    """Var of V behind a step, (..., J) to (...): between the shares of J branches, less what the continuations within
+    them add, so without bias.
     """
     share = branch_shares(successes, trials)
     within = np.where(trials < 2, 0.0, share * (1 - share) / np.maximum(trials - 1, 1))

@@ -1,13 +1,13 @@
 """The work of an audit: which prompts are sampled, which responses are chosen, which points are continued, in order.
 
-All of it follows from the plan, the seed and what was sampled before, so an audit that was stopped goes on where it
-was.
+All follows from the plan, the seed and what was sampled before, so that an audit that was stopped goes on.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ Describe = Callable[[int, Sequence[int]], tuple[str, str, list[str]]]  # row, to
 Advance = Callable[[str, int, int], None]  # what is done, how much of it, of how much
 
 
-@dataclass(frozen=True, eq=False)
-class Strata:
+class Strata(NamedTuple):
     """Prompts by their number of correct responses: with contrast, all of them correct, none; rows of the data."""
 
     mixed: tuple[int, ...]
@@ -41,8 +40,7 @@ class Strata:
 class Chosen:
     """The audited responses: numbers among `batch` (N,), weights (N,), cut points (N, M + 1).
 
-    batch: the responses of all prompts with contrast, which the methods see. short: responses of fewer tokens than
-    steps, left out.
+    batch: the responses of all prompts with contrast, which the methods see. short: how many have too few tokens.
     """
 
     batch: tuple[Rollout, ...]
@@ -58,42 +56,29 @@ class Chosen:
 
 def strata_of(rollouts: Sequence[Rollout], prompts: int) -> Strata:
     """Sort prompts by verdicts, in the order of sampling; only the first `prompts` with contrast count."""
-    right, asked, places = Counter[int](), Counter[int](), dict[int, int]()
-    for rollout in rollouts:
-        asked[rollout.row] += 1
-        right[rollout.row] += rollout.correct
-        places[rollout.row] = rollout.place
-    rows = sorted(asked, key=lambda row: places[row])
-    mixed = [row for row in rows if 0 < right[row] < asked[row]]
-    solved = tuple(row for row in rows if right[row] == asked[row])
-    return Strata(tuple(mixed[:prompts]), solved, tuple(row for row in rows if right[row] == 0))
+    verdicts: dict[int, list[bool]] = {}
+    for rollout in sorted(rollouts, key=lambda each: each.place):
+        verdicts.setdefault(rollout.row, []).append(rollout.correct)
+    mixed = [row for row, each in verdicts.items() if any(each) and not all(each)]
+    solved = [row for row, each in verdicts.items() if all(each)]
+    never = [row for row, each in verdicts.items() if not any(each)]
+    return Strata(tuple(mixed[:prompts]), tuple(solved), tuple(never))
 
 
 def sample_rollouts(
     store: Store, plan: Plan, rows: int, seed: int, proceed: Continue, describe: Describe, advance: Advance
-) -> Strata:
-    """Sample responses, prompt by prompt in random order, until enough prompts have contrast.
-
-    Args:
-        rows: of the data.
-        seed: of the order.
+) -> None:
+    """Sample responses, prompt by prompt in random order, until enough prompts have contrast; `rows` has the data.
 
     Raises:
         UserError: no prompt has contrast.
     """
-    places = {row: place for place, row in enumerate(_order(rows, plan, seed))}
-    try:
-        for asked in _rounds(store, plan, rows, seed):
-            prefixes = [Prefix((row, ALL), row, (), plan.samples, entropies=True) for row in asked]
-            for prefix, samples in proceed(prefixes):
-                store.add_rollouts(
-                    _rollout(prefix.row, places[prefix.row], number, each, describe)
-                    for number, each in enumerate(samples)
-                )
-                mixed = len(strata_of(store.rollouts, plan.prompts).mixed)
-                advance("prompts with contrast", mixed, plan.prompts)
-    finally:
-        store.flush()
+    for asked in _rounds(store, plan, rows, seed):
+        for prefix, samples in proceed([Prefix((row, ALL), row, (), plan.samples, entropies=True) for row in asked]):
+            for number, each in enumerate(samples):
+                store.add(_rollout(prefix.row, asked[prefix.row], number, each, describe))
+            mixed = len(strata_of(store.rollouts, plan.prompts).mixed)
+            advance("prompts with contrast", mixed, plan.prompts)
     strata = strata_of(store.rollouts, plan.prompts)
     if not strata.mixed:
         raise UserError(
@@ -101,21 +86,16 @@ def sample_rollouts(
             f"always solved and {len(strata.never)} never, in {plan.samples} responses. Choose other data "
             "(data.val_files=FILE) or a larger --samples."
         )
-    return strata
 
 
-def _order(rows: int, plan: Plan, seed: int) -> list[int]:
-    """The rows of the data that may be sampled, in random order."""
-    order: list[int] = np.random.default_rng(seed).permutation(rows)[: TRIED * plan.prompts].tolist()
-    return order
-
-
-def _rounds(store: Store, plan: Plan, rows: int, seed: int) -> Iterator[list[int]]:
-    """The rows to sample next, until enough have contrast: the rest of a round of as many as are wanted."""
-    order = _order(rows, plan, seed)
+def _rounds(store: Store, plan: Plan, rows: int, seed: int) -> Iterator[dict[int, int]]:
+    """The rows to sample next, each with its place in the random order, until enough have contrast: the rest of a round
+    of as many as are wanted.
+    """
+    order = list(enumerate(np.random.default_rng(seed).permutation(rows)[: TRIED * plan.prompts].tolist()))
     for start in range(0, len(order), plan.prompts):
         done = {rollout.row for rollout in store.rollouts}
-        asked = [row for row in order[start : start + plan.prompts] if row not in done]
+        asked = {row: place for place, row in order[start : start + plan.prompts] if row not in done}
         if asked:
             yield asked
         if len(strata_of(store.rollouts, plan.prompts).mixed) == plan.prompts:
@@ -127,28 +107,13 @@ def _rollout(row: int, place: int, number: int, sampled: Continuation, describe:
     assert sampled.log_probs is not None
     tokens = sampled.tokens.tolist()
     cluster, prompt, texts = describe(row, tokens)
-    return Rollout(
-        row=row,
-        place=place,
-        sample=number,
-        cluster=cluster,
-        prompt=prompt,
-        tokens=tokens,
-        texts=texts,
-        entropies=sampled.entropies.tolist(),
-        log_probs=sampled.log_probs.tolist(),
-        correct=sampled.correct,
-        score=sampled.score,
-        truncated=sampled.truncated,
-    )
+    entropies, log_probs = sampled.entropies.tolist(), sampled.log_probs.tolist()
+    verdict = sampled.correct, sampled.score, sampled.truncated
+    return Rollout(row, place, number, cluster, prompt, tokens, texts, entropies, log_probs, *verdict)
 
 
 def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chosen:
-    """Choose the responses to audit, and cut them.
-
-    Raises:
-        UserError: all of them have fewer tokens than steps.
-    """
+    """Choose the responses to audit, and cut them. Raises UserError where all have fewer tokens than steps."""
     mixed = set(strata_of(rollouts, plan.prompts).mixed)
     ordered = sorted(rollouts, key=lambda rollout: (rollout.place, rollout.sample))
     batch = tuple(rollout for rollout in ordered if rollout.row in mixed)
@@ -191,24 +156,26 @@ def second_stage(chosen: Chosen, plan: Plan, seed: int) -> list[int]:
 def wanted_counts(chosen: Chosen, plan: Plan, seed: int) -> list[Prefix]:
     """Every request for continuations of a point; those of V(0) first."""
     half = plan.continuations // 2
-    wanted = []
-
-    def add(row: int, sample: int, place: int, tokens: Sequence[int], count: int, stage: int) -> None:
-        for number in (0, 1):
-            key = (row, sample, place, number, stage)
-            wanted.append(Prefix(key, row, tuple(tokens[:place]), count))
-
-    for row in dict.fromkeys(rollout.row for rollout in chosen.responses):
-        add(row, OF_PROMPT, 0, (), AT_PROMPT * half, 1)
-    for number, rollout in enumerate(chosen.responses):
-        for place in chosen.points[number, 1:-1].tolist():
-            add(rollout.row, rollout.sample, place, rollout.tokens, half, 1)
     more = plan.second_continuations // 2 - half
-    for number in second_stage(chosen, plan, seed) if more > 0 else []:
-        rollout = chosen.responses[number]
-        for place in chosen.points[number, 1:-1].tolist():
-            add(rollout.row, rollout.sample, place, rollout.tokens, more, 2)
+    again = set(second_stage(chosen, plan, seed)) if more > 0 else set()
+    points = [
+        (number, rollout, rollout.tokens[:place])
+        for number, rollout in enumerate(chosen.responses)
+        for place in chosen.points[number, 1:-1].tolist()
+    ]
+    wanted: list[Prefix] = []
+    for row in dict.fromkeys(rollout.row for rollout in chosen.responses):
+        wanted += _both_halves(row, OF_PROMPT, [], AT_PROMPT * half, 1)
+    for _, rollout, tokens in points:
+        wanted += _both_halves(rollout.row, rollout.sample, tokens, half, 1)
+    for number, rollout, tokens in points:
+        if number in again:
+            wanted += _both_halves(rollout.row, rollout.sample, tokens, more, 2)
     return wanted
+
+
+def _both_halves(row: int, sample: int, tokens: list[int], count: int, stage: int) -> list[Prefix]:
+    return [Prefix((row, sample, len(tokens), half, stage), row, tuple(tokens), count) for half in (0, 1)]
 
 
 def wanted_branches(chosen: Chosen, plan: Plan) -> list[Prefix]:
@@ -244,55 +211,44 @@ def wanted_counts_of_branches(store: Store, chosen: Chosen, plan: Plan) -> list[
 
 def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: Continue, advance: Advance) -> None:
     """Continue every point and every branch that has no counts yet, and keep each when it is finished."""
-    _count(store, wanted_counts(chosen, plan, seed), "continuations", proceed, advance)
+    _sample(store, wanted_counts(chosen, plan, seed), "continuations", proceed, advance)
     if plan.branches:
-        _sample_branches(store, wanted_branches(chosen, plan), proceed, advance)
+        _sample(store, wanted_branches(chosen, plan), "branches", proceed, advance)
         wanted = wanted_counts_of_branches(store, chosen, plan)
-        _count(store, wanted, "continuations of branches", proceed, advance)
+        _sample(store, wanted, "continuations of branches", proceed, advance)
 
 
-def _count(store: Store, wanted: Sequence[Prefix], what: str, proceed: Continue, advance: Advance) -> None:
-    todo = [prefix for prefix in wanted if prefix.key not in store.counts]
+def _sample(store: Store, wanted: Sequence[Prefix], what: str, proceed: Continue, advance: Advance) -> None:
+    todo = [prefix for prefix in wanted if not _is_there(store, prefix)]
     total = sum(prefix.count for prefix in wanted)
     done = total - sum(prefix.count for prefix in todo)
     advance(what, done, total)
-    try:
-        for prefix, samples in proceed(todo):
-            row, sample, place, number, stage = prefix.key
-            store.add(
-                Count(
-                    row,
-                    sample,
-                    place,
-                    number,
-                    stage,
-                    trials=len(samples),
-                    successes=sum(each.correct for each in samples),
-                    decoded=sum(len(each.tokens) for each in samples),
-                    truncated=sum(each.truncated for each in samples),
-                )
-            )
-            done += prefix.count
-            advance(what, done, total)
-    finally:
-        store.flush()
+    for prefix, samples in proceed(todo):
+        store.add(*_records(prefix, samples))
+        done += prefix.count
+        advance(what, done, total)
 
 
-def _sample_branches(store: Store, wanted: Sequence[Prefix], proceed: Continue, advance: Advance) -> None:
-    todo = [prefix for prefix in wanted if (*prefix.key[:3], 0) not in store.branches]
-    done = len(wanted) - len(todo)
-    advance("points with branches", done, len(wanted))
-    try:
-        for prefix, samples in proceed(todo):
-            row, sample, place, _ = prefix.key
-            store.add_branches(
-                Branch(row, sample, place, number, each.tokens.tolist(), each.ended or each.truncated, each.correct)
-                for number, each in enumerate(samples)
-            )
-            done += 1
-            advance("points with branches", done, len(wanted))
-    finally:
-        store.flush()
+def _of_branches(prefix: Prefix) -> bool:
+    """Whether it asks for branches, and not for the continuations that are counted: their keys have a stage as well."""
+    return len(prefix.key) == 4
+
+
+def _is_there(store: Store, prefix: Prefix) -> bool:
+    return (*prefix.key[:3], 0) in store.branches if _of_branches(prefix) else prefix.key in store.counts
+
+
+def _records(prefix: Prefix, samples: Sequence[Continuation]) -> list[Branch] | list[Count]:
+    row, sample, place, *rest = prefix.key
+    if _of_branches(prefix):
+        return [
+            Branch(row, sample, place, number, each.tokens.tolist(), each.ended or each.truncated, each.correct)
+            for number, each in enumerate(samples)
+        ]
+    half, stage = rest
+    successes, truncated = sum(each.correct for each in samples), sum(each.truncated for each in samples)
+    decoded = sum(len(each.tokens) for each in samples)
+    return [Count(row, sample, place, half, stage, len(samples), successes, decoded, truncated)]
 
 
 def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
@@ -302,66 +258,52 @@ def missing(store: Store, plan: Plan, rows: int, seed: int) -> bool:
     if plan.gradients:
         return False
     chosen = choose_responses(store.rollouts, plan, seed)
-    if any((*prefix.key[:3], 0) not in store.branches for prefix in wanted_branches(chosen, plan)):
-        return True
-    wanted = wanted_counts(chosen, plan, seed) + wanted_counts_of_branches(store, chosen, plan)
-    return any(prefix.key not in store.counts for prefix in wanted)
+    wanted = wanted_counts(chosen, plan, seed) + wanted_branches(chosen, plan)
+    return not all(_is_there(store, prefix) for prefix in wanted + wanted_counts_of_branches(store, chosen, plan))
 
 
-def measured(store: Store, chosen: Chosen, *, stages: Sequence[int] = (1, 2)) -> Values:
-    """The values of the chosen responses.
-
-    Raises:
-        UserError: some were not sampled yet.
-    """
-    responses, points = chosen.points.shape
-    successes, trials = np.zeros((2, responses, points - 1), np.int64), np.zeros((2, responses, points - 1), np.int64)
-    found: dict[tuple[int, int, int, int], list[Count]] = {}
+def measured(store: Store, chosen: Chosen) -> Values:
+    """The values of the chosen responses. Raises UserError where some were not sampled yet."""
+    right, tried = Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()
     for count in store.counts.values():
-        if count.stage in stages:
-            found.setdefault((count.row, count.sample, count.place, count.half), []).append(count)
-    for number, rollout in enumerate(chosen.responses):
-        for point, place in enumerate(chosen.points[number, :-1].tolist()):
-            sample = OF_PROMPT if point == 0 else rollout.sample
-            for half in (0, 1):
-                counts = found.get((rollout.row, sample, place, half), [])
-                successes[half, number, point] = sum(count.successes for count in counts)
-                trials[half, number, point] = sum(count.trials for count in counts)
-    if (trials < 2).any():
-        left = int((trials < 2).sum())
-        raise UserError(
-            f"{left} of {trials.size} points were not sampled yet: repeat the command of the audit, which goes on."
-        )
-    correct = np.array([rollout.correct for rollout in chosen.responses])
-    clusters = tuple(rollout.cluster for rollout in chosen.responses)
-    return Values.of_counts(successes, trials, correct, clusters, chosen.weight)
+        if count.stage != OF_BRANCH:
+            key = count.row, count.sample, count.place, count.half
+            right[key] += count.successes
+            tried[key] += count.trials
+    responses = chosen.responses
+    successes = np.zeros((2, len(responses), chosen.points.shape[1] - 1), np.int64)
+    trials = np.zeros_like(successes)
+    for half, number, point in np.ndindex(trials.shape):
+        rollout, place = responses[number], int(chosen.points[number, point])
+        key = rollout.row, rollout.sample if point else OF_PROMPT, place, half
+        successes[half, number, point], trials[half, number, point] = right[key], tried[key]
+    _check_sampled(int((trials < 2).sum()), trials.size, "points")
+    correct = np.array([rollout.correct for rollout in responses])
+    return Values.of_counts(successes, trials, correct, tuple(each.cluster for each in responses), chosen.weight)
 
 
 def measured_branches(store: Store, chosen: Chosen, plan: Plan) -> tuple[Ints, Ints]:
     """Correct continuations behind the branches from the start of each step, and how many there were: (N, M, J) each.
 
-    Branches that ended have 0 trials, and their verdict as successes.
-
-    Raises:
-        UserError: some were not sampled yet.
+    Branches that ended have 0 trials, and their verdict as successes. Raises UserError as `measured`.
     """
-    responses, points = chosen.points.shape
-    successes = np.zeros((responses, points - 1, plan.branches), np.int64)
+    responses, left = chosen.responses, 0
+    successes = np.zeros((len(responses), chosen.points.shape[1] - 1, plan.branches), np.int64)
     trials = np.zeros_like(successes)
-    left = 0
-    for number, rollout in enumerate(chosen.responses):
-        for step, place in enumerate(chosen.points[number, :-1].tolist()):
-            for branch in range(plan.branches):
-                key = rollout.row, rollout.sample, place, branch
-                drawn, count = store.branches.get(key), store.counts.get((*key, OF_BRANCH))
-                if drawn is not None and drawn.ended:
-                    successes[number, step, branch] = drawn.correct
-                elif count is not None:
-                    successes[number, step, branch], trials[number, step, branch] = count.successes, count.trials
-                else:
-                    left += 1
-    if left:
-        raise UserError(
-            f"{left} of {trials.size} branches were not sampled yet: repeat the command of the audit, which goes on."
-        )
+    for place in np.ndindex(trials.shape):
+        number, step, branch = place
+        key = responses[number].row, responses[number].sample, int(chosen.points[number, step]), branch
+        drawn, count = store.branches.get(key), store.counts.get((*key, OF_BRANCH))
+        if drawn is not None and drawn.ended:
+            successes[place] = drawn.correct
+        elif count is not None:
+            successes[place], trials[place] = count.successes, count.trials
+        else:
+            left += 1
+    _check_sampled(left, trials.size, "branches")
     return successes, trials
+
+
+def _check_sampled(left: int, of: int, what: str) -> None:
+    if left:
+        raise UserError(f"{left} of {of} {what} were not sampled yet: repeat the command of the audit, which goes on.")

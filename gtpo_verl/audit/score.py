@@ -1,29 +1,23 @@
 """From what an audit has sampled to its figures; no model is needed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from gtpo_verl.algorithms import Batch
+from gtpo_verl.audit import references
 from gtpo_verl.audit.analysis import BASELINE, Analysis, analyse
 from gtpo_verl.audit.methods import Method, credit_of
 from gtpo_verl.audit.metrics import Credit
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.audit.references import (
-    RANDOM_SEEDS,
-    branch_shares,
-    branch_variance,
-    position_credit,
-    random_credit,
-    state_credit,
-)
 from gtpo_verl.audit.sampling import Chosen, choose_responses, measured, measured_branches
 from gtpo_verl.audit.store import Rollout, Store
-from gtpo_verl.audit.values import Bools, Values
-from gtpo_verl.integrations.context import Overlong, length_penalty
+from gtpo_verl.audit.values import Values
+from gtpo_verl.integrations.context import Overlong
 from gtpo_verl.runs.statistics import Floats
 
 POSITION, STATE = "position", "state"
@@ -44,61 +38,50 @@ class Result:
 
 
 def score(store: Store, plan: Plan, seed: int, methods: Sequence[Method], overlong: Overlong | None) -> Result:
-    """Compute the figures.
-
-    Raises:
-        UserError: points were not sampled yet.
-    """
+    """Compute the figures. Raises UserError where points were not sampled yet."""
     chosen = choose_responses(store.rollouts, plan, seed)
     values = measured(store, chosen)
     batch = batch_of(chosen.batch, seed)
-    mask = (batch.response_mask != 0).numpy()
-    of_batch = {
-        method.name: credit_of(method, replace(batch, length_penalty=length_penalty(method.settings, batch, overlong)))
-        for method in methods
-        if method.scored
-    }
-    tokens = {name: credit[chosen.rows] for name, credit in of_batch.items()}
-    audited = mask[chosen.rows]
+    tokens = {method.name: credit_of(method, batch, overlong)[chosen.rows] for method in methods if method.scored}
+    audited = batch.response_mask.numpy()[chosen.rows]
     found = {name: Credit.of_tokens(credit, audited, chosen.points, values.correct) for name, credit in tokens.items()}
-    found[POSITION] = position_credit(values, found[BASELINE].tokens)
+    found[POSITION] = references.position_credit(values, found[BASELINE].tokens)
     if plan.branches:
         branches = measured_branches(store, chosen, plan)
         # V of the branches, not of the halves: their noise would be in the credit and in the truth it is judged by
-        V = branch_shares(*branches).mean(axis=-1)
-        found[STATE] = state_credit(branch_variance(*branches), V, found[BASELINE].tokens, values.correct)
-    random = _random(tokens[BASELINE], audited, chosen, values.correct, seed)
+        V = references.branch_shares(*branches).mean(axis=-1)
+        variance = references.branch_variance(*branches)
+        found[STATE] = references.state_credit(variance, V, found[BASELINE].tokens, values.correct)
+    count = references.RANDOM_SEEDS
+    random = [
+        references.random_credit(tokens[BASELINE], audited, chosen.points, values.correct, each)
+        for each in range(count * seed, count * (seed + 1))
+    ]
     unscored = tuple(method.name for method in methods if not method.scored)
     return Result(analyse(values, found, random), values, chosen, tokens, unscored)
 
 
-def _random(uniform: Floats, mask: Bools, chosen: Chosen, correct: Bools, seed: int) -> list[Credit]:
-    return [
-        random_credit(uniform, mask, chosen.points, correct, RANDOM_SEEDS * seed + number)
-        for number in range(RANDOM_SEEDS)
-    ]
-
-
 def batch_of(rollouts: Sequence[Rollout], seed: int) -> Batch:
     """The responses as a step of a training would hand them to a method: (B, T), padded on the right."""
-    lengths = torch.tensor([len(rollout.tokens) for rollout in rollouts])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-
-    def padded(name: str) -> torch.Tensor:
-        values = torch.zeros(mask.shape, dtype=torch.float64)
-        values[mask] = torch.tensor(np.concatenate([getattr(rollout, name) for rollout in rollouts]))
-        return values
-
+    entropy, mask = padded([rollout.entropies for rollout in rollouts], torch.float64)
+    log_probs, _ = padded([rollout.log_probs for rollout in rollouts], torch.float64)
     _, group = np.unique([rollout.row for rollout in rollouts], return_inverse=True)
     return Batch(
         mask,
         torch.from_numpy(group),
         torch.tensor([rollout.correct for rollout in rollouts]),
-        entropy=padded("entropies").clamp(min=0),
+        entropy=entropy.clamp(min=0),
         rewards=torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float64),
-        old_log_probs=padded("log_probs"),
+        old_log_probs=log_probs,
         seed=seed,
     )
+
+
+def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, T) values, 0 behind the end of each, and the mask of those that are there."""
+    values = pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows])
+    return values, torch.arange(values.shape[1]) < lengths[:, None]
 
 
 def measurement(store: Store, result: Result) -> dict[str, Any]:

@@ -1,12 +1,10 @@
 """The files of an audit: sampled responses, counts of correct continuations, and what they were sampled with.
 
-``rollouts.parquet``, ``values.parquet`` and ``branches.parquet`` hold all that was sampled, so that figures are
-computed again without a model.
+The parquet files hold all that was sampled, so that figures are computed again without a model.
 """
 
-import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,8 +14,8 @@ import pyarrow.parquet as pq
 
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.records import same_settings
 from gtpo_verl.files import read_json, write_atomically, write_json
-from gtpo_verl.runs.directory import differences
 
 ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE = "rollouts.parquet", "values.parquet", "branches.parquet"
 GRADIENTS_FILE = "gradients.npz"
@@ -98,58 +96,38 @@ class Branch:
 
 
 class Store:
-    """An audit's directory, opened for going on.
+    """An audit's directory, made or opened for going on; `fresh` discards what is there.
 
-    Args:
-        directory: made if need be.
-        facts: written to ``audit.json``; ``settings`` is a flat dict of all that the samples depend on.
-        fresh: discard what is there.
-
-    Raises:
-        UserError: the audit that is there has other settings; it names them.
+    facts: written to ``audit.json``; ``settings`` is a flat dict of all that the samples depend on. Raises UserError
+    for an audit with other settings, which it names.
     """
 
     def __init__(self, directory: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> None:
         self.directory = directory
         before = None if fresh else read_json(directory / RECORD_FILE)
         if before is not None:
-            changed = differences(before["settings"], json.loads(json.dumps(facts["settings"])))
-            if changed:
-                raise UserError(
-                    f"{directory} holds an audit with other settings ({changed}): name another --output, or "
-                    "discard it with --fresh."
-                )
+            same_settings("an audit", directory, before["settings"], facts["settings"])
         self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}
-        self.rollouts = [] if before is None else read_records(directory / ROLLOUTS_FILE, Rollout)
-        self.counts = (
-            {} if before is None else {each.key: each for each in read_records(directory / VALUES_FILE, Count)}
-        )
-        self.branches = (
-            {} if before is None else {each.key: each for each in read_records(directory / BRANCHES_FILE, Branch)}
-        )
-        self._written = time.monotonic()
         directory.mkdir(parents=True, exist_ok=True)
-        if fresh:
+        if before is None:
             for name in (ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE):
                 (directory / name).unlink(missing_ok=True)
+        self.rollouts = read_records(directory / ROLLOUTS_FILE, Rollout)
+        self.counts = {each.key: each for each in read_records(directory / VALUES_FILE, Count)}
+        self.branches = {each.key: each for each in read_records(directory / BRANCHES_FILE, Branch)}
+        self._written = time.monotonic()
         write_json(directory / RECORD_FILE, self.facts)
 
-    def add_rollouts(self, rollouts: Iterable[Rollout]) -> None:
-        """Keep all responses to one prompt."""
-        self.rollouts.extend(rollouts)
-        self._write_now_and_then()
-
-    def add(self, count: Count) -> None:
-        """Keep the counts of one point; on disk within seconds, or when `flush` returns."""
-        self.counts[count.key] = count
-        self._write_now_and_then()
-
-    def add_branches(self, branches: Iterable[Branch]) -> None:
-        """Keep all branches from one point."""
-        self.branches.update((branch.key, branch) for branch in branches)
-        self._write_now_and_then()
-
-    def _write_now_and_then(self) -> None:
+    def add(self, *records: Rollout | Count | Branch) -> None:
+        """Keep what was sampled of one prompt or point; on disk within seconds, or when `flush` returns."""
+        for record in records:
+            match record:
+                case Rollout():
+                    self.rollouts.append(record)
+                case Count():
+                    self.counts[record.key] = record
+                case Branch():
+                    self.branches[record.key] = record
         if time.monotonic() - self._written > WRITE_EVERY:
             self.flush()
 
@@ -168,11 +146,7 @@ class Store:
 
 
 def reopen(directory: Path) -> Store:
-    """An audit that was made before, to compute its figures again.
-
-    Raises:
-        UserError: there is none.
-    """
+    """An audit that was made before, to compute its figures again. Raises UserError where there is none."""
     facts = read_json(directory / RECORD_FILE)
     if facts is None or not any((directory / name).is_file() for name in (VALUES_FILE, GRADIENTS_FILE)):
         raise UserError(f"{directory} holds no audit: --reanalyse takes the directory that an audit was written to.")
@@ -190,13 +164,9 @@ _TYPES = {
 }
 
 
-def _schema(kind: type) -> pa.Schema:
-    return pa.schema([(item.name, _TYPES[item.type]) for item in fields(kind)])  # type: ignore[index]
-
-
 def _write(file: Path, records: list[Any], kind: type) -> None:
-    columns = {item.name: [getattr(record, item.name) for record in records] for item in fields(kind)}
-    table = pa.table(columns, schema=_schema(kind))
+    schema = pa.schema([(item.name, _TYPES[item.type]) for item in fields(kind)])  # type: ignore[index]
+    table = pa.Table.from_pylist([vars(record) for record in records], schema=schema)
     write_atomically(file, lambda path: pq.write_table(table, path))
 
 
@@ -206,12 +176,11 @@ def read_records(file: Path, kind: type[Record]) -> list[Record]:
 
 
 def as_facts(plan: Plan) -> dict[str, Any]:
-    """A plan's numbers as settings of an audit, by option; that of gradients where there are any."""
-    numbers = {f"--{name.replace('_', '-')}": value for name, value in asdict(plan).items()}
-    return {name: value for name, value in numbers.items() if name != "--gradients" or value}
+    """A plan's numbers as settings of an audit, by option."""
+    return {f"--{name.replace('_', '-')}": value for name, value in asdict(plan).items()}
 
 
 def plan_of(store: Store) -> Plan:
     """The plan that an audit was sampled by."""
     settings = store.facts["settings"]
-    return Plan(**{item.name: settings.get(f"--{item.name.replace('_', '-')}", item.default) for item in fields(Plan)})
+    return Plan(**{item.name: settings[f"--{item.name.replace('_', '-')}"] for item in fields(Plan)})

@@ -36,20 +36,11 @@ class Values:
     def of_counts(
         cls, successes: Ints, trials: Ints, correct: Bools, prompt: tuple[str, ...], weight: Floats
     ) -> "Values":
-        """From numbers of correct continuations.
-
-        successes, trials: (2, N, M) integers at the points 0 to M - 1, trials at least 2.
-        """
+        """From numbers of correct continuations and of all, at least 2: (2, N, M) at the points 0 to M - 1."""
         verdicts = np.broadcast_to(correct.astype(np.float64)[:, None], (2, len(correct), 1))
         known = np.full_like(verdicts, np.inf)
         halves = np.concatenate([successes / trials, verdicts], axis=2)
         return cls(halves, np.concatenate([trials, known], axis=2), correct, prompt, weight)
-
-    @classmethod
-    def exact(cls, V: Floats, correct: Bools, prompt: tuple[str, ...], weight: Floats | None = None) -> "Values":
-        """From values that are known: (N, M + 1)."""
-        weight = np.ones(len(V)) if weight is None else weight
-        return cls(np.stack([V, V]), np.full((2, *V.shape), np.inf), correct, prompt, weight)
 
     @property
     def mean(self) -> Floats:
@@ -88,11 +79,6 @@ class Values:
         variance = self.variance[1]
         return self.advantages[1] ** 2 - variance[:, 1:] - variance[:, :-1]
 
-    def of(self, rows: Bools) -> "Values":
-        """Some of the responses."""
-        kept = tuple(name for name, keep in zip(self.prompt, rows, strict=True) if keep)
-        return Values(self.halves[:, rows], self.trials[:, rows], self.correct[rows], kept, self.weight[rows])
-
 
 def centred(values: Floats) -> Floats:
     """Minus the mean over the steps, the last axis."""
@@ -102,8 +88,7 @@ def centred(values: Floats) -> Floats:
 def centred_noise(values: Values) -> Floats:
     """The expected sum over the steps of the squared sampling error of centred A, for each half: (2, N).
 
-    With s² the variances of V at the points: 2 Σ s²(1..M-1) + s²(0) (1 - 1/M). The error of V(0) is in the mean as
-    well.
+    With s² the variances of V: 2 Σ s²(1..M-1) + s²(0) (1 - 1/M), because the error of V(0) is in the mean as well.
     """
     steps = values.halves.shape[2] - 1
     variance = values.variance

@@ -232,11 +232,13 @@ def _sample(config: DictConfig, prompts: "Prompts", store: "Store", plan: Plan, 
                 def proceed(prefixes: "Iterable[Prefix]") -> "Iterator[tuple[Prefix, list[Continuation]]]":
                     return work.continued(prefixes)
 
-                sample_rollouts(store, plan, len(prompts), seed, proceed, describe, advance)
-                if plan.gradients:
-                    return
-                chosen = choose_responses(store.rollouts, plan, seed)
-                sample_values(store, chosen, plan, seed, proceed, advance)
+                try:
+                    sample_rollouts(store, plan, len(prompts), seed, proceed, describe, advance)
+                    if not plan.gradients:
+                        chosen = choose_responses(store.rollouts, plan, seed)
+                        sample_values(store, chosen, plan, seed, proceed, advance)
+                finally:
+                    store.flush()
         except KeyboardInterrupt:
             progress.console.print(f"\nWhat is finished is in {store.directory}; repeat the command for the rest.")
             raise

@@ -11,17 +11,16 @@ from omegaconf import DictConfig
 
 from gtpo_verl.commands.options import overrides_of, share
 from gtpo_verl.evaluation.records import (
-    SUMMARY_FILE,
     ProblemFile,
     ProblemRecord,
     changes_since,
     open_evaluation,
-    write_summary,
 )
 from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import SourceSummary, summarize
+from gtpo_verl.files import write_json
 from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.rules.data import check_data
 from gtpo_verl.rules.stages import check_evaluation
@@ -34,7 +33,7 @@ from gtpo_verl.tasks.prepare import use_embedded_prompts
 if TYPE_CHECKING:
     from gtpo_verl.integrations.evaluate import Problems
 
-LOG_FILE = "eval.log"  # beside the problems
+LOG_FILE, SUMMARY_FILE = "eval.log", "summary.json"  # beside the problems
 EPILOG = """\
 MODEL is
   a run of gtpo-verl train      its trained model, with the settings and the validation set of the run
@@ -108,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
     summaries = summarize(samples)
     before = output.parent / BEFORE
     changes = {} if output == before else changes_since(before, settings, samples, **limits)
-    write_summary(
-        output,
+    write_json(
+        output / SUMMARY_FILE,
         {
             "model": facts["model"],
             "sources": [asdict(summary) for summary in summaries],

@@ -2,19 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, overload
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 MAX_VOTERS = 1000  # binomials must fit in float64: C(1000, 500) is 3e299
 
 
-@overload
-def pass_at_k(n: int, c: int, k: int) -> float: ...
-@overload
-def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> Any: ...
-def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> float | NDArray[np.float64]:
+def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n-c, k) / C(n, k).
 
     That is the share of the k-element subsets of the n samples that contain a correct one, so each sample is used at
@@ -23,36 +18,19 @@ def pass_at_k(n: ArrayLike, c: ArrayLike, k: ArrayLike) -> float | NDArray[np.fl
     Args:
         n: samples of a problem, at least 1.
         c: how many of them are correct, 0 to n.
-        k: samples drawn, 1 to n. All three are integers, or arrays of integers that broadcast.
+        k: samples drawn, 1 to n.
 
     Returns:
-        A float for three scalars, else float64 of the broadcast shape. Each value is the exact fraction, rounded once.
+        The exact fraction, rounded once.
 
     Raises:
-        ValueError: an argument is not an integer, or out of range. For k above n no unbiased estimate exists.
+        ValueError: an argument is out of range. For k above n no unbiased estimate exists.
 
     Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
-    arrays = np.broadcast_arrays(_integers("n", n), _integers("c", c), _integers("k", k))
-    triples = list(zip(*(array.ravel().tolist() for array in arrays), strict=True))
-    exact = {triple: _pass_at_k(*triple) for triple in set(triples)}
-    values = [exact[triple] for triple in triples]
-    if arrays[0].ndim == 0:
-        return values[0]
-    return np.array(values, dtype=np.float64).reshape(arrays[0].shape)
-
-
-def _pass_at_k(n: int, c: int, k: int) -> float:
     _check(n, c, k)
     draws = math.comb(n, k)
     return (draws - math.comb(n - c, k)) / draws  # Python rounds a quotient of integers correctly, at any size
-
-
-def _integers(name: str, value: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(value)
-    if array.dtype.kind not in "iu":
-        raise ValueError(f"{name} must be an integer or an array of integers, got {value!r}")
-    return array.astype(np.int64)
 
 
 def _check(n: int, c: int, k: int) -> None:
@@ -76,9 +54,6 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Se
         answers: the answer extracted from each of the n samples, n at most 1000.
         correct: whether each is correct.
         ks: numbers of samples drawn, each between 1 and n.
-
-    Returns:
-        One accuracy per k. For k = 1 it is the share of correct samples with an answer.
 
     Raises:
         ValueError: lengths differ, there are no samples or more than 1000, or a k is not between 1 and n.

@@ -64,15 +64,7 @@ class Paired:
 
 
 def student_bounds(values: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
-    """Student's t interval of the mean of each data set.
-
-    Args:
-        values: shape (..., n), n at least 2.
-        confidence: nominal coverage, in (0, 1).
-
-    Returns:
-        Lower and upper bounds, each of shape (...).
-    """
+    """Student's t interval of the mean of each data set (..., n), n at least 2: lower and upper bounds (...)."""
     n = values.shape[-1]
     half = stats.t.ppf((1 + confidence) / 2, n - 1) * stats.sem(values, axis=-1)
     mean = values.mean(axis=-1)
@@ -95,15 +87,8 @@ def student_p(differences: Floats) -> Floats:
 def sign_flip_p(differences: Floats) -> Floats:
     """Exact two-sided p of the sign-flip test for each data set.
 
-    Under the null hypothesis that a difference is as likely as its negative, each of the 2^n assignments of signs is
-    equally likely; p is the share of them whose sum is at least as far from 0 as the observed one (Fisher 1935). The
-    smallest possible p is `least_sign_flip_p`.
-
-    Args:
-        differences: shape (..., n), n at most `MOST_FLIPPED`.
-
-    Returns:
-        shape (...).
+    p is the share of the 2^n assignments of signs, each equally likely under the null hypothesis, whose sum is at least
+    as far from 0 as the observed one (Fisher 1935). differences: (..., n), n at most `MOST_FLIPPED`; returns (...).
 
     Raises:
         ValueError: there are too many seeds to enumerate.
@@ -139,12 +124,10 @@ def holm(p_values: ArrayLike) -> Floats:
 
 
 def detectable_difference(deviation: float, n: int, comparisons: int = 1) -> float:
-    """The true difference that a t test over n seeds shows with probability `POWER`, by the noncentral t distribution.
+    """The true difference that a t test over n >= 2 seeds shows with probability `POWER`, by the noncentral t
+    distribution, at the level α / comparisons, which Holm's procedure asks of the smallest p.
 
-    Args:
-        deviation: standard deviation of the paired differences.
-        n: seeds, at least 2.
-        comparisons: m; the test is at level α / m, which Holm's procedure asks of the smallest p.
+    deviation: the standard deviation of the paired differences.
     """
     critical = stats.t.ppf(1 - ALPHA / comparisons / 2, n - 1)
 
@@ -166,11 +149,9 @@ def interquartile_mean(values: Sequence[float]) -> float:
 
 
 def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
-    """Everything said of one comparison, before Holm's adjustment.
+    """Everything said of one comparison, before Holm's adjustment, from at least one difference.
 
-    Args:
-        differences: arm minus baseline, one per seed, at least one.
-        comparisons: how many the report makes, for `Paired.detectable`.
+    comparisons: how many the report makes, for `Paired.detectable`.
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
@@ -192,10 +173,8 @@ def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
 
 
 def compared(families: Sequence[Sequence[float]]) -> list[Paired]:
-    """One `Paired` per comparison, the p values of all adjusted together by Holm's procedure.
-
-    Args:
-        families: the differences of each comparison, one per seed. Comparisons that cannot be tested are not counted.
+    """One `Paired` for the differences of each comparison, the p values of all adjusted together by Holm's procedure;
+    comparisons that cannot be tested are not counted.
     """
     testable = sum(_has_spread(differences) for differences in families)
     found = [paired(differences, max(1, testable)) for differences in families]

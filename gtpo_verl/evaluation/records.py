@@ -15,14 +15,12 @@ from gtpo_verl.runs.directory import differences
 
 PROBLEMS_FILE = "problems.jsonl"
 RECORD_FILE = "evaluation.json"
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a prompt asks: a digest that equal problems share, and the cluster of related problems it belongs to.
-
-    The cluster is ``extra_info["cluster"]`` of the row of the data, None where the row has none.
+    """What a prompt asks: a digest that equal problems share, and the cluster of related problems it belongs to, which
+    is ``extra_info["cluster"]`` of the row of the data.
     """
 
     key: str
@@ -121,51 +119,43 @@ class ProblemFile:
 def _values(record: ProblemRecord) -> Any:
     """A record as plain JSON; what a data set holds besides (dates, decimals) is written as text."""
     responses = [
-        {"acc": response.acc, "answer": response.answer, "length": response.length, "response": response.text}
-        | ({"verifier_failure": response.verifier_failure} if response.verifier_failure else {})
-        for response in record.responses
+        {"acc": each.acc, "answer": each.answer, "length": each.length, "response": each.text}
+        | ({"verifier_failure": each.verifier_failure} if each.verifier_failure else {})
+        for each in record.responses
     ]
     return json.loads(json.dumps(asdict(record) | {"responses": responses}, default=str))
 
 
 def _record(values: Mapping[str, Any]) -> ProblemRecord:
-    of_row = {"problem": values["problem"], "data_source": values["data_source"], "cluster": values.get("cluster")}
-    responses = tuple(
-        Response(
-            **of_row,
-            **{name: response[name] for name in ("acc", "answer", "length")},
-            text=response["response"],
-            verifier_failure=response.get("verifier_failure", ""),
-        )
-        for response in values["responses"]
-    )
+    of_row = {name: values[name] for name in ("problem", "data_source", "cluster")}
+    responses = tuple(Response(**of_row, text=each.pop("response"), **each) for each in values["responses"])
     return ProblemRecord(**(dict(values) | {"responses": responses}))
 
 
 def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> ProblemFile:
-    """Start an evaluation in a directory, or resume the one that is there.
+    """Start an evaluation in a directory, or resume the one that is there, which `fresh` discards.
 
-    Args:
-        directory: made if it does not exist.
-        facts: written to ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on.
-        fresh: discard an earlier evaluation.
-
-    Raises:
-        UserError: the earlier evaluation has other settings; it names them.
+    facts: written to ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on. Raises
+    UserError where the earlier evaluation has other settings, which it names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record, problems = directory / RECORD_FILE, directory / PROBLEMS_FILE
     if fresh:
         problems.unlink(missing_ok=True)
     elif record.is_file() and problems.is_file():
-        changed = differences(_recorded_settings(directory), json.loads(json.dumps(facts["settings"])))
-        if changed:
-            raise UserError(
-                f"{directory} holds an evaluation with other settings ({changed}): name another --output, "
-                "or discard it with --fresh."
-            )
+        same_settings("an evaluation", directory, _recorded_settings(directory), facts["settings"])
     write_json(record, facts)
     return ProblemFile(problems)
+
+
+def same_settings(what: str, directory: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with what a directory holds under other settings, which are named."""
+    changed = differences(before, json.loads(json.dumps(now)))
+    if changed:
+        raise UserError(
+            f"{directory} holds {what} with other settings ({changed}): name another --output, or discard it with "
+            "--fresh."
+        )
 
 
 def _recorded_settings(directory: Path) -> dict[str, Any]:
@@ -182,15 +172,8 @@ def changes_since(
     """
     if not (directory / PROBLEMS_FILE).is_file():
         return {}
-    before = _recorded_settings(directory)
+    other_model = {"model": None}
     now = json.loads(json.dumps(settings))
-    if differences(before | {"model": None}, now | {"model": None}):
+    if differences(_recorded_settings(directory) | other_model, now | other_model):
         return {}
     return paired_changes(ProblemFile(directory / PROBLEMS_FILE).samples(limit=limit, threshold=threshold), samples)
-
-
-def write_summary(directory: Path, facts: Mapping[str, Any]) -> Path:
-    """Write ``summary.json``, atomically."""
-    file = directory / SUMMARY_FILE
-    write_json(file, facts)
-    return file

@@ -19,33 +19,30 @@ SECTIONS = (
     "actor_rollout_ref.rollout",
     "algorithm.correct_threshold",
 )
-# Keys that may change when an evaluation is resumed, as patterns of fnmatch.
+# Keys of `actor_rollout_ref.rollout` that may change when an evaluation is resumed, as patterns of fnmatch.
+_OF_ROLLOUT = (
+    # the training's own sampling; validation samples with rollout.val_kwargs
+    *("n", "temperature", "top_p", "top_k", "calculate_log_probs", "log_prob_*"),
+    # how many replicas there are, and how each runs: memory, batching, kernels
+    *("nnodes", "n_gpus_per_node", "*_parallel_size", "gpu_memory_utilization", "max_num_seqs"),
+    *("max_num_batched_tokens", "enforce_eager", "enable_*", "cudagraph_capture_sizes"),
+    *("load_format", "free_cache_engine", "checkpoint_engine.*"),
+    # workers around the servers, and monitoring
+    *("agent.num_workers", "agent.agent_loop_config_path"),
+    *("prometheus.*", "profiler.*", "trace.*", "disable_log_stats"),
+)
 IGNORED = (
+    *(f"actor_rollout_ref.rollout.{key}" for key in _OF_ROLLOUT),
     # the training data, and the batches and order in which validation rows are read
     *("data.train_*", "data.*batch_size", "data.shuffle", "data.validation_shuffle"),
     *("data.dataloader_num_workers", "data.filter_overlong_prompts_workers"),
     # compared by content below: the validation files and the model
     *("data.val_files", "actor_rollout_ref.model.path"),
-    # the training's own sampling; validation samples with rollout.val_kwargs
-    *(f"actor_rollout_ref.rollout.{key}" for key in ("n", "temperature", "top_p", "top_k", "calculate_log_probs")),
-    "actor_rollout_ref.rollout.log_prob_*",
     # how the model is trained
-    "actor_rollout_ref.model.external_lib",
-    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    *(f"actor_rollout_ref.model.{key}" for key in ("external_lib", "enable_gradient_checkpointing")),
     "actor_rollout_ref.model.enable_activation_offload",
-    # how many replicas there are, and how each runs: memory, batching, kernels
-    *(f"actor_rollout_ref.rollout.{key}" for key in ("nnodes", "n_gpus_per_node", "*_parallel_size")),
-    *(
-        f"actor_rollout_ref.rollout.{key}"
-        for key in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
-    ),
-    *(f"actor_rollout_ref.rollout.{key}" for key in ("enforce_eager", "enable_*", "cudagraph_capture_sizes")),
-    *(f"actor_rollout_ref.rollout.{key}" for key in ("load_format", "free_cache_engine", "checkpoint_engine.*")),
-    # workers around the servers; a reward model is refused by the command
+    # workers of the verifier; a reward model is refused by the command
     *("reward.num_workers", "reward.reward_model.*"),
-    *(f"actor_rollout_ref.rollout.agent.{key}" for key in ("num_workers", "agent_loop_config_path")),
-    # monitoring
-    *(f"actor_rollout_ref.rollout.{key}" for key in ("prometheus.*", "profiler.*", "trace.*", "disable_log_stats")),
 )
 _ENDS = 1 << 20  # bytes at both ends of a weights file, enough to tell one training step from the next
 
@@ -57,7 +54,8 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
         value = OmegaConf.select(config, section)
         plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         settings |= dict(flatten({section: plain}))
-    settings = {key: value for key, value in settings.items() if not is_ignored(key)}
+    ignored = [key for key in settings if any(fnmatch.fnmatchcase(key, pattern) for pattern in IGNORED)]
+    settings = {key: value for key, value in settings.items() if key not in ignored}
     settings["data.val_files"] = [_file_checksum(file) for file in files_of(config.data.val_files)]
     function = config.reward.custom_reward_function
     if function.path is not None:
@@ -71,11 +69,6 @@ def settings_as_in_training(config: DictConfig) -> dict[str, Any]:
     rollout = config.actor_rollout_ref.rollout
     sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
     return {key: value for key, value in settings_of(config).items() if ".val_kwargs." not in key} | sampling
-
-
-def is_ignored(key: str) -> bool:
-    """Whether the responses do not depend on a key."""
-    return any(fnmatch.fnmatchcase(key, pattern) for pattern in IGNORED)
 
 
 def _file_checksum(file: str) -> str:

@@ -30,13 +30,8 @@ class Subject:
 
 
 def find_subject(name: str, *, before: bool = False) -> Subject:
-    """Find out what ``name`` is: a run, a checkpoint of a run, a model directory, or a model on the hub.
-
-    Args:
-        before: of a run, take the model that its training started from.
-
-    Raises:
-        UserError: it cannot be evaluated.
+    """Find out what ``name`` is: a run, a checkpoint of a run, a model directory, or a model on the hub; ``before``: of
+    a run, take the model that its training started from. Raises UserError where it cannot be evaluated.
     """
     directory = Path(name).expanduser()
     if (directory / RECORD_FILE).is_file() and (directory / CONFIG_FILE).is_file():
@@ -87,11 +82,7 @@ def _of_checkpoint(directory: Path) -> Subject:
 
 
 def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
-    """The configuration of the subject's run with overrides, or one composed from them where there is no run.
-
-    Raises:
-        UserError: an override does not apply.
-    """
+    """The configuration of the subject's run with overrides, or one composed from them where there is no run."""
     if subject.config_file is None:
         overrides, note = with_hardware(overrides)
         if note:
@@ -112,8 +103,7 @@ def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
 def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Apply KEY=VALUE overrides to the configuration of a run, in which the config groups are already resolved.
 
-    Raises:
-        UserError: an override does not parse, chooses a group, or names a key that does not exist.
+    Raises UserError for one that does not parse, chooses a group, or names a key that does not exist.
     """
     for item in parse_overrides(overrides):
         key = item.key_or_group

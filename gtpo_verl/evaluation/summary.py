@@ -16,10 +16,9 @@ from gtpo_verl.runs.statistics import Estimate, Floats, estimate, estimates
 class Sample:
     """One response to one problem.
 
-    ``problem`` is a key that equal problems share; ``answer`` what the verifier extracted, None where it found none or
-    does not say; ``length`` in tokens; ``truncated``: the length reached the limit. A ``failed`` sample was requested
-    and never came (an error in its generation or its verifier): it is wrong, as in verl's own metrics, and has no
-    length. For an ``unjudged`` one the verifier ran out of time or memory, or crashed: it is wrong as well.
+    ``problem`` is a key that equal problems share; ``answer`` what the verifier extracted, or None; ``length`` in
+    tokens; ``truncated``: the length reached the limit. A ``failed`` sample was requested and never came: it is wrong,
+    as in verl's own metrics, and has no length. Of an ``unjudged`` one the verifier failed: it is wrong as well.
     """
 
     problem: str
@@ -69,14 +68,11 @@ class SourceSummary:
 
 
 def summarize(samples: Iterable[Sample]) -> list[SourceSummary]:
-    """Summarise samples by data source, in alphabetical order.
+    """Summarise samples by data source, in alphabetical order; the samples may have any.
 
     The bootstrap resamples problems, each with all its samples, because samples of one problem are correlated, or whole
     clusters of problems where the samples name them. Problems have equal weight, however many samples they have. Rows
     that repeat a problem are one problem with more samples.
-
-    Args:
-        samples: in any order.
 
     Raises:
         ValueError: there are no samples.
@@ -95,11 +91,11 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
     ks = powers_of_two(fewest)
     n = np.array([len(row) for row in rows])
     c = np.array([sum(sample.correct for sample in row) for row in rows])
-    columns = [c / n, *np.moveaxis(pass_at_k(n[:, None], c[:, None], np.array(ks)), 1, 0)]
+    columns = [c / n, [[pass_at_k(*each, k) for k in ks] for each in zip(n.tolist(), c.tolist(), strict=True)]]
     votes = any(sample.answer for row in rows for sample in row)
     if votes:
-        columns += zip(*(_majority(row, ks) for row in rows), strict=True)
-    means = np.stack([np.asarray(column) for column in columns], 1)
+        columns.append([majority_at_k([s.answer for s in row], [s.correct for s in row], ks) for row in rows])
+    means = np.column_stack(columns)
     figures = [Figure.of(estimate) for estimate in estimates(means, clusters=_clusters(rows))]
     length, truncated = _lengths(rows)
     return SourceSummary(
@@ -119,10 +115,6 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
 def _clusters(rows: Sequence[Sequence[Sample]]) -> list[str]:
     """What the bootstrap resamples: the cluster of each problem, or the problem itself where it has none."""
     return [row[0].cluster or row[0].problem for row in rows]
-
-
-def _majority(row: Sequence[Sample], ks: Sequence[int]) -> list[float]:
-    return majority_at_k([sample.answer for sample in row], [sample.correct for sample in row], ks)
 
 
 def _lengths(rows: Sequence[Sequence[Sample]]) -> tuple[Figure | None, Figure | None]:

@@ -131,7 +131,9 @@ def _register_token_loss(
             old_log_prob,
             advantages,
             response_mask,
-            *(config.clip_ratio_low, config.clip_ratio_high, config.clip_ratio_c),
+            clip_ratio_low=config.clip_ratio_low,
+            clip_ratio_high=config.clip_ratio_high,
+            clip_ratio_c=config.clip_ratio_c,
             **{key: config.policy_loss[key] for key in settings},
         )
         return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
@@ -191,7 +193,7 @@ def _mixed_loss(
     old_log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    *clip_ratios: Any,
+    **clip_ratios: Any,
 ) -> tuple[torch.Tensor, Metrics]:
     """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's."""
     guided = _guided_rows(log_prob)
@@ -201,9 +203,9 @@ def _mixed_loss(
         advantages,
         response_mask,
         guided.rows,
-        *clip_ratios,
         clip=guided.clip,
         shape_gamma=guided.shape_gamma,
+        **clip_ratios,
     )
 
 

@@ -29,7 +29,8 @@ def pass_at_ks(validations: Sequence[Validation]) -> dict[float, float]:
     counts = validations[-1].counts
     correct = np.rint(validations[-1].accuracy * counts).astype(np.int64)
     ks = powers_of_two(int(counts.min()))
-    means = pass_at_k(counts[:, None], correct[:, None], np.array(ks)).mean(axis=0)
+    pairs = zip(counts.tolist(), correct.tolist(), strict=True)
+    means = np.array([[pass_at_k(*pair, k) for k in ks] for pair in pairs]).mean(axis=0)
     return {float(k): float(value) for k, value in zip(ks, means, strict=True)}
 
 

@@ -24,13 +24,6 @@ def test_without_ends_the_grid_is_even() -> None:
         cut_points(["x"] * 2, 3)
 
 
-def test_no_cut_where_none_is_allowed() -> None:
-    texts = ["a", "b.", "c", "d.", "e", "f"]
-    assert cut_points(texts, 2).tolist() == [0, 4, 6] or cut_points(texts, 2).tolist() == [0, 2, 6]
-    allowed = [place != 4 for place in range(6)]
-    assert cut_points(texts, 2, allowed).tolist() == [0, 2, 6]
-
-
 @given(st.lists(st.sampled_from(["a", ".", "\n", " ", ";"]), min_size=2, max_size=60), st.integers(2, 20))
 def test_every_step_has_a_token(texts: list[str], steps: int) -> None:
     if len(texts) < steps:

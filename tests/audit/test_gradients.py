@@ -10,8 +10,9 @@ import torch
 from softmax_table import CORRECT, PATHS, Exact, G, TableModel, products_of
 
 from gtpo_verl.audit import backward
+from gtpo_verl.audit.analysis import Figure
 from gtpo_verl.audit.backward import Policy, measure, parts_of
-from gtpo_verl.audit.gradients import METRICS, Products, figure_of, figures, figures_of, jackknife, moments, resolved
+from gtpo_verl.audit.gradients import METRICS, Products, figures, figures_of, jackknife, moments
 from gtpo_verl.audit.methods import methods
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.audit.render import gradients_table, print_table
@@ -174,7 +175,7 @@ def coverage(population: Any, audits: int, count: int = 192, others: int = 96) -
         products = audit(population, count, others, rng)
         for metric, name in enumerate(METRICS):
             found = moments(products, metric)
-            truth = resolved(jackknife(found.truth, products.audited))
+            truth = jackknife(found.truth, products.audited).resolved
             for row, method in enumerate(ROWS):
                 for key, (value, low, high) in figures_of(row, found, products, STEP, truth).items():
                     if method == "dapo" and "/" in key:
@@ -227,6 +228,10 @@ def test_a_bootstrap_would_not_do(population: Any) -> None:
     noise = np.square(each - each.mean(0)).sum() / 39
     assert np.mean(signal) - plain == pytest.approx(noise / 40, rel=0.2)
     assert products.audited.all()
+
+
+def figure_of(found: dict[str, Any], method: str, metric: str, key: str) -> Figure:
+    return found["methods"][method][metric][key]
 
 
 def test_the_negative_of_dapo_disagrees_and_noise_costs_groups(population: Any) -> None:

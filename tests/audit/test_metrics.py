@@ -357,7 +357,7 @@ def test_the_variance_between_branches_is_unbiased() -> None:
 def test_few_prompts_have_no_interval(sampled: Sampled, scored: dict[str, Credit]) -> None:
     rows = np.isin(sampled.tables, np.unique(sampled.tables)[:19])
     few = {name: Credit(*(getattr(credit, field)[rows] for field in _SCALES)) for name, credit in scored.items()}
-    found = analyse(sampled.exact(M).of(rows), few, draws=DRAWS)
+    found = analyse(sampled.rows(rows).exact(M), few, draws=DRAWS)
     assert not found.intervals
     assert found.row("entropy").figures["all"]["alignment"].low is None
     assert found.row("entropy").p_holm == {}

@@ -40,9 +40,10 @@ def test_pass_at_k_stays_exact_where_floats_would_cancel_or_overflow() -> None:
 @given(st.integers(1, 60), st.data())
 def test_pass_at_k_grows_with_k_and_with_c(n: int, data: st.DataObject) -> None:
     c = data.draw(st.integers(0, n))
-    by_k = pass_at_k(n, c, np.arange(1, n + 1))
+    by_k = [pass_at_k(n, c, k) for k in range(1, n + 1)]
     assert np.all(np.diff(by_k) >= 0)
-    assert np.all(np.diff(pass_at_k(n, np.arange(n + 1), data.draw(st.integers(1, n)))) >= 0)
+    k = data.draw(st.integers(1, n))
+    assert np.all(np.diff([pass_at_k(n, more, k) for more in range(n + 1)]) >= 0)
     assert by_k[0] == c / n
 
 
@@ -53,20 +54,9 @@ def test_pass_at_k_is_unbiased_where_drawing_with_replacement_is_not() -> None:
     n, p, k = 8, 0.3, 4
     weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
     truth = 1 - (1 - p) ** k
-    assert np.dot(weights, pass_at_k(n, np.arange(n + 1), k)) == pytest.approx(truth, abs=1e-14)
+    assert np.dot(weights, [pass_at_k(n, c, k) for c in range(n + 1)]) == pytest.approx(truth, abs=1e-14)
     replaced = [1 - (1 - c / n) ** k for c in range(n + 1)]
     assert np.dot(weights, replaced) < truth - 0.03
-
-
-def test_pass_at_k_of_arrays_is_that_of_their_elements() -> None:
-    n, c, k = np.array([[4], [6]]), np.array([[1], [3]]), np.array([1, 2, 4])
-    values = pass_at_k(n, c, k)
-    assert values.shape == (2, 3)
-    assert values.dtype == np.float64
-    assert values.tolist() == [[pass_at_k(4, 1, j) for j in (1, 2, 4)], [pass_at_k(6, 3, j) for j in (1, 2, 4)]]
-    assert isinstance(pass_at_k(4, 1, 2), float)
-    assert isinstance(pass_at_k(np.int32(4), np.int64(1), 2), float)
-    assert pass_at_k(np.array([], dtype=int), 0, 1).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +67,6 @@ def test_pass_at_k_of_arrays_is_that_of_their_elements() -> None:
         (4, -1, 1, "c=-1 correct of n=4"),
         (4, 1, 5, "k=5 with n=4 samples: k must be between 1 and n, else no unbiased estimate exists"),
         (4, 1, 0, "k=0 with n=4"),
-        (4.0, 1, 1, r"n must be an integer or an array of integers, got 4\.0"),
-        (4, [1, 5], 1, "c=5 correct of n=4"),
-        (4, True, 1, "c must be an integer"),
     ],
 )
 def test_pass_at_k_says_what_is_wrong(n: int, c: int, k: int, message: str) -> None:

@@ -49,7 +49,8 @@ class Sampled:
         return np.tile(np.linspace(0, length, steps + 1).round().astype(np.int64), (len(self.tables), 1))
 
     def exact(self, steps: int) -> Values:
-        return Values.exact(np.take_along_axis(self.V, self.points(steps), axis=1), self.correct, self.prompt)
+        V = np.take_along_axis(self.V, self.points(steps), axis=1)
+        return Values(np.stack([V, V]), np.full((2, *V.shape), np.inf), self.correct, self.prompt, np.ones(len(V)))
 
     def values(self, steps: int, continuations: int, rng: np.random.Generator) -> Values:
         """Values by continuations: the number of correct ones is binomial. V(0) is shared by a prompt's responses."""

@@ -1,8 +1,8 @@
-"""Methods that verl has: its `grpo` estimator with its own losses. Their entries and presets choose verl's keys.
+"""Methods that train with verl's `grpo` estimator and another loss than DAPO's: verl's own, or one of losses.py.
 
 `compute` is the advantage outside a training. kl_cov and clip_cov rank tokens within a micro-batch and choose at least
 one of each, so the share that they change grows as micro-batches get smaller; clip_cov chooses at random. A loss of its
-own has no rule for rows of a guide.
+own has no rule for rows of a guide. Where it is DAPO's at ratios of 1, a method needs several updates a step.
 """
 
 from dataclasses import replace
@@ -39,36 +39,43 @@ DR_GRPO = replace(
     style=None,
 )
 
+_OTHER_LOSS = replace(DAPO, guide=None, style=None)
+_OFF_POLICY = replace(_OTHER_LOSS, needs_several_updates=True)
+
 KL_COV = replace(
-    DAPO,
+    _OFF_POLICY,
     name="kl_cov",
     label="KL-Cov",
     loss="kl_cov",
-    guide=None,
     changes=(f"{ACTOR}policy_loss.kl_cov_ratio", f"{ACTOR}policy_loss.ppo_kl_coef"),
-    needs_several_updates=True,
-    style=None,
 )
 
 CLIP_COV = replace(
-    DAPO,
+    _OTHER_LOSS,
     name="clip_cov",
     label="Clip-Cov",
     loss="clip_cov",
-    guide=None,
     changes=(*(f"{ACTOR}policy_loss.clip_cov_{name}" for name in ("ratio", "lb", "ub")), *CLIP_RANGE),
-    style=None,
 )
 
 GSPO = replace(
-    DAPO,
+    _OFF_POLICY,
     name="gspo",
     label="GSPO",
     level="sequence",
     loss="gspo",
-    guide=None,
     aggregation="seq-mean-token-mean",
     changes=CLIP_RANGE,
-    needs_several_updates=True,
-    style=None,
 )
+
+CE_GPPO = replace(
+    _OFF_POLICY,
+    name="ce_gppo",
+    label="CE-GPPO",
+    loss="ce_gppo",
+    changes=(CLIP_RANGE[1], f"{ACTOR}policy_loss.beta1", f"{ACTOR}policy_loss.beta2"),
+)
+
+ASPO = replace(_OFF_POLICY, name="aspo", label="ASPO", loss="aspo", changes=(CLIP_RANGE[1], f"{ACTOR}clip_ratio_c"))
+
+DCPO_CLIP = replace(_OFF_POLICY, name="dcpo_clip", label="DCPO clip", loss="dcpo_clip", changes=CLIP_RANGE)
