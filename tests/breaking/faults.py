@@ -5,6 +5,7 @@ that was killed before its last two steps, and those that resume must end with i
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -53,7 +54,7 @@ def fault(name: str, expected: str) -> Callable[[Fault], Fault]:
 def run_fault(lab: Lab, name: str) -> dict[str, Any]:
     """Break one thing; returns its row."""
     expected, function = FAULTS[name]
-    found = function(lab, "fault-" + name.replace(" ", "-"))
+    found = function(lab, "fault-" + re.sub(r"\W+", "-", name))
     return {
         "fault": name,
         "state": found.state,

@@ -37,8 +37,8 @@ KINDS = {
     "queue storage": "ray::SimpleStorageUnit",
     "node daemon": "raylet/raylet",
     "cluster head": "gcs_server",
-    "node agent": "dashboard/agent.py",
-    "environment agent": "runtime_env/agent/main.py",
+    "node agent": "ray::DashboardAgent",
+    "environment agent": "ray::RuntimeEnvAgent",
 }
 DRIVER, CLUSTER = "driver", "whole cluster"
 PHASES = {
