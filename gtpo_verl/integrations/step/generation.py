@@ -29,31 +29,20 @@ class GroupVerdict(NamedTuple):
 class Generation:
     """The groups that one step generates; a group is the responses to one prompt.
 
-    Attributes:
-        number: the training step.
-        partition_id: TransferQueue's.
-        carried_in: groups that waited when it began.
-        expired: groups that had waited too long by then.
-        missing: groups with contrast to be found beside them.
-        last_step: groups with contrast, and groups generated, in the last step that generated any.
-        window: prompts in flight at most.
-        budget: prompts in all at most; None for no limit.
-        prompts: those submitted in this step, in the order of the data.
-        verdicts: of those that have ended.
-        unfiltered_until, ended_at: when the last prompt ended that a step without a filter would have generated, and
-            the last of all (seconds).
+    unfiltered_until, ended_at: when the last prompt ended that a step without a filter would have generated, and the
+    last of all (seconds).
     """
 
-    number: int
-    partition_id: str
-    carried_in: int
-    expired: int = 0
-    missing: int
-    last_step: tuple[int, int]
-    window: int
-    budget: int | None
-    prompts: list[str] = field(default_factory=list)
-    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)
+    number: int  # of the training step
+    partition_id: str  # TransferQueue's
+    carried_in: int  # groups that waited when it began
+    expired: int = 0  # groups that had waited too long by then
+    missing: int  # groups with contrast to be found
+    last_step: tuple[int, int]  # groups with contrast, and groups generated, in the last step that generated any
+    window: int  # prompts in flight at most
+    budget: int | None  # prompts in all at most
+    prompts: list[str] = field(default_factory=list)  # those submitted in this step, in the order of the data
+    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)  # of those that have ended
     unfiltered_until: float | None = None
     ended_at: float = 0.0
 
@@ -69,16 +58,14 @@ class Generation:
             self.unfiltered_until = self.ended_at
 
     def count(self, outcome: Outcome) -> int:
-        """Groups that have ended like this."""
         return sum(verdict.outcome == outcome for verdict in self.verdicts.values())
 
     def target(self) -> int:
         """Prompts that the step submits in all, as far as is known by now.
 
         After each prompt, in the order of the data, as many more are called for as are expected to fill the batch at
-        the yield up to there, this step's and the last one's; the step submits the most that is called for after any of
-        them. Groups that have not ended are taken to have contrast, so verdicts can only raise the number, and where it
-        ends does not depend on the order in which they come.
+        the yield up to there, this step's and the last one's; the most counts. Groups that have not ended are taken to
+        have contrast, so verdicts can only raise the number, whatever the order in which they come.
         """
 
         def called_for(with_contrast: int, generated: int) -> int:
@@ -96,7 +83,6 @@ class Generation:
         return target if self.budget is None else min(target, self.budget)
 
     def describe(self) -> str:
-        """In words."""
         carried = f", and {self.carried_in} carried over" if self.carried_in else ""
         return (
             f"{len(self.prompts)} groups generated: {self.count('mixed')} mixed, {self.count('all_correct')} all "
@@ -125,11 +111,9 @@ class Generation:
 
 
 def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:
-    """How many of the ``kept`` groups with contrast a step trains on.
+    """How many of the ``kept`` groups with contrast a step trains on: whole mini-batches, or all if there is not one.
 
-    verl fills a batch up to whole mini-batches with padding rows. A mini-batch of one group and padding would be an
-    optimizer step like any other, and under a token mean each of its tokens would weigh many times as much. So a short
-    batch is cut to whole mini-batches; only where there is not even one of them, all groups make one update.
+    verl would fill the last mini-batch with padding rows, and under a token mean its tokens would weigh more.
     """
     if kept >= batch_size:
         return batch_size
@@ -140,8 +124,7 @@ def groups_to_generate(missing: int, expected_yield: float) -> int:
     """How many groups to generate so that, more than four times in five, ``missing`` of them (1 or more) have contrast.
 
     With a share y = ``expected_yield`` in (0, 1], the number with contrast among n has mean n·y and standard deviation
-    √(n·y·(1-y)); n is the least for which the mean is one standard deviation above ``missing``. A second round of
-    generation costs a step the time of its longest response, a few groups too many cost little.
+    √(n·y·(1-y)); n is the least for which the mean is one standard deviation above ``missing``.
     """
     root = (math.sqrt(1 - expected_yield) + math.sqrt(1 - expected_yield + 4 * missing)) / 2
     return math.ceil(root**2 / expected_yield - 1e-9)

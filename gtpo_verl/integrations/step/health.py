@@ -30,17 +30,13 @@ WORKERS = {  # beside engines and TransferQueue: where the trainer keeps their R
 
 
 class Health:
-    """Of one training.
-
-    Args:
-        config: composed.
-        trainer: verl's, whose processes are looked up at every check: they are made one after the other.
-    """
+    """Of one training; the trainer's processes are looked up at every check, as they are made one after the other."""
 
     def __init__(self, config: DictConfig, trainer: Any) -> None:
         self._run_dir = Path(config.trainer.run_dir)
         self._guide_model = config.algorithm.guide.model
         self._limit = config.guards.phase_timeout
+        self._go_on = f"The same command with trainer.run_dir={self._run_dir} resumes from the last checkpoint."
         self._trainer = trainer
         self._phase, self._since = "starting", time.monotonic()
 
@@ -58,11 +54,8 @@ class Health:
         return (self._run_dir / STOP_FILE).exists()
 
     def check(self) -> None:
-        """Check, from another thread, that the engines, the agent loops, the reward workers and actor ranks are alive,
-        and that no phase lasts too long.
-
-        Raises:
-            UserError: one is dead, or a phase does.
+        """Raise UserError, from another thread, where an engine, agent loop, reward worker or actor rank is dead, or a
+        phase lasts too long.
         """
         self.check_servers()
         asked: dict[str, Any] = {}
@@ -73,7 +66,7 @@ class Health:
         if dead:
             raise UserError(
                 f"{'; '.join(dead)}. It was killed, for lack of memory or by hand, or its node is gone; the run's log "
-                f"may say more. {self._go_on()}"
+                f"may say more. {self._go_on}"
             )
         lasts = time.monotonic() - self._since
         if self._limit is not None and lasts > self._limit:
@@ -84,11 +77,7 @@ class Health:
             )
 
     def check_servers(self) -> None:
-        """Check that the engine of every rollout server, and of every server of the guide, is alive.
-
-        Raises:
-            UserError: one is dead.
-        """
+        """Raise UserError where the engine of a rollout server, or of a server of the guide, is dead."""
         managers = self._trainer._rollout_server_managers()
         self._check_servers("vLLM died", [server for manager in managers for server in manager.server_handles])
         guide = self._trainer.guide_servers
@@ -101,20 +90,14 @@ class Health:
         if dead:
             raise UserError(
                 f"{what} ({'; '.join([*dead, *more])}). See the engine's traceback in the run's log; if there is none, "
-                f"it was probably killed for lack of memory. {self._go_on()}"
+                f"it was probably killed for lack of memory. {self._go_on}"
             )
-
-    def _go_on(self) -> str:
-        return f"The same command with trainer.run_dir={self._run_dir} resumes from the last checkpoint."
 
 
 class BoundedWait:
     """Takes the place of a buffer's ``_wait_for_next_poll``; every change in TransferQueue starts the time again.
 
-    Args:
-        buffer: verl's, of any mode.
-        health: of the training.
-        limit: seconds without a response or an ended group after which the run ends; None for no limit.
+    limit: seconds without a response or an ended group after which the run ends; None for no limit.
     """
 
     def __init__(self, buffer: ReplayBuffer, health: Health, limit: float | None) -> None:
@@ -128,11 +111,8 @@ class BoundedWait:
         vars(buffer)["_wait_for_next_poll"] = self
 
     def __call__(self, partition_id: str, last_debug_time: float) -> float:
-        """Wait for the next poll.
-
-        Raises:
-            UserError: nothing has changed for the limit, and what is waited for.
-            StepGivenUpError: the run was asked to stop, and nothing has changed for `STOP_PATIENCE`.
+        """Wait for the next poll; raises UserError where nothing has changed for the limit, and StepGivenUpError where
+        the run was asked to stop and nothing has for `STOP_PATIENCE`.
         """
         self._health.polled()
         buffer, now = self._buffer, time.monotonic()

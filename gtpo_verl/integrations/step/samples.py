@@ -13,6 +13,7 @@ from gtpo_verl.files import append_json_line
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.transfer_queue import uid_of
+from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.runs.directory import SAMPLES_FILE
 
 MOST_TOKENS = 1000  # of a response, which is then some 30 kB
@@ -20,12 +21,7 @@ PAIRS = 4  # of a step
 
 
 class CreditFiles:
-    """Keeps responses with their advantages.
-
-    Args:
-        config: of the run.
-        updates: of a step (``parameter_sync_step``).
-    """
+    """Keeps responses with their advantages; ``updates``: of a step (``parameter_sync_step``)."""
 
     def __init__(self, config: DictConfig, updates: int) -> None:
         self._run_dir = Path(config.trainer.run_dir)
@@ -34,19 +30,16 @@ class CreditFiles:
         self._updates = updates
         source = entropy_source(config)
         self._entropies = source.column
-        self._columns = ["old_log_probs", "responses", *source.rollout_columns]
+        self._columns = ["old_log_probs", "responses"]
+        if source.from_rollout:
+            self._columns += [ENTROPIES, VERSIONS]
         if config.actor_rollout_ref.rollout.calculate_log_probs:
             self._columns.append("rollout_log_probs")
 
     def keep(self, step: Step, number: int, update: int, tokenizer: Any, *, last: bool) -> None:
         """Write the batch every ``trainer.credit_dump_freq`` steps, and pairs of responses in steps that validate.
 
-        Args:
-            step: the responses of an update, with their advantages.
-            number: of the training step.
-            update: its number in the step, from 0.
-            tokenizer: of the policy.
-            last: whether the training ends with this step.
+        number: of the training step, of which this is update ``update`` (from 0). last: whether the training ends here.
         """
         if self._dump_every > 0 and number % self._dump_every == 0:
             self._dump(step, f"{number}" + (f"-{update}" if self._updates > 1 else ""))
@@ -100,14 +93,9 @@ def contrasting_pairs(
 ) -> list[tuple[int, int]]:
     """The first correct and the first wrong response of each group that has both, the groups for a report first.
 
-    These are the groups with two of each verdict: a response alone with its verdict has the same credit on every token,
-    whatever its entropies. Otherwise the order follows from the prompts, so that runs keep the same.
-
-    Args:
-        groups: R names, the group of each response.
-        prompts: R texts.
-        correct: (R,) bool.
-        own: (R,) bool, responses of the policy.
+    These have two of each verdict: a response alone with its verdict has the same credit on every token, whatever its
+    entropies. Otherwise the order follows from the prompts, so that runs keep the same.
+    groups: R names, the group of each response. prompts: R texts. correct, own: (R,) bool, the latter the policy's.
     """
     rows: dict[str, dict[bool, list[int]]] = {}
     for row, group in enumerate(groups):
