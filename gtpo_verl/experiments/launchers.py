@@ -179,11 +179,7 @@ def gpus_of(config: DictConfig) -> int:
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:
-    """As many slots as runs fit on this machine at once, each with the GPUs of its own.
-
-    Args:
-        configs: of all runs.
-        parallel: the number of slots, instead of what fits.
+    """As many slots as runs fit on this machine at once, or ``parallel``, each with the GPUs of its own.
 
     Raises:
         UserError: not even one fits.

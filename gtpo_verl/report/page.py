@@ -71,10 +71,7 @@ def default_output(paths: Sequence[Path]) -> Path:
 def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) -> Report:
     """Read runs and write their report: ``report.html``, ``summary.json`` and ``figures/*.png`` in ``output``.
 
-    Args:
-        runs: directories or files as `gtpo_verl.runs.reader.read_run` takes them.
-        output: directory, made if it does not exist.
-        allow: keys in which the runs may differ beside arm and seed; see `gtpo_verl.runs.design.design`.
+    ``runs`` are as for `read_run`, ``allow`` as for `design`.
 
     Raises:
         UserError: a run cannot be read, the runs may not be compared, or the output cannot be written.
@@ -170,11 +167,8 @@ def render_page(
     """A page with everything in it: a template of a package, on the base and with the parts of this one.
 
     Args:
-        package: that has the template.
-        name: of its file.
         styles: of every arm.
         specifications: of the charts in Vega-Lite, by the id by which the template places them.
-        context: for the template.
     """
     loaders = [jinja2.PackageLoader(one, ".") for one in dict.fromkeys((package, "gtpo_verl.report"))]
     environment = jinja2.Environment(
