@@ -12,6 +12,7 @@ from pathlib import Path
 from gtpo_verl.commands.options import overrides_of, renamed, share
 from gtpo_verl.commands.stop import add_grace, stop_job
 from gtpo_verl.errors import UserError
+from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.jobs import Jobs
 from gtpo_verl.experiments.package import carried_files
 from gtpo_verl.experiments.request import check_request, run_dir_of
@@ -110,19 +111,18 @@ def submit(args: argparse.Namespace) -> int:
     overrides = check_request(overrides_of(args), working_dir=working_dir, carried=files)
     environment = variables(args.env, args.environment)
     jobs = Jobs(args.address)
-    name = args.id or f"{_as_id(run_dir_of(overrides))}-{dt.datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = run_dir_of(overrides)
+    name = args.id or f"{_as_id(run_dir)}-{dt.datetime.now():%Y%m%d-%H%M%S}"
     print(f"Carrying gtpo_verl and {len(files)} file{'s' * (len(files) != 1)} of {working_dir}", flush=True)
-    submitted = jobs.submit(
-        overrides,
-        submission_id=name,
+    task = HandOver(
+        action="check" if args.check else "train",
+        run_dir=run_dir,
+        overrides=tuple(overrides),
         environment=environment,
-        working_dir=working_dir,
-        exclude=args.exclude,
-        check_only=args.check,
         wait=args.wait,
         retries=args.retries,
     )
-    if not submitted:
+    if not jobs.submit(task, name, working_dir=working_dir, exclude=args.exclude):
         raise UserError(f"a job {name} exists on {jobs.address}: choose another --id.")
     print(f"Job {name} on {jobs.address}\n{_hints(name)}", flush=True)
     return 0 if args.detach else follow(jobs, name)

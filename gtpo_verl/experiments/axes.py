@@ -28,11 +28,7 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def split(parsed: Sequence[Override], most: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Separate the axes, {key: values}, from the overrides that every run has.
-
-    Args:
-        parsed: overrides.
-        most: runs that the axes may make.
+    """Separate the axes, {key: values}, which may make ``most`` runs, from the overrides that every run has.
 
     Raises:
         UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many;

@@ -11,17 +11,15 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError, first_line, reason_in, within
 from gtpo_verl.experiments.handover import DIRECTORY, HOOK, HandOver, fingerprint
 from gtpo_verl.experiments.package import carried_files, copy_files, copy_plugin
-from gtpo_verl.experiments.request import run_dir_of
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -85,41 +83,20 @@ class Jobs:
             raise UserError(f"{self.address} is no Ray cluster that takes jobs: {first_line(error)}") from error
 
     def submit(
-        self,
-        overrides: Sequence[str],
-        *,
-        submission_id: str,
-        environment: Mapping[str, str] = MappingProxyType({}),
-        working_dir: Path | None = None,
-        exclude: Sequence[str] = (),
-        check_only: bool = False,
-        wait: bool = False,
-        retries: int = 0,
+        self, task: HandOver, submission_id: str, *, working_dir: Path | None = None, exclude: Sequence[str] = ()
     ) -> bool:
-        """Submit a training, with this package and the files of a working directory.
+        """Submit a task, with this package and the user's files; False if the cluster has or had a job of this id.
 
         Args:
-            overrides: Hydra overrides of the run, ``trainer.run_dir`` absolute among them; they need no quoting.
-            submission_id: of the job, new to the cluster.
-            environment: variables for the job and all its workers, in no log and in no list of jobs.
             working_dir, exclude: the files to carry, see `carried_files`; None: those of the current directory.
-            check_only: end the job after its checks.
-            wait: let the training wait for devices that other jobs hold, instead of failing.
-            retries: let the job go on from the last checkpoint after a failure, so often without a new step.
-
-        Returns:
-            Whether it was submitted: False if the cluster has or had a job of this id, whatever it was.
 
         Raises:
-            UserError: ``run_dir`` is missing or relative, there is too much to carry, or the cluster refuses the job.
+            UserError: there is too much to carry, or the cluster refuses the job.
         """
-        run_dir = run_dir_of(overrides)
         directory = working_dir or Path.cwd()
         files = carried_files(directory, exclude)
         if self.info(submission_id) is not None:
             return False
-        given = {"overrides": tuple(overrides), "environment": dict(environment), "wait": wait, "retries": retries}
-        task = HandOver(action="check" if check_only else "train", run_dir=run_dir, **given)
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
             if files:
                 copy_files(directory, files, Path(place) / "files")

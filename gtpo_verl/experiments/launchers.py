@@ -17,6 +17,7 @@ import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError, reason_in
+from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE
 
@@ -141,7 +142,8 @@ class RayLauncher:
         self._jobs = jobs
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
-        return self._jobs.submit(overrides, submission_id=job_id(run_dir, attempt), wait=True)
+        task = HandOver(action="train", run_dir=str(run_dir), overrides=tuple(overrides), wait=True)
+        return self._jobs.submit(task, job_id(run_dir, attempt))
 
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         return self._jobs.status(job_id(run_dir, attempt)) in ("PENDING", "RUNNING")
@@ -179,11 +181,7 @@ def gpus_of(config: DictConfig) -> int:
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:
-    """As many slots as runs fit on this machine at once, each with the GPUs of its own.
-
-    Args:
-        configs: of all runs.
-        parallel: the number of slots, instead of what fits.
+    """As many slots as runs fit on this machine at once, or ``parallel``, each with the GPUs of its own.
 
     Raises:
         UserError: not even one fits.

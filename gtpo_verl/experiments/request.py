@@ -43,12 +43,8 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     """Check what can be checked here; returns the overrides with absolute paths for data and a local model.
 
     Where verl and torch are installed the configuration is composed and its rules are asked; elsewhere the choices of
-    our config groups are looked at. Of data, what lies on this machine is checked.
-
-    Args:
-        overrides: of the run, relative paths of data and model from the current directory.
-        working_dir: the directory that the job's working directory is made from.
-        carried: its files that the job carries, relative to it.
+    our config groups are looked at. Of data, what lies on this machine is checked. The job carries files of
+    ``working_dir``, relative to it.
 
     Raises:
         UserError: everything that is wrong.

@@ -1,8 +1,9 @@
 """Runs a sweep from its command line to its end: checks, directory, launcher, scheduler, and what the user sees."""
 
 import errno
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,6 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     console = _console()
     sweep, task = embedded_task(define(overrides, directory, local=where.local))
     configs = _checked(sweep, console)
-    _warn(sweep, configs, console)
     launcher = launcher_for(list(configs.values()), where)  # the cluster answers, before anything takes time
     with locked(sweep.directory):
         if task is not None:
@@ -72,7 +72,11 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
         count = len(sweep.runs) - len(unfinished(sweep))
         if count:
             console.print(f"{count} of {len(sweep.runs)} runs are finished already.")
-        for config in _inputs(configs):
+        inputs: dict[str, DictConfig] = {}  # the first run with each model, data and reward
+        for config in configs.values():
+            data, model = config.data, config.actor_rollout_ref.model.path
+            inputs.setdefault(f"{model} {data.train_files} {data.val_files} {OmegaConf.to_yaml(config.reward)}", config)
+        for config in inputs.values():
             check(config)
         scheduler = train_all(sweep, launcher, console)
     console.print(summary(statuses(sweep.directory)))
@@ -96,14 +100,9 @@ def train_all(
     ``ended`` is called with the name of a run whose attempt has ended; ``line_every``: seconds, see `LINE_EVERY`.
     """
     write(sweep)
+    say = functools.partial(console.print, markup=False)
     with _shown(sweep.directory, launcher.capacity, console, line_every) as show:
-        scheduler = Scheduler(
-            sweep,
-            launcher,
-            announce=lambda line: console.print(line, markup=False),
-            show=show,
-            ended=lambda name: ended(scheduler, name),
-        )
+        scheduler = Scheduler(sweep, launcher, announce=say, show=show, ended=lambda name: ended(scheduler, name))
         scheduler.run()
     return scheduler
 
@@ -123,7 +122,6 @@ def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu:
         state = "finished" if state_of(sweep.run_dir(name)).is_complete else ""
         found.add_row(name, " ".join(values), str(costs[name]), state)
     console.print(found)
-    _warn(sweep, configs, console)
     console.print(total(list(costs.values())))
     return 0
 
@@ -155,32 +153,20 @@ def stop(directory: Path) -> int:
         cluster = cluster_of(directory)
         launcher = launcher_for([], Where(local=cluster is None, parallel=1, address=cluster))
         with sweep_lock(directory):
-            Scheduler(sweep, launcher, announce=lambda line: console.print(line, markup=False), stops=1).run()
+            Scheduler(sweep, launcher, announce=functools.partial(console.print, markup=False), stops=1).run()
     console.print(table(statuses(directory)))
     return 0
 
 
 def _checked(sweep: Sweep, console: Console) -> dict[str, DictConfig]:
-    """Say what a sweep trains, and compose its runs; see `check_directory` and `compose_runs`."""
+    """Say what a sweep trains and what of it shows nothing; compose its runs, see `compose_runs`."""
     check_directory(sweep)
     console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.runs)} runs in {sweep.directory}")
     console.print("every run:", " ".join(sweep.common), markup=False)
-    return compose_runs(sweep)
-
-
-def _warn(sweep: Sweep, configs: Mapping[str, DictConfig], console: Console) -> None:
-    """Say what of the sweep shows nothing."""
+    configs = compose_runs(sweep)
     for line in (*idle_axes(sweep, configs), *few_seeds(sweep)):
         console.print(f"warning: {line}", markup=False)
-
-
-def _inputs(configs: Mapping[str, DictConfig]) -> list[DictConfig]:
-    """The first run with each model, data and reward."""
-    first: dict[str, DictConfig] = {}
-    for config in configs.values():
-        data, model = config.data, config.actor_rollout_ref.model.path
-        first.setdefault(f"{model} {data.train_files} {data.val_files} {OmegaConf.to_yaml(config.reward)}", config)
-    return list(first.values())
+    return configs
 
 
 def launcher_for(configs: Sequence[DictConfig], where: Where) -> Launcher:

@@ -3,6 +3,7 @@
 Whatever a run did not log is named as missing, never filled in, and data sources are never pooled.
 """
 
+import itertools
 import json
 import os
 import re
@@ -71,10 +72,7 @@ def default_output(paths: Sequence[Path]) -> Path:
 def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) -> Report:
     """Read runs and write their report: ``report.html``, ``summary.json`` and ``figures/*.png`` in ``output``.
 
-    Args:
-        runs: directories or files as `gtpo_verl.runs.reader.read_run` takes them.
-        output: directory, made if it does not exist.
-        allow: keys in which the runs may differ beside arm and seed; see `gtpo_verl.runs.design.design`.
+    ``runs`` are as for `read_run`, ``allow`` as for `design`.
 
     Raises:
         UserError: a run cannot be read, the runs may not be compared, or the output cannot be written.
@@ -87,13 +85,11 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
         report = _analyse(read, compared, output)
         drawn = {figure.name: figure for figure in report.figures}
         styles = figures.styles(report.arms)
-        for name in figures.FIGURES:
-            for theme in charts.THEMES:
-                file = pictures / (f"{name}.png" if theme == "light" else f"{name}-{theme}.png")
-                # a figure left by an earlier report would be taken for one of this report
-                file.unlink(missing_ok=True)
-                if name in drawn:
-                    write_bytes(file, charts.png(drawn[name].charts(styles), theme, styles))
+        for name, theme in itertools.product(figures.FIGURES, charts.THEMES):
+            file = pictures / (f"{name}.png" if theme == "light" else f"{name}-{theme}.png")
+            file.unlink(missing_ok=True)  # one of an earlier report would be taken for one of this
+            if name in drawn:
+                write_bytes(file, charts.png(drawn[name].charts(styles), theme, styles))
         write_text(report.summary, json.dumps(_summary(report), indent=2, ensure_ascii=False) + "\n")
         write_text(report.html, _page(report))
     except OSError as error:
@@ -103,7 +99,7 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
 
 def print_table(report: Report, console: Console | None = None) -> None:
     """Print the accuracies of each data source, a warning about what is not complete, and the report's path."""
-    console = console or Console()
+    console = console or Console(highlight=False)
     sources = results.data_sources(report.arms)
     for shown in [[source] for source in sources] or [[]]:
         title = report.title if len(sources) < 2 else f"{report.title}, {shown[0]}"
@@ -115,12 +111,10 @@ def print_table(report: Report, console: Console | None = None) -> None:
             console.print(_console_table(title, changes, _CHANGE_COLUMNS, _CHANGE_NAMES))
     for comparison in report.over_seeds:
         where = f"{comparison.source}: " if len(sources) > 1 else ""
-        console.print(f"{where}{words.seed_verdict(comparison)}", highlight=False, markup=False)
-    for sentence in words.allowed_text(report.design):
-        console.print(sentence, style="bold yellow", highlight=False, markup=False)
-    if report.status:
-        console.print(report.status, style="bold yellow", highlight=False, markup=False)
-    console.print(f"report: {report.html}", highlight=False, markup=False, soft_wrap=True)
+        console.print(Text(f"{where}{words.seed_verdict(comparison)}"))
+    for sentence in (*words.allowed_text(report.design), *([report.status] if report.status else [])):
+        console.print(Text(sentence, "bold yellow"))
+    console.print(Text(f"report: {report.html}"), soft_wrap=True)
 
 
 # the columns that fit a terminal of 80, and their names there where those are others
@@ -170,19 +164,12 @@ def render_page(
     """A page with everything in it: a template of a package, on the base and with the parts of this one.
 
     Args:
-        package: that has the template.
-        name: of its file.
         styles: of every arm.
         specifications: of the charts in Vega-Lite, by the id by which the template places them.
-        context: for the template.
     """
-    loaders = [jinja2.PackageLoader(one, ".") for one in dict.fromkeys((package, "gtpo_verl.report"))]
+    loader = jinja2.ChoiceLoader([jinja2.PackageLoader(one, ".") for one in (package, "gtpo_verl.report")])
     environment = jinja2.Environment(
-        loader=jinja2.ChoiceLoader(loaders),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["signed"] = lambda value: f"{value:+.3f}".replace("-", "−")
     shown = {id_: charts.for_page(chart) for id_, chart in specifications.items()}

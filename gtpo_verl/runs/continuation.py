@@ -63,26 +63,31 @@ def changes(run_dir: Path, config: DictConfig, *, contents: bool = True) -> Chan
     Names and places are left out, and what only follows from another key. Empty where nothing was trained.
 
     Args:
-        run_dir: of the training.
         config: composed and prepared, interpolations unresolved.
-        contents: whether the content of data, model and reward function decides, which is read then; else their paths
-            do.
+        contents: whether data, model and reward function are compared by content, which is read then, or by path.
     """
     file = run_dir / CONFIG_FILE
     if not file.is_file():
         return {}
     record = read_record(run_dir)
     with reading(file):
-        before = dict(flatten(read_config(file)))
+        trained = dict(flatten(read_config(file)))
         recorded = dict(record.get("checksums") or {})
         versions = dict(record.get("versions") or {})
     written: Any = OmegaConf.to_container(config, resolve=False)
     now, text = dict(flatten(parse_config(OmegaConf.to_yaml(config, resolve=True)))), dict(flatten(written))
-    found = changed(before, now)
+    found = changed(trained, now)
     if any(versions.get(name, here) != here for name, here in run_versions().items() if name in _KINDS):
         found = {key: pair for key, pair in found.items() if NOT_SET not in pair}
     own = {key: pair for key, pair in found.items() if not (is_bookkeeping(key) or _follows(key, text, found))}
-    return dict(_by_content(own, now, recorded, checksums(now) if contents else {}))
+    sums = checksums(now) if contents else {}
+    for key in FILE_KEYS:
+        before, here = recorded.get(key), sums.get(key)
+        if key in own and before and before == here:
+            del own[key]
+        elif key not in own and before and here and before != here:
+            own[key] = (now[key], f"{now[key]} with other content")
+    return own
 
 
 def _follows(key: str, text: Mapping[str, Any], found: Collection[str]) -> bool:
@@ -91,17 +96,6 @@ def _follows(key: str, text: Mapping[str, Any], found: Collection[str]) -> bool:
         return True
     written = text.get(key)
     return isinstance(written, str) and "${" in written and any(key in found for key in re.findall(r"[\w.]+", written))
-
-
-def _by_content(
-    found: Changes, now: Mapping[str, Any], recorded: Mapping[str, Any], sums: Mapping[str, str | None]
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    for key, pair in found.items():
-        if not (key in FILE_KEYS and recorded.get(key) and recorded[key] == sums.get(key)):
-            yield key, pair
-    for key in FILE_KEYS:
-        if key not in found and recorded.get(key) and sums.get(key) and recorded[key] != sums[key]:
-            yield key, (now[key], f"{now[key]} with other content")
 
 
 def refusal(found: Changes, allowed: Collection[str]) -> str | None:

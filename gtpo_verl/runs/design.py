@@ -265,18 +265,12 @@ def _refuse_differences(
         if key == SEED or within(key, allow):
             continue
         having = [training for training in facts if key in facts[training] or _says(training, key)]
+        of_arm = _listed(key, explained) or (ANY_SETTING in explained and key.split(".", 1)[0] not in _RECORDED)
         values = {training: facts[training].get(key, NOT_SET) for training in having}
-        if len(set(values.values())) < 2:
-            continue
-        if _SEED_KEY.search(key):
-            groups: list[Any] = [training.seed for training in having]  # may follow the seed
-        elif _listed(key, explained) or (ANY_SETTING in explained and key.split(".", 1)[0] not in _RECORDED):
-            groups = [keys[training].identity() for training in having]  # may follow the arm
-        else:
-            groups = [None] * len(having)
         by_group: dict[Any, set[str]] = {}
-        for group, training in zip(groups, having, strict=True):
-            by_group.setdefault(group, set()).add(values[training])
+        for training, value in values.items():  # it may follow the seed, or the arm
+            follows = keys[training].identity() if of_arm else None
+            by_group.setdefault(training.seed if _SEED_KEY.search(key) else follows, set()).add(value)
         if any(len(different) > 1 for different in by_group.values()):
             found[key] = values
     for training in facts:

@@ -119,7 +119,7 @@ class DirectoryLock:
         """
         locked, former = self._try_flock(), self.owner()
         remote = former if former is not None and former.is_remote else None
-        dead = remote if remote is not None and remote.age > LEASE else None
+        dead = remote is not None and remote.is_dead
         if dead and not locked:
             self.file.unlink(missing_ok=True)  # a new file has a new lock
             locked = self._try_flock()
@@ -129,8 +129,13 @@ class DirectoryLock:
             self._flock.release()
             raise LockedError(remote)
         self._record()
-        if dead:
-            self._settle(dead)
+        if remote:
+            age = f"no heartbeat for {remote.age:.0f} s"
+            print(f"Taking over {self.file} from {remote}: {age}.", file=sys.stderr, flush=True)
+            time.sleep(SETTLE)
+            if not self._is_ours():  # of two hosts that take over at once the last to record itself wins
+                self._flock.release()
+                raise LockedError(self.owner())
         self._heart.start()
 
     def owner(self) -> Owner | None:
@@ -162,16 +167,6 @@ class DirectoryLock:
 
     def _record(self) -> None:
         write_json(self.owner_file, asdict(Owner(socket.gethostname(), os.getpid(), time.time(), self._token)))
-
-    def _settle(self, former: Owner) -> None:
-        """Report the takeover; of two hosts that take over at once the last to record itself wins."""
-        print(
-            f"Taking over {self.file} from {former}: no heartbeat for {former.age:.0f} s.", file=sys.stderr, flush=True
-        )
-        time.sleep(SETTLE)
-        if not self._is_ours():
-            self._flock.release()
-            raise LockedError(self.owner())
 
     def _is_ours(self) -> bool:
         owner = self.owner()
@@ -258,10 +253,10 @@ def _held(lock: DirectoryLock, wait: Callable[[LockedError], str], announce: Cal
             break
         except LockedError as error:
             line = wait(error)
-        if not announced:
-            announce(line)
-        announced = True
-        time.sleep(POLL)
+            if not announced:
+                announce(line)
+            announced = True
+            time.sleep(POLL)
     try:
         yield
     finally:

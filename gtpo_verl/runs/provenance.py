@@ -76,14 +76,10 @@ def keep_code_state(package: Path) -> None:
 
 
 def checksums(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """SHA-256 of what each of `FILE_KEYS` names: of a file its content, of a directory its files with their names.
+    """SHA-256 of what each of `FILE_KEYS` with a value names: of a file its content, of a directory its files by name.
 
-    Args:
-        config: flattened.
-
-    Returns:
-        One entry for each setting with a value. A model on the hub has ``hub:`` and its commit, or None while nothing
-        of it is in the cache; so has any other address that is not on this machine.
+    A model on the hub has ``hub:`` and its commit, or None while nothing of it is in the cache; so has any other
+    address that is not on this machine.
     """
     named = {key: config.get(key) for key in FILE_KEYS}
     return {key: _checksum([value] if isinstance(value, str) else value) for key, value in named.items() if value}

@@ -11,7 +11,7 @@ is left out with a note, and only the logged mean of each data source is known.
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,8 +193,6 @@ def read_run(path: Path) -> Run:
     name = path.stem if path.is_file() else path.resolve().name
     if not path.exists():
         raise UserError(f"{path} does not exist: give the directory of a run, the one that holds its {METRICS_FILE}")
-    if (path / SWEEP_FILE).is_file():
-        return _read_sweep(path)
     if (path / METRICS_FILE).is_file() or path.suffix == ".jsonl":
         directory, metrics_file = (path.parent, path) if path.is_file() else (path, path / METRICS_FILE)
         if training := _read_training(directory, metrics_file, name):
@@ -206,33 +204,19 @@ def read_run(path: Path) -> Run:
         return Run(name, path, (training,), record={})
     if path.is_file():
         raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")
-    trainings, missing = _read_several(path, sorted(file.parent.name for file in path.glob(f"*/{METRICS_FILE}")))
+    sweep = load(path) if (path / SWEEP_FILE).is_file() else None
+    names = list(sweep.runs) if sweep else sorted(file.parent.name for file in path.glob(f"*/{METRICS_FILE}"))
+    read = {one: _read_training(path / one, path / one / METRICS_FILE, one) for one in names}
+    trainings = [training for training in read.values() if training]
     if not trainings:
         raise UserError(
-            f"no {METRICS_FILE} with a readable line in {path} or in a directory of it: has the training logged its "
+            f"no {METRICS_FILE} with a readable line in {path} or in a directory of it: has a training logged its "
             "first step yet?"
         )
-    return Run(name, path, tuple(trainings), {}, missing)
-
-
-def _read_several(path: Path, names: Iterable[str]) -> tuple[list[Training], tuple[str, ...]]:
-    """The trainings in directories of these names, and the names of those that have not logged a step."""
-    trainings, missing = [], []
-    for name in names:
-        if training := _read_training(path / name, path / name / METRICS_FILE, name):
-            trainings.append(training)
-        else:
-            missing.append(name)
-    return trainings, tuple(missing)
-
-
-def _read_sweep(path: Path) -> Run:
-    """Every run that ``sweep.json`` lists, those without a logged step as missing."""
-    sweep = load(path)
+    missing = tuple(one for one, training in read.items() if not training)
+    if sweep is None:
+        return Run(name, path, tuple(trainings), {}, missing)
     _check_types(path / SWEEP_FILE, sweep.about)
-    trainings, missing = _read_several(path, sweep.runs)
-    if not trainings:
-        raise UserError(f"no run of {path} has logged a step: start the sweep, or wait for its first step.")
     axes = [key.lstrip("+") for key in sweep.axes]
     placed = []
     for training in trainings:

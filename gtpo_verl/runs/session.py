@@ -51,10 +51,8 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
     The record is that of the last attempt, with the start and the end of all of them in ``attempts``.
 
     Args:
-        run_dir: made if it does not exist.
         config: the resolved configuration as YAML, written to ``config.yaml``.
         command: the command line that repeats the training.
-        overrides: as they were typed.
 
     Raises:
         UserError: another training writes to the directory.

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +49,9 @@ def status_of(run_dir: Path) -> Status:
     with reading(run_dir / RECORD_FILE):
         begins = record["attempts"][-1].get("log_from", 0) if record["attempts"] else 0
         log = _end_of(run_dir / LOG_FILE, max(0, begins))
-    cause = _cause(log) if state.killed else ""
-    why = f"{state.reason}; the log says: {cause}" if cause else state.reason
+    causes = ((text, list(filter(None, map(pattern.search, log)))) for pattern, text in _CAUSES)
+    cause = last_error(log) or next((text or found[-1][0] for text, found in causes if found), "")
+    why = f"{state.reason}; the log says: {cause}" if state.killed and cause else state.reason
     return Status(state.status, why, dict(_lines(run_dir, state)), tuple(warnings_in(log)[-KEPT_WARNINGS:]))
 
 
@@ -64,15 +65,6 @@ def _no_training(directory: Path) -> str:
     if (directory / LOG_FILE).exists():
         return f"the training in {directory} has not begun yet; {directory / LOG_FILE} is its log."
     return f"{directory} is not the directory of a training: it has no {RECORD_FILE} of one."
-
-
-def _cause(log: Sequence[str]) -> str:
-    if error := last_error(log):
-        return error
-    for pattern, text in _CAUSES:
-        if found := [match for match in map(pattern.search, log) if match]:
-            return text or found[-1][0]
-    return ""
 
 
 def _end_of(file: Path, begins: int) -> list[str]:

@@ -110,28 +110,16 @@ def printing_to(log: Path) -> Iterator[None]:
 @contextmanager
 def progress_over(log: Path) -> "Iterator[Progress]":
     """A progress display on the terminal, while all that the block prints goes to the end of a file."""
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
+    counts = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30), bars.MofNCompleteColumn())
+    times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
     print(f"All that Ray and vLLM print is in {log}", flush=True)
     with (
         printing_to(log),
-        Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            console=Console(file=out()),
-            redirect_stdout=False,
-            redirect_stderr=False,
+        bars.Progress(
+            *counts, *times, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False
         ) as progress,
     ):
         yield progress

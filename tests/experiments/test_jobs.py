@@ -16,6 +16,7 @@ from ray_head import Head, ray_head
 import gtpo_verl
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
+from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.jobs import Jobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]  # and in a process of its own, see the Makefile
@@ -89,10 +90,11 @@ def test_a_job_gets_what_it_was_given_and_no_list_or_log_shows_its_secrets(
         f"+reward.custom_reward_function.reward_kwargs.note={note}",
         f"+reward.custom_reward_function.reward_kwargs.text={quoted}",
     ]
-    given = {"submission_id": "given-1", "environment": {"MY_KEY": SECRET}, "check_only": True}
+    run_dir = words[5].removeprefix("trainer.run_dir=")
+    task = HandOver(action="check", run_dir=run_dir, overrides=tuple(words), environment={"MY_KEY": SECRET})
     assert jobs.status("given-1") is None
-    assert jobs.submit(words, working_dir=own, **given)
-    assert not jobs.submit(words, working_dir=own, **given)
+    assert jobs.submit(task, "given-1", working_dir=own)
+    assert not jobs.submit(task, "given-1", working_dir=own)
 
     log = "".join(jobs.follow("given-1"))
     assert jobs.status("given-1") == "SUCCEEDED", log
@@ -105,7 +107,7 @@ def test_a_job_gets_what_it_was_given_and_no_list_or_log_shows_its_secrets(
     assert received["directory"] != str(own)
 
     (found,) = [job for job in jobs.list() if job.id == "given-1"]
-    assert (found.run_dir, found.status) == (words[5].removeprefix("trainer.run_dir="), "SUCCEEDED")
+    assert (found.run_dir, found.status) == (run_dir, "SUCCEEDED")
     assert found.start is not None
     assert found.end is not None
     assert found.start < found.end
@@ -128,7 +130,8 @@ def test_a_refused_run_is_one_line_and_a_stopped_one_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert jobs.submit(overrides, submission_id="stopped")
+    run_dir = overrides[-1].removeprefix("trainer.run_dir=")
+    assert jobs.submit(HandOver(action="train", run_dir=run_dir, overrides=tuple(overrides)), "stopped")
     command = ["submit", "--address", head.address]
     wrong = [word for word in overrides if not word.startswith("data.val")] + ["data.val_files=/only/there.parquet"]
     assert main([*command, "--id", "wrong", "--", *wrong]) == 2

@@ -278,7 +278,7 @@ def test_errors_say_what_to_do(tmp_path: Path):
     (bad_config / "config.yaml").write_text("a: [")
     expected = {
         "nowhere": "does not exist: give the directory of a run",
-        "empty": "no metrics.jsonl with a readable line in .*empty or in a directory of it: has the training logged",
+        "empty": "no metrics.jsonl with a readable line in .*empty or in a directory of it: has a training logged",
         "started": "holds no readable line: has the training logged its first step yet",
         "notes.txt": "is not a run: give a run's directory, or a .jsonl file",
         "broken": "run.json is damaged .*: repair it, or remove it",
