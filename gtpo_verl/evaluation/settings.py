@@ -1,7 +1,10 @@
 """The settings that the responses of an evaluation depend on; an evaluation is resumed only if none has changed."""
 
+import datetime as dt
 import fnmatch
 import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import files_of
 from gtpo_verl.runs.directory import flatten
+from gtpo_verl.runs.provenance import hardware, run_versions
 
 # Sections that responses and verdicts depend on, except for the keys in IGNORED.
 SECTIONS = (
@@ -71,6 +75,18 @@ def settings_as_in_training(config: DictConfig) -> dict[str, Any]:
     rollout = config.actor_rollout_ref.rollout
     sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
     return {key: value for key, value in settings_of(config).items() if ".val_kwargs." not in key} | sampling
+
+
+def facts_of(config: DictConfig, command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is recorded with the responses that a command samples: model, command line, time, versions, settings."""
+    return {
+        "model": str(config.actor_rollout_ref.model.path),
+        "command": shlex.join(["gtpo-verl", *command]),
+        "created": dt.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "versions": run_versions(),
+        "hardware": hardware(),
+        "settings": dict(settings),
+    }
 
 
 def is_ignored(key: str) -> bool:
