@@ -4,7 +4,7 @@ import argparse
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,12 +93,13 @@ def run(args: argparse.Namespace) -> int:
         return _report(store, plan_of(store), _methods(args.methods, overrides))
     if args.model is None:
         raise UserError("name what to audit: a run, a checkpoint or a model; or --reanalyse DIR.")
-    subject = find_subject(args.model, before=args.before)
-    config = configuration(subject, args.overrides)
-    as_trained = {"prompts": 2 * args.gradients, "samples": int(config.actor_rollout_ref.rollout.n)}
     given = {field.name: getattr(args, field.name) for field in fields(Plan)}
     given = {name: number for name, number in given.items() if number is not None}
-    plan = Plan(**(as_trained if args.gradients else {}) | given)
+    plan = Plan(**({"prompts": 2 * args.gradients} if args.gradients else {}) | given)
+    subject = find_subject(args.model, before=args.before)
+    config = configuration(subject, args.overrides)
+    if plan.gradients and args.samples is None:
+        plan = replace(plan, samples=int(config.actor_rollout_ref.rollout.n))
     output = check_output(args.output or _output(subject, plan))
     check_evaluation(config, args.overrides)
     chosen = _methods(args.methods, args.overrides)
