@@ -59,15 +59,16 @@ def commands() -> str:
     parts = [COMMANDS_HEAD]
     for name, summary in COMMANDS.items():
         parser = argparse.ArgumentParser(prog=f"gtpo-verl {name}", formatter_class=_Plain)
-        importlib.import_module(f"gtpo_verl.commands.{name.replace('-', '_')}").add_arguments(parser)
+        module = importlib.import_module(f"gtpo_verl.commands.{name.replace('-', '_')}")
+        module.add_arguments(parser)
         parts += [f"## {name}", summary[0].upper() + summary[1:] + "."]
         rows = [
             _row(action) for action in parser._actions if action.dest != "help" and action.help != argparse.SUPPRESS
         ]
         if rows:
             parts.append("\n".join(["| argument | meaning |", "|---|---|", *rows]))
-        if parser.epilog:
-            parts.append(f"```text\n{parser.epilog.strip()}\n```")
+        if epilog := getattr(module, "EPILOG", ""):
+            parts.append(f"```text\n{epilog.strip()}\n```")
     return "\n\n".join(parts) + "\n"
 
 

@@ -10,7 +10,9 @@ from types import ModuleType
 from gtpo_verl import __version__
 from gtpo_verl.errors import main_guard
 
-# Each a module of `gtpo_verl.commands` with add_arguments(parser) and run(args), imported when used: --help is fast.
+RAW = argparse.RawDescriptionHelpFormatter
+# Each a module of `gtpo_verl.commands` with add_arguments(parser), run(args) and perhaps an
+# EPILOG, imported when used: --help is fast.
 GROUPS = {
     "train": {
         "quickstart": "train dapo, gtpo and grpo_s on an embedded task and write a report",
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return main_guard(lambda: _complete(argv[1:]))
     parser = argparse.ArgumentParser(
         prog="gtpo-verl",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RAW,
         description="GTPO, GRPO-S and DAPO on verl: credit assignment by policy entropy.",
         epilog=f"{_listed()}\n\n`gtpo-verl COMMAND --help` explains one. GTPO_VERL_TRACEBACK=1 shows stack traces.\n"
         'Shell completion, also of overrides: eval "$(gtpo-verl -sc install=bash)".',
@@ -64,8 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in argv if not word.startswith("-")), None)
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".")
+        command = commands.add_parser(name, description=text[0].upper() + text[1:] + ".", formatter_class=RAW)
         if name == wanted:
+            command.epilog = getattr(_module(name), "EPILOG", None)
             _module(name).add_arguments(command)
     args, rest = parser.parse_known_args(argv)
     if rest:  # argparse stops collecting KEY=VALUE at an option; what comes behind one belongs to the same list

@@ -2,35 +2,39 @@
 
 import argparse
 import re
-import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import astuple, replace
+from collections.abc import Sequence
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
+from gtpo_verl.audit import sampling
+from gtpo_verl.audit.methods import Method, methods
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.commands.options import renamed, share
+from gtpo_verl.audit.store import (
+    GRADIENTS_FILE,
+    LOG_FILE,
+    ROLLOUTS_FILE,
+    Rollout,
+    Store,
+    as_facts,
+    plan_of,
+    read_records,
+    reopen,
+)
+from gtpo_verl.commands.options import declare, share
 from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.settings import facts_of, settings_as_in_training
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
-from gtpo_verl.integrations.checks import check_model
-from gtpo_verl.rules.data import check_data
+from gtpo_verl.integrations.context import Overlong, overlong
+from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
-from gtpo_verl.runs.directory import now
-from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
-from gtpo_verl.tasks.prepare import use_embedded_prompts
 
-if TYPE_CHECKING:
-    from rich.progress import TaskID
-
-    from gtpo_verl.audit.methods import Method
-    from gtpo_verl.audit.render import Table
-    from gtpo_verl.audit.store import Store
-    from gtpo_verl.evaluation.continuations import Continuation, Prefix
+if TYPE_CHECKING:  # imports verl
     from gtpo_verl.integrations.continuations import Prompts
 
 EPILOG = """\
@@ -49,46 +53,27 @@ Ctrl-C keeps what is finished, and the same command goes on. docs/guides/audit.m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    default = Plan()
+    """Declare the command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a checkpoint or a model, see below")
     share(parser, {"overrides": ""})
-    for name, what, value in (
-        ("prompts", "prompts with contrast, some of whose responses are correct and some wrong", "64, or 2 N"),
-        ("samples", "responses sampled to each", "8, or a training's"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="P", help=f"{what} (default: {value} with --gradients N)")
-    for name, what in {
-        "responses": "responses audited, half of them wrong where there are enough",
-        "steps": "steps of a response",
-        "continuations": "continuations of each point",
-        "second-stage": "responses that get more of them, for the picture",
-        "second-continuations": "continuations of each of their points",
-        "branches": "other steps sampled from each point, for the state oracle; 8 multiply the cost by five",
-    }.items():
-        value = getattr(default, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{what} (default: {value})")
-    parser.add_argument(
-        "--gradients",
-        type=int,
-        default=0,
-        metavar="N",
-        help="signal and noise of each method's gradient, from N groups with contrast, in the place of all the above",
+    declare(
+        parser,
+        ("--prompts P", int, "with correct and wrong responses (default: 64, or 2 N with --gradients N)"),
+        ("--samples P", int, "responses sampled to each (default: 8, or a training's with --gradients N)"),
+        ("--responses N", Plan.responses, "responses audited, half of them wrong where there are enough"),
+        ("--steps N", Plan.steps, "steps of a response"),
+        ("--continuations N", Plan.continuations, "continuations of each point"),
+        ("--second-stage N", Plan.second_stage, "responses that get more of them, for the picture"),
+        ("--second-continuations N", Plan.second_continuations, "continuations of each of their points"),
+        ("--branches N", Plan.branches, "other steps from each point, for the state oracle; 8 cost five times as much"),
+        ("--gradients N", 0, "instead of all above, signal and noise of each method's gradient from N groups"),
+        ("--gradient-params REGEX", _regular_expression, "of parameters with such a name alone (default: all)"),
+        ("--methods A,B", str, "presets of algo= to score (default: all)"),
     )
-    parser.add_argument(
-        "--gradient-params",
-        type=_regular_expression,
-        default="",
-        metavar="REGEX",
-        help="of parameters with such a name alone (default: all)",
-    )
-    parser.add_argument("--methods", default="", metavar="A,B", help="presets of algo= to score (default: all)")
-    share(parser, {"--output": "default: RUN/audit/NAME, or outputs/audit-MODEL", "--fresh": ""})
-    parser.add_argument("--check", dest="dry_run", action="store_true", help="print cost and power, and stop")
-    renamed(parser, "--dry-run", "--check", "dry_run")
-    parser.add_argument("--reanalyse", type=Path, metavar="DIR", help="compute the figures of an audit again")
+    parser.set_defaults(gradient_params="", methods="")
+    place = "default: RUN/audit/NAME, or outputs/audit-MODEL"
+    share(parser, {"--output": place, "--fresh": "", "--check": "print cost and power, and stop"})
+    declare(parser, ("--reanalyse DIR", Path, "compute the figures of an audit again"))
     share(parser, {"--before": "", "--wait": ""})
 
 
@@ -103,41 +88,32 @@ def _regular_expression(text: str) -> str:
 def run(args: argparse.Namespace) -> int:
     """Audit; returns the exit code."""
     if args.reanalyse is not None:
-        return _reanalyse(args)
+        overrides = [*([args.model] if args.model else []), *args.overrides]
+        store = reopen(args.reanalyse.resolve())
+        return _report(store, plan_of(store), _methods(args.methods, overrides))
     if args.model is None:
         raise UserError("name what to audit: a run, a checkpoint or a model; or --reanalyse DIR.")
-    plan = _plan(args)
+    given = {field.name: getattr(args, field.name) for field in fields(Plan)}
+    given = {name: number for name, number in given.items() if number is not None}
+    plan = Plan(**({"prompts": 2 * args.gradients} if args.gradients else {}) | given)
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
     if plan.gradients and args.samples is None:
         plan = replace(plan, samples=int(config.actor_rollout_ref.rollout.n))
-    check_evaluation(config, args.overrides)
     output = check_output(args.output or _output(subject, plan))
-    check_model(config)
-    use_embedded_prompts(config)  # which takes minutes: what can be checked before is
-    check_data(config, ("val_files",))
-    methods = _methods(args.methods, args.overrides)
-    if args.dry_run:
-        _print_plan(plan, config, output, methods)
+    check_evaluation(config, args.overrides)
+    chosen = _methods(args.methods, args.overrides)
+    if args.check:
+        _print_plan(plan, config, output, chosen)
         return 0
 
-    from gtpo_verl.integrations.launch import export_environment
-
     export_environment(config)
-    from gtpo_verl.audit.store import Store, as_facts
-    from gtpo_verl.evaluation.settings import settings_as_in_training
     from gtpo_verl.integrations.checks import check_with_verl
-    from gtpo_verl.integrations.context import overlong
     from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 
     penalty = overlong(config)
-    facts = {
-        "model": str(config.actor_rollout_ref.model.path),
-        "command": shlex.join(["gtpo-verl", "audit", args.model, *args.overrides]),
-        "created": now(),
-        "versions": run_versions(),
-        "hardware": hardware(),
-        "settings": settings_as_in_training(config) | as_facts(plan),
+    settings = settings_as_in_training(config) | as_facts(plan)
+    facts = facts_of(config, ["audit", args.model, *args.overrides], settings) | {
         "overlong": penalty and list(astuple(penalty)),
         "step": int(config.data.train_batch_size),
         "chosen": args.gradient_params,
@@ -149,28 +125,13 @@ def run(args: argparse.Namespace) -> int:
     prompts = Prompts(config)
     store = Store(output, facts, fresh=args.fresh)
     print(f"Audit: {output}", flush=True)
-    _print_plan(plan, config, output, methods)
+    _print_plan(plan, config, output, chosen)
     started = time.monotonic()
     _sample(config, prompts, store, plan, wait=args.wait)
     if plan.gradients:
-        _measure_gradients(config, prompts, store, plan, methods)
+        _measure_gradients(config, prompts, store, plan, chosen)
     store.facts["seconds"] += time.monotonic() - started
-    return _report(store, plan, methods)
-
-
-def _plan(args: argparse.Namespace) -> Plan:
-    prompts = 2 * args.gradients or Plan.prompts
-    return Plan(
-        gradients=args.gradients,
-        prompts=prompts if args.prompts is None else args.prompts,
-        samples=Plan.samples if args.samples is None else args.samples,
-        responses=args.responses,
-        steps=args.steps,
-        continuations=args.continuations,
-        second_stage=args.second_stage,
-        second_continuations=args.second_continuations,
-        branches=args.branches,
-    )
+    return _report(store, plan, chosen)
 
 
 def _output(subject: Subject, plan: Plan) -> Path:
@@ -180,35 +141,29 @@ def _output(subject: Subject, plan: Plan) -> Path:
     return subject.output.parent.parent / "audit" / f"{subject.output.name}{kind}"
 
 
-def _methods(text: str, overrides: Sequence[str]) -> "list[Method]":
-    from gtpo_verl.audit.methods import methods
-
+def _methods(text: str, overrides: Sequence[str]) -> list[Method]:
     return methods([name.strip() for name in text.split(",") if name.strip()], overrides)
 
 
-def _print_plan(plan: Plan, config: DictConfig, output: Path, methods: "list[Method]") -> None:
+def _print_plan(plan: Plan, config: DictConfig, output: Path, chosen: Sequence[Method]) -> None:
     """Print cost and power: for the lengths of an audit that has begun, else for the limit."""
     from gtpo_verl.audit.render import print_plan, print_plan_of_gradients
-    from gtpo_verl.audit.store import ROLLOUTS_FILE, Rollout, read_records
 
-    known = read_records(output / ROLLOUTS_FILE, Rollout)
-    lengths = [len(rollout.tokens) for rollout in known]
+    lengths = [len(rollout.tokens) for rollout in read_records(output / ROLLOUTS_FILE, Rollout)]
     length = sum(lengths) / len(lengths) if lengths else float(config.data.max_response_length)
     if plan.gradients:
-        print_plan_of_gradients(plan, length, sum(method.scored for method in methods), measured=bool(lengths))
+        print_plan_of_gradients(plan, length, sum(method.scored for method in chosen), measured=bool(lengths))
         return
     cached = bool(config.actor_rollout_ref.rollout.enable_prefix_caching)
     print_plan(plan, length, float(config.data.max_prompt_length), measured=bool(lengths), cached=cached)
 
 
-def _sample(config: DictConfig, prompts: "Prompts", store: "Store", plan: Plan, *, wait: bool) -> None:
+def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *, wait: bool) -> None:
     """Sample what is not there yet, with a progress bar."""
-    from gtpo_verl.audit.sampling import choose_responses, missing, sample_rollouts, sample_values
-    from gtpo_verl.audit.store import LOG_FILE
-    from gtpo_verl.integrations.continuations import Sampler, sampler
+    from gtpo_verl.integrations.continuations import sampler
 
     seed = int(config.seed)
-    if not missing(store, plan, len(prompts), seed):
+    if not sampling.missing(store, plan, len(prompts), seed):
         print("Everything was sampled before.")
         return
     with progress_over(store.directory / LOG_FILE) as progress:
@@ -227,48 +182,27 @@ def _sample(config: DictConfig, prompts: "Prompts", store: "Store", plan: Plan, 
 
         try:
             with sampler(config, prompts, wait=wait) as work:
-                assert isinstance(work, Sampler)
-
-                def proceed(prefixes: "Iterable[Prefix]") -> "Iterator[tuple[Prefix, list[Continuation]]]":
-                    return work.continued(prefixes)
-
-                try:
-                    sample_rollouts(store, plan, len(prompts), seed, proceed, describe, advance)
-                    if not plan.gradients:
-                        chosen = choose_responses(store.rollouts, plan, seed)
-                        sample_values(store, chosen, plan, seed, proceed, advance)
-                finally:
-                    store.flush()
+                sampling.sample_rollouts(store, plan, len(prompts), seed, work.continued, describe, advance)
+                if not plan.gradients:
+                    responses = sampling.choose_responses(store.rollouts, plan, seed)
+                    sampling.sample_values(store, responses, plan, seed, work.continued, advance)
         except KeyboardInterrupt:
             progress.console.print(f"\nWhat is finished is in {store.directory}; repeat the command for the rest.")
             raise
 
 
-def _reanalyse(args: argparse.Namespace) -> int:
-    from gtpo_verl.audit.store import plan_of, reopen
-
-    overrides = [*([args.model] if args.model else []), *args.overrides]
-    store = reopen(args.reanalyse.resolve())
-    return _report(store, plan_of(store), _methods(args.methods, overrides))
-
-
 def _measure_gradients(
-    config: DictConfig, prompts: "Prompts", store: "Store", plan: Plan, methods: "list[Method]"
+    config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, chosen: Sequence[Method]
 ) -> None:
     """Compute the gradients of all groups with contrast, and write their dot products."""
     from gtpo_verl.audit.backward import load_policy, measure, parts_of
-    from gtpo_verl.audit.sampling import groups_with_contrast
-    from gtpo_verl.audit.store import GRADIENTS_FILE, LOG_FILE
-    from gtpo_verl.integrations.context import Overlong
 
-    penalty = store.facts["overlong"]
-    groups = groups_with_contrast(store.rollouts, plan)
-    parts, number = parts_of(
-        groups, plan.gradients, store.facts["step"], methods, penalty and Overlong(*penalty), store.facts["seed"]
-    )
+    facts = store.facts
+    groups = sampling.groups_with_contrast(store.rollouts, plan)
+    parts, number = parts_of(groups, plan.gradients, facts["step"], chosen, _penalty(store), facts["seed"])
     with progress_over(store.directory / LOG_FILE) as progress:
-        policy = load_policy(config, prompts.tokens, store.facts["chosen"])
-        bars: dict[str, TaskID] = {}
+        policy = load_policy(config, prompts.tokens, facts["chosen"])
+        bars: dict[str, Any] = {}
 
         def advance(what: str, done: int, total: int) -> None:
             if what not in bars:
@@ -277,56 +211,42 @@ def _measure_gradients(
 
         products, difference = measure(policy, parts, number, advance)
     products.write(store.directory / GRADIENTS_FILE)
-    store.facts |= {"parameters": policy.size, "log_prob_difference": difference}
+    facts |= {"parameters": policy.size, "log_prob_difference": difference}
 
 
-def _report(store: "Store", plan: Plan, methods: "list[Method]") -> int:
+def _penalty(store: Store) -> Overlong | None:
+    return Overlong(*store.facts["overlong"]) if store.facts["overlong"] else None
+
+
+def _report(store: Store, plan: Plan, chosen: Sequence[Method]) -> int:
     """Compute, write and print the results."""
-    from gtpo_verl.audit.render import print_table
-    from gtpo_verl.audit.sampling import strata_of
-
-    strata = strata_of(store.rollouts, plan.prompts)
-    facts = {"solved": len(strata.solved), "never": len(strata.never)}
-    report = _report_gradients if plan.gradients else _report_values
-    table, page = report(store, plan, methods, facts)
-    print_table(table)
-    samples = "rollouts.parquet" if plan.gradients else "values.parquet"
-    print(f"Page:    {page}\nNumbers: {store.directory / 'audit.json'}\nSamples: {store.directory / samples}")
-    return 0
-
-
-def _report_values(store: "Store", plan: Plan, methods: "list[Method]", facts: dict[str, Any]) -> "tuple[Table, Path]":
     from gtpo_verl.audit.analysis import plain
-    from gtpo_verl.audit.page import write_page
-    from gtpo_verl.audit.render import values_table
-    from gtpo_verl.audit.score import measurement, score
-    from gtpo_verl.integrations.context import Overlong
-
-    overlong = store.facts["overlong"]
-    result = score(store, plan, store.facts["seed"], methods, None if overlong is None else Overlong(*overlong))
-    facts = measurement(store, result) | facts
-    store.record({"measurement": facts} | plain(result.analysis))
-    table = values_table(result, plan, facts)
-    return table, write_page(store, table, facts, responses=(result, plan))
-
-
-def _report_gradients(
-    store: "Store", plan: Plan, methods: "list[Method]", facts: dict[str, Any]
-) -> "tuple[Table, Path]":
     from gtpo_verl.audit.gradients import Products, figures
     from gtpo_verl.audit.page import write_page
-    from gtpo_verl.audit.render import gradients_table
-    from gtpo_verl.audit.store import GRADIENTS_FILE
+    from gtpo_verl.audit.render import gradients_table, print_table, values_table
+    from gtpo_verl.audit.score import measurement, score
 
-    products = Products.read(store.directory / GRADIENTS_FILE)
-    found = figures(products, store.facts["step"])
-    facts |= {
-        "groups": int(products.audited.sum()),
-        "others": int((~products.audited).sum()),
-        "wanted": plan.gradients,
-        "samples": plan.samples,
-        "unscored": [method.name for method in methods if not method.scored],
-    } | {name: store.facts[name] for name in ("step", "parameters", "chosen", "log_prob_difference")}
-    store.record({"measurement": facts, "gradients": found})
-    table = gradients_table(found, facts, plan)
-    return table, write_page(store, table, facts, gradients=found)
+    strata = sampling.strata_of(store.rollouts, plan.prompts)
+    facts: dict[str, Any] = {"solved": len(strata.solved), "never": len(strata.never)}
+    if plan.gradients:
+        products = Products.read(store.directory / GRADIENTS_FILE)
+        found = figures(products, store.facts["step"])
+        facts |= {
+            "groups": int(products.audited.sum()),
+            "others": int((~products.audited).sum()),
+            "wanted": plan.gradients,
+            "samples": plan.samples,
+            "unscored": [method.name for method in chosen if not method.scored],
+        } | {name: store.facts[name] for name in ("step", "parameters", "chosen", "log_prob_difference")}
+        store.record({"measurement": facts, "gradients": found})
+        table = gradients_table(found, facts, plan)
+        page, samples = write_page(store, table, facts, gradients=found), "rollouts.parquet"
+    else:
+        result = score(store, plan, store.facts["seed"], chosen, _penalty(store))
+        facts = measurement(store, result) | facts
+        store.record({"measurement": facts} | plain(result.analysis))
+        table = values_table(result, plan, facts)
+        page, samples = write_page(store, table, facts, responses=(result, plan)), "values.parquet"
+    print_table(table)
+    print(f"Page:    {page}\nNumbers: {store.directory / 'audit.json'}\nSamples: {store.directory / samples}")
+    return 0

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from gtpo_verl import versions
+from gtpo_verl.commands.options import declare
 from gtpo_verl.config import compose_config, set_value
 from gtpo_verl.errors import UserError, first_line
 
@@ -31,30 +31,27 @@ class Finding:
 
 
 PACKAGES = ("torch", "ray", "transformers", "TransferQueue", "tensordict")  # any version: verl and vLLM pin theirs
+INSTALL = "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra."
 CONNECT_TIMEOUT = 10.0  # seconds
 WORKER_TIMEOUT = 120.0  # seconds until a Ray worker has loaded the plugin
+TRACEBACK = "GTPO_VERL_TRACEBACK=1 shows where"
+EPILOG = """\
+Starts a small Ray cluster and a vLLM engine with a tiny random model, which takes about a minute. --cluster looks at
+every node of a running cluster and measures an all-reduce over all its GPUs, which must be free. The exit code is 0
+only if a run would work.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.epilog = (
-        "Starts a small Ray cluster and a vLLM engine with a tiny random model, which takes about a minute. "
-        "--cluster looks at every node of a running cluster and measures an all-reduce over all its GPUs, which must "
-        "be free. The exit code is 0 only if a run would work."
-    )
+    """Declare the command's arguments."""
     parser.add_argument(
         "--cluster", nargs="?", const="auto", metavar="ADDRESS", help="of a running Ray cluster (default: this node's)"
     )
-    parser.add_argument("--dir", type=Path, metavar="DIR", help="--cluster: a directory that all nodes should share")
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        action="append",
-        default=[],
-        help="--cluster: a model that all nodes should read; once more for a guide",
-    )
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, metavar="N", help="--cluster: GPUs of the vLLM worker (default: 1)"
+    declare(
+        parser,
+        ("--dir DIR", Path, "--cluster: a directory that all nodes should share"),
+        ("--model DIR", list, "--cluster: a model that all nodes should read; once more for a guide"),
+        ("--tensor-parallel N", 1, "--cluster: GPUs of the vLLM worker"),
     )
 
 
@@ -83,27 +80,24 @@ def run(args: argparse.Namespace) -> int:
 def check_versions() -> list[Finding]:
     """Check the versions of Python and the packages of a run, without importing them."""
     found = {name: versions.installed_version(name) for name in PACKAGES}
-    install = "run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra."
+    supported = "use Python 3.11 or 3.12, the versions that verl and vLLM support."
     return [
-        Finding(
-            "Python",
-            sys.version_info[:2] in ((3, 11), (3, 12)),
-            platform.python_version(),
-            "use Python 3.11 or 3.12, the versions that verl and vLLM support.",
-        ),
-        _check_supported("verl", versions.VERL_TESTED, versions.check_verl),
-        _check_supported("vLLM", versions.VLLM_TESTED, _check_vllm),
-        *(Finding(name, bool(version), version or "missing", install) for name, version in found.items()),
+        Finding("Python", sys.version_info[:2] in ((3, 11), (3, 12)), platform.python_version(), supported),
+        _check_supported("verl", versions.VERL_TESTED, lambda _: versions.check_verl()),
+        _check_supported("vLLM", versions.VLLM_TESTED, versions.check_vllm),
+        *(Finding(name, bool(version), version or "missing", INSTALL) for name, version in found.items()),
     ]
 
 
-def _check_supported(name: str, tested: tuple[str, str], check: Callable[[], str]) -> Finding:
+def _check_supported(name: str, tested: tuple[str, str], check: Callable[[str], object]) -> Finding:
     """Refused if it is missing or too old; if it is newer than what was tested, by the symbols that moved."""
     from gtpo_verl.integrations.contract import newer
 
-    found = versions.installed_version(name.lower()) or "missing"
+    found = versions.installed_version(name.lower())
+    if found is None:
+        return Finding(name, False, "missing", INSTALL)
     try:
-        check()
+        check(found)
     except UserError as error:
         return Finding(name, False, found, str(error))
     untested = newer(name.lower(), tested)
@@ -112,19 +106,9 @@ def _check_supported(name: str, tested: tuple[str, str], check: Callable[[], str
     return Finding(name, not untested.gone, untested.message, untested.message)
 
 
-def _check_vllm() -> str:
-    version = versions.installed_version("vllm")
-    if version is None:
-        raise UserError("run `gtpo-verl setup --cpu` on a machine without a GPU, or install the `gpu` extra.")
-    versions.check_vllm(version)
-    return version
-
-
 def check_processes(args: argparse.Namespace) -> list[Finding]:
-    """Check the driver, a Ray worker and a vLLM worker in a Ray of this command's own, or every node of a running one.
-
-    Raises:
-        UserError: the cluster cannot be joined.
+    """Check the driver, a Ray worker and a vLLM worker in a Ray of this command's own, or every node of a running one;
+    raises UserError where that cannot be joined.
     """
     from gtpo_verl.integrations.launch import export_environment
 
@@ -148,16 +132,22 @@ def check_processes(args: argparse.Namespace) -> list[Finding]:
         what = f"--cluster {args.cluster}: no Ray cluster can be joined" if args.cluster else "Ray does not start"
         raise UserError(f"{what}: {first_line(error)}") from error
     try:
-        return _ask_cluster(args) if args.cluster else _ask_processes()
+        if args.cluster:
+            return _ask_cluster(args)
+        from gtpo_verl.integrations.probes import measure_vllm, registered
+
+        return [
+            _finding("driver", registered),
+            _finding("Ray worker", lambda: str(ray.get(ray.remote(registered).remote(), timeout=WORKER_TIMEOUT))),
+            _finding("vLLM worker", measure_vllm),
+        ]
     finally:
         ray.shutdown()
 
 
 def check_address(address: str) -> None:
-    """Refuse what Ray would wait for without a limit, or answer with a stack trace.
-
-    Raises:
-        UserError: no HOST:PORT, or nothing listens there.
+    """Raise UserError for what Ray would wait for without a limit, or answer with a stack trace: no HOST:PORT, or
+    nothing listens there.
     """
     if address == "auto":
         return
@@ -173,18 +163,6 @@ def check_address(address: str) -> None:
         raise UserError(f"--cluster {address}: no Ray cluster can be joined: {first_line(error)}") from error
 
 
-def _ask_processes() -> list[Finding]:
-    import ray
-
-    from gtpo_verl.integrations.probes import measure_vllm, registered
-
-    return [
-        _finding("driver", registered),
-        _finding("Ray worker", lambda: str(ray.get(ray.remote(registered).remote(), timeout=WORKER_TIMEOUT))),
-        _finding("vLLM worker", measure_vllm),
-    ]
-
-
 def _ask_cluster(args: argparse.Namespace) -> list[Finding]:
     from gtpo_verl.integrations import probes
     from gtpo_verl.integrations.nodes import nodes, on_every_node, prove_shared
@@ -197,16 +175,11 @@ def _ask_cluster(args: argparse.Namespace) -> list[Finding]:
     findings = [
         _finding("nodes", lambda: probes.alike(list(views.values()))),
         _finding("plugin", lambda: "; ".join({*on_every_node(probes.registered).values()})),
-        *(
-            Finding(f"node {places[node]}", not seen.problem, seen.problem or seen.hardware)
-            for node, seen in views.items()
-        ),
+        *(Finding(f"node {places[at]}", not seen.problem, seen.problem or seen.hardware) for at, seen in views.items()),
     ]
     if args.dir:
-        directory = args.dir.expanduser().resolve()
-        findings.append(
-            _finding("directory", lambda: f"{directory} is one on {prove_shared(directory, '--dir')} nodes")
-        )
+        shared = args.dir.expanduser().resolve()
+        findings.append(_finding("directory", lambda: f"{shared} is one on {prove_shared(shared, '--dir')} nodes"))
     gpus = {node: seen.gpus for node, seen in views.items()}
     if len(views) > 1 or sum(gpus.values()) > 1:
         findings.append(_finding("all-reduce", lambda: probes.measure_all_reduce(gpus)))
@@ -218,9 +191,8 @@ def _finding(where: str, look: Callable[[], str]) -> Finding:
     try:
         return Finding(where, True, look())
     except Exception as error:
-        cause: Any = getattr(error, "cause", None) or error
-        text = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        remedy = text if isinstance(cause, UserError) else f"{text} (GTPO_VERL_TRACEBACK=1 shows where)"
         if os.environ.get("GTPO_VERL_TRACEBACK") == "1":
             raise
-        return Finding(where, False, text, remedy)
+        cause: BaseException = getattr(error, "cause", None) or error  # of Ray's error, the worker's
+        text = first_line(cause)
+        return Finding(where, False, text, "" if isinstance(cause, UserError) else f"{text} ({TRACEBACK})")

@@ -1,15 +1,12 @@
 """``gtpo-verl eval``: samples a model's responses to a validation set, verifies them as the training does, reports."""
 
 import argparse
-import shlex
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl.commands.options import overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of, share
 from gtpo_verl.evaluation.records import (
     ProblemFile,
     ProblemRecord,
@@ -17,18 +14,14 @@ from gtpo_verl.evaluation.records import (
     open_evaluation,
 )
 from gtpo_verl.evaluation.render import print_changes, print_summary
-from gtpo_verl.evaluation.settings import settings_of
+from gtpo_verl.evaluation.settings import facts_of, settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
-from gtpo_verl.evaluation.summary import SourceSummary, summarize
+from gtpo_verl.evaluation.summary import summarize
 from gtpo_verl.files import write_json
-from gtpo_verl.integrations.checks import check_model
-from gtpo_verl.rules.data import check_data
+from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
-from gtpo_verl.runs.directory import now
-from gtpo_verl.runs.provenance import hardware, run_versions
 from gtpo_verl.runs.terminal import progress_over
-from gtpo_verl.tasks.prepare import use_embedded_prompts
 
 if TYPE_CHECKING:
     from gtpo_verl.integrations.evaluate import Problems
@@ -56,15 +49,11 @@ Ray cluster it joins that Ray (docs/guides/cluster-ray.md).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint or a model, see below")
+    """Declare the command's arguments."""
     place = "default: RUN/evaluation/NAME, or outputs/eval-MODEL"
-    share(parser, {"overrides": "", "--config-dir": "", "--output": place, "--before": "", "--fresh": "", "--wait": ""})
-    parser.add_argument(
-        "--failures-as-wrong", action="store_true", help="count samples whose generation or verifier failed as wrong"
-    )
+    share(parser, {"model": "", "overrides": "", "--config-dir": "", "--output": place})
+    share(parser, {"--before": "", "--fresh": "", "--wait": ""})
+    declare(parser, ("--failures-as-wrong", False, "count samples whose generation or verifier failed as wrong"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,13 +61,8 @@ def run(args: argparse.Namespace) -> int:
     subject = find_subject(args.model, before=args.before)
     overrides = overrides_of(args)
     config = configuration(subject, overrides)
-    check_evaluation(config, overrides)
     output = check_output(args.output or subject.output)
-    check_model(config)
-    use_embedded_prompts(config)  # which takes minutes: what can be checked before is
-    check_data(config, ("val_files",))
-
-    from gtpo_verl.integrations.launch import export_environment
+    check_evaluation(config, overrides)
 
     export_environment(config)
     from gtpo_verl.integrations.checks import check_with_verl
@@ -89,14 +73,7 @@ def run(args: argparse.Namespace) -> int:
     standalone(config)
     check_with_verl(config)
     problems = Problems(config)
-    facts = {
-        "model": str(config.actor_rollout_ref.model.path),
-        "command": shlex.join(["gtpo-verl", "eval", args.model, *args.overrides]),
-        "created": now(),
-        "versions": run_versions(),
-        "hardware": hardware(),
-        "settings": settings,
-    }
+    facts = facts_of(config, ["eval", args.model, *args.overrides], settings)
     file = open_evaluation(output, facts, fresh=args.fresh)
     todo = [row for row in range(len(problems)) if row not in file.records]
     print(f"Evaluation: {output}\n{len(problems)} rows, {len(file.records)} of them finished before.", flush=True)
@@ -117,7 +94,11 @@ def run(args: argparse.Namespace) -> int:
     )
     print_summary(summaries)
     print_changes(changes)
-    _plot(summaries, output)
+    drawn = [summary for summary in summaries if len(summary.pass_at) > 1]
+    if drawn:
+        from gtpo_verl.report.pass_at_k import pass_at_k_png
+
+        (output / "pass_at_k.png").write_bytes(pass_at_k_png(drawn))
     print(f"Problems: {file.file}\nSummary:  {output / SUMMARY_FILE}")
     return 0
 
@@ -143,12 +124,3 @@ def _evaluate(
                 f"\n{len(file.records)} of {total} problems are in {file.file}; repeat the command for the rest."
             )
             raise
-
-
-def _plot(summaries: Sequence[SourceSummary], output: Path) -> None:
-    """Draw ``pass_at_k.png``, one curve per data source, where there is more than one k."""
-    from gtpo_verl.report.pass_at_k import pass_at_k_png
-
-    drawn = [summary for summary in summaries if len(summary.pass_at) > 1]
-    if drawn:
-        (output / "pass_at_k.png").write_bytes(pass_at_k_png(drawn))

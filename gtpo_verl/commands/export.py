@@ -11,28 +11,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gtpo_verl.commands.options import renamed
+from gtpo_verl.commands.options import declare
 from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.runs.checkpoints import MODEL_LINK, Layout, checkpoints, fault, link_model, newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.add_argument(
-        "run", type=Path, help="a run's directory (its last checkpoint), or RUN/checkpoints/global_step_N"
+    """Declare the command's arguments."""
+    declare(
+        parser,
+        ("run", Path, "a run's directory (its last checkpoint), or RUN/checkpoints/global_step_N"),
+        ("--init-on-cpu", False, "initialise on the CPU, for models larger than a GPU's memory"),
     )
-    parser.add_argument(
-        "--init-on-cpu", action="store_true", help="initialise on the CPU, for models larger than a GPU's memory"
-    )
-    renamed(parser, "--cpu", "--init-on-cpu", "init_on_cpu")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the weights into the checkpoint and link them as ``RUN/model``; returns the exit code.
-
-    Raises:
-        UserError: there is no such checkpoint, it is not complete, or it is not FSDP's.
-    """
+    """Write the weights into the checkpoint and link them as ``RUN/model``; returns the exit code."""
     folder = _checkpoint(args.run)
     actor = folder / "actor"
     if (actor / "ckpt_contents.json").is_file():
@@ -45,13 +39,8 @@ def run(args: argparse.Namespace) -> int:
     merged = actor / ".export"
     shutil.rmtree(merged, ignore_errors=True)
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += [
-        "--local_dir",
-        str(actor),
-        "--target_dir",
-        str(merged),
-        *["--use_cpu_initialization"] * args.init_on_cpu,
-    ]
+    command += ["--local_dir", str(actor), "--target_dir", str(merged)]
+    command += ["--use_cpu_initialization"] * args.init_on_cpu
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environment)
     if done.returncode:

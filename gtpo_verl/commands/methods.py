@@ -4,10 +4,11 @@ import argparse
 
 from gtpo_verl.config import GROUPS, choices
 
+EPILOG = "A file of your own is chosen the same way: DIR/algo/NAME.yaml is algo=NAME with --config-dir DIR."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``: none."""
-    parser.epilog = "A file of your own is chosen the same way: DIR/algo/NAME.yaml is algo=NAME with --config-dir DIR."
+    """The command has none."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from gtpo_verl.commands.options import overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of, share, share_gpu
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.problems import errors_of, refuse
@@ -24,28 +24,18 @@ The exit code is 1 if the run would fail.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    share(parser, {"overrides": "", "--config-dir": "", "--gpu": "", "--measured": ""})
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory per GPU, instead of the data sheet's")
-    parser.add_argument(
-        "--yield",
-        type=float,
-        dest="sampling_yield",
-        metavar="SHARE",
-        help="share of groups that dynamic sampling keeps",
+    """Declare the command's arguments."""
+    share(parser, {"overrides": "", "--config-dir": ""})
+    share_gpu(parser)
+    declare(
+        parser,
+        ("--gpu-memory GIB", float, "memory per GPU, instead of the data sheet's"),
+        ("--yield SHARE", float, "share of groups that dynamic sampling keeps"),
+        ("--prompt-length TOKENS", float, "mean tokens of a prompt"),
+        ("--response-length TOKENS", float, "mean tokens of a response"),
+        ("--assume NAME=VALUE", list, "replace any assumption that the plan prints"),
+        ("--json", False, "print JSON instead of tables"),
     )
-    parser.add_argument("--prompt-length", type=float, metavar="TOKENS", help="mean tokens of a prompt")
-    parser.add_argument("--response-length", type=float, metavar="TOKENS", help="mean tokens of a response")
-    parser.add_argument(
-        "--assume",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="replace any assumption that the plan prints",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +69,7 @@ def _given(args: argparse.Namespace) -> dict[str, float]:
             found[name] = float(text)
         except ValueError as error:
             raise UserError(f"--assume {item}: write NAME=NUMBER.") from error
-    for name in ("gpu_memory", "sampling_yield", "prompt_length", "response_length"):
-        if getattr(args, name) is not None:
-            found[name] = getattr(args, name)
+    for option in ("gpu_memory", "yield", "prompt_length", "response_length"):
+        if (value := getattr(args, option)) is not None:
+            found["sampling_yield" if option == "yield" else option] = value
     return found

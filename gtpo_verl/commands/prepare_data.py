@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from gtpo_verl.commands.options import declare
 from gtpo_verl.config import quoted
 from gtpo_verl.data import models
 from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
@@ -48,65 +49,55 @@ and output; a second call does nothing if nothing has changed.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "name",
-        metavar="NAME",
-        help=f"a data set ({', '.join(DATASETS)}), `parquet` for files of your own, an embedded task "
-        f"({', '.join(TASKS)}), or a model ({', '.join(models.MODELS)}, gguf:FILE) or "
-        "reasoning-gym:GENERATOR,KEY=VALUE",
+    """Declare the command's arguments."""
+    names = (
+        f"a data set ({', '.join(DATASETS)}), `parquet` for files of your own, an embedded task ({', '.join(TASKS)}), "
+        f"or a model ({', '.join(models.MODELS)}, gguf:FILE) or reasoning-gym:GENERATOR,KEY=VALUE"
     )
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
-    parser.add_argument(
-        "--from", dest="source", nargs="+", type=Path, metavar="FILE", help="local files instead of the hub's"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="default: data/NAME.parquet; of a task, the directory outputs/task-NAME",
-    )
-    parser.add_argument(
-        "--style",
-        choices=[*STYLES, *ANSWERS],
-        help="how the prompt asks for the answer, to match the verifier: `Answer: ...` on the last line, or \\boxed{} "
+    style = (
+        "how the prompt asks for the answer, to match the verifier: `Answer: ...` on the last line, or \\boxed{} "
         "(default: prompts with an instruction keep it, others get `answer`); of reasoning-gym also the last number, "
-        "its <answer> tags, or the whole response (default: number if all answers are numbers, else tags)",
+        "its <answer> tags, or the whole response (default: number if all answers are numbers, else tags)"
     )
-    parser.add_argument(
-        "--against", nargs="+", type=Path, default=[], metavar="FILE", help="leave out problems of these files"
+    conflicts = "problems with different answers: leave them out, or keep the first (default: %(default)s)"
+    declare(parser, ("name NAME", str, names))
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with `parquet`: .parquet or .jsonl files")
+    for option, dest, text in (
+        ("--from", "source", "local files instead of the hub's"),
+        ("--against", "against", "leave out problems of these files"),
+    ):
+        parser.add_argument(option, dest=dest, nargs="+", type=Path, default=[], metavar="FILE", help=text)
+    parser.add_argument("--style", choices=[*STYLES, *ANSWERS], help=style)
+    parser.add_argument("--conflicts", choices=("drop", "first"), default="drop", help=conflicts)
+    declare(
+        parser,
+        ("--output FILE", Path, "default: data/NAME.parquet; of a task, the directory outputs/task-NAME"),
+        ("--data-source NAME", str, "the name under which metrics are logged"),
+        ("--problem-column NAME", str, "default: problem or question"),
+        ("--answer-column NAME", str, "default: answer"),
+        ("--guide-column NAME", str, "of a guiding policy's responses, a text or a list each: becomes guide_responses"),
+        ("--revision COMMIT", "main", "of the repository on the hub"),
+        ("--force", False, "prepare again, even if nothing has changed"),
     )
-    parser.add_argument(
-        "--conflicts",
-        choices=("drop", "first"),
-        default="drop",
-        help="problems with different answers: leave them out, or keep the first (default: %(default)s)",
-    )
-    parser.add_argument("--data-source", metavar="NAME", help="the name under which metrics are logged")
-    parser.add_argument("--problem-column", metavar="NAME", help="default: problem or question")
-    parser.add_argument("--answer-column", metavar="NAME", help="default: answer")
-    parser.add_argument(
-        "--guide-column",
-        metavar="NAME",
-        help="responses of a guiding policy, a text or a list for each problem: becomes guide_responses",
-    )
-    parser.add_argument("--revision", default="main", metavar="COMMIT", help="of the repository on the hub")
-    parser.add_argument("--force", action="store_true", help="prepare again, even if nothing has changed")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare a data set or a task; returns the exit code."""
+    """Prepare a data set, a task, a model or generated problems; returns the exit code."""
     if args.name in TASKS:
         _prepare_task(args)
-        return 0
-    if args.name in models.MODELS or args.name.startswith(models.PREFIX):
-        return _prepare_model(args)
-    if args.name.startswith(GENERATED):
-        return _prepare_generated(args)
-    names = [*DATASETS, "parquet", *TASKS, *models.MODELS, f"{GENERATED}GENERATOR", f"{models.PREFIX}FILE"]
-    if args.name not in names[: len(DATASETS) + 1]:
+    elif args.name in models.MODELS or args.name.startswith(models.PREFIX):
+        _prepare_model(args)
+    elif args.name.startswith(GENERATED):
+        _prepare_generated(args)
+    else:
+        _prepare_dataset(args)
+    return 0
+
+
+def _prepare_dataset(args: argparse.Namespace) -> None:
+    known = [*DATASETS, "parquet"]
+    if args.name not in known:
+        names = [*known, *TASKS, *models.MODELS, f"{GENERATED}GENERATOR", f"{models.PREFIX}FILE"]
         hint = did_you_mean(args.name, names) or "."
         raise UserError(f"prepare-data {args.name}: no such name{hint} Known: {', '.join(names)}.")
     if args.style in ANSWERS:
@@ -119,25 +110,22 @@ def run(args: argparse.Namespace) -> int:
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
     check_writable(output.parent, f"--output {output}")
-    request = Request(
-        name=args.name,
-        dataset=dataset,
-        files=tuple(files),
-        output=output,
-        against=tuple(args.against),
-        style=args.style,
-        conflicts=args.conflicts,
-        data_source=args.data_source,
-        problem_column=args.problem_column,
-        answer_column=args.answer_column,
-        guide_column=args.guide_column,
-        revision=args.revision,
+    as_given = (
+        "name",
+        "style",
+        "conflicts",
+        "data_source",
+        "problem_column",
+        "answer_column",
+        "guide_column",
+        "revision",
     )
+    given = {name: getattr(args, name) for name in as_given}
+    request = Request(dataset=dataset, files=tuple(files), output=output, against=tuple(args.against), **given)
     if not args.force and is_current(request):
         print(f"{output} is up to date (--force prepares it again).")
-        return 0
-    _report(output, prepare(request), dataset, args.conflicts)
-    return 0
+    else:
+        _report(output, prepare(request), dataset, args.conflicts)
 
 
 def _prepare_task(args: argparse.Namespace) -> None:
@@ -162,28 +150,21 @@ def _prepare_task(args: argparse.Namespace) -> None:
 
 def _refuse(args: argparse.Namespace, what: str, *allowed: str) -> None:
     """Refuse the options of data sets, but for those allowed."""
-    for option, given in {
-        "FILE": args.files,
-        "--from": args.source,
-        "--style": args.style,
-        "--against": args.against,
-        "--conflicts": args.conflicts != "drop",
-        "--data-source": args.data_source,
-        "--problem-column": args.problem_column,
-        "--answer-column": args.answer_column,
-        "--guide-column": args.guide_column,
-        "--revision": args.revision != "main",
-        "--force": args.force,
-    }.items():
-        if given and option not in allowed:
+    for name in (
+        *("files", "source", "style", "against", "conflicts", "data_source"),
+        *("problem_column", "answer_column", "guide_column", "revision", "force"),
+    ):
+        option = {"files": "FILE", "source": "--from"}.get(name, f"--{name.replace('_', '-')}")
+        usual = {"conflicts": "drop", "revision": "main"}.get(name)
+        if getattr(args, name) not in (None, False, [], usual) and option not in allowed:
             raise UserError(f"prepare-data {args.name} {what}: {option} is for data sets.")
 
 
-def _prepare_model(args: argparse.Namespace) -> int:
+def _prepare_model(args: argparse.Namespace) -> None:
     """Make a model directory, and print the override that trains it."""
     known = args.name in models.MODELS
     _refuse(args, "makes a model", *(("--from", "--revision") if known else ()))
-    if len(args.source or []) > 1:
+    if len(args.source) > 1:
         raise UserError(f"prepare-data {args.name}: --from takes one wheel or GGUF file, or `hub`.")
     if not known and args.output is None:
         raise UserError(f"prepare-data {args.name}: name the model's directory by --output DIR.")
@@ -192,10 +173,9 @@ def _prepare_model(args: argparse.Namespace) -> int:
     made = models.prepare_model(args.name, directory, str(args.source[0]) if args.source else None, args.revision)
     print(f"{directory} is {'made' if made else 'up to date'}. Override for `gtpo-verl train`, `eval` and `audit`:")
     print(_override("actor_rollout_ref.model.path", directory))
-    return 0
 
 
-def _prepare_generated(args: argparse.Namespace) -> int:
+def _prepare_generated(args: argparse.Namespace) -> None:
     """Draw problems of a generator, and print the overrides that train on them."""
     _refuse(args, "draws problems", "--style")
     try:
@@ -212,7 +192,6 @@ def _prepare_generated(args: argparse.Namespace) -> int:
         f"{found.train} problems for training, {found.validation} for validation; none has the words and numbers of one"
     )
     print(f"of the other file. Overrides for `gtpo-verl train`:\n{shlex.join(overrides)}")
-    return 0
 
 
 def _override(key: str, path: Path) -> str:
@@ -230,7 +209,7 @@ def _local_files(args: argparse.Namespace) -> list[Path]:
     else:
         if args.files:
             raise UserError(f"prepare-data {args.name}: give local files as --from {args.files[0]}.")
-        files = args.source or []
+        files = args.source
     for file in [*files, *args.against]:
         if not file.is_file():
             raise UserError(f"{file} is a directory: name its files." if file.is_dir() else f"{file}: no such file.")

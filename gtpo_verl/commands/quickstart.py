@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gtpo_verl.commands.options import overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of, share
 from gtpo_verl.config import choices, chosen, compose_config
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.experiments.launchers import Launcher
@@ -45,20 +45,18 @@ for each.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    """Declare the command's arguments."""
     share(parser, {"overrides": "Hydra overrides for every arm", "--config-dir": ""})
-    parser.add_argument("--arms", default=",".join(ARMS), metavar="A,B", help="what to train (default: %(default)s)")
-    parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps per arm (default: the setting's)")
     fresh = "start a new run even if an unfinished one could resume"
     share(parser, {"--output": "parent directory of the run (default: %(default)s)", "--fresh": fresh})
     parser.set_defaults(output=Path("outputs"))
-    parser.add_argument("--parallel", type=int, metavar="N", help="arms at once (default: as many as fit)")
-    parser.add_argument(
-        "--random-verdicts",
-        action="store_true",
-        help="control: random verdicts on training responses, so that nothing should be learnt",
+    control = "control: random verdicts on training responses, so that nothing should be learnt"
+    declare(
+        parser,
+        ("--arms A,B", ",".join(ARMS), "what to train"),
+        ("--steps N", int, "optimiser steps per arm (default: the setting's)"),
+        ("--parallel N", int, "arms at once (default: as many as fit)"),
+        ("--random-verdicts", False, control),
     )
 
 

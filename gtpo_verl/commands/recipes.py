@@ -8,11 +8,11 @@ from gtpo_verl.errors import UserError
 
 # In a checkout they are beside the package; setup puts them inside it, as it does with configs/.
 DIRECTORIES = ("recipe", "scripts")
+EPILOG = "Without an action, lists the recipes."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.epilog = "Without an action, lists the recipes."
+    """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     copy = actions.add_parser("copy", help="copy recipe/ and scripts/ into a directory, to read and to adapt")
     copy.add_argument("directory", type=Path, metavar="DIR")
@@ -20,17 +20,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List or copy; returns the exit code.
+    """List, copy, or say where they are; returns the exit code.
 
     Raises:
-        UserError: the directory has a recipe/ or scripts/ already.
+        UserError: the directory has a recipe/ or scripts/ already, which may have been adapted.
     """
     if args.action == "path":
         print(root())
     elif args.action == "copy":
-        copy_to(args.directory)
+        _copy_to(args.directory)
     else:
-        list_recipes()
+        for script in sorted((root() / "recipe").glob("*_*.sh")):
+            print(f"{script.stem:22}{script.read_text().splitlines()[1].removeprefix('# ')}")
+        print("\n`gtpo-verl recipes copy DIR` copies them with their launchers; recipe/README.md says how to run one.")
     return 0
 
 
@@ -40,20 +42,7 @@ def root() -> Path:
     return package if (package / DIRECTORIES[0]).is_dir() else package.parent
 
 
-def list_recipes() -> None:
-    """Print the name of each recipe and the line that says what it is."""
-    for script in sorted((root() / "recipe").glob("*_*.sh")):
-        text = script.read_text().splitlines()[1].removeprefix("# ")
-        print(f"{script.stem:22}{text}")
-    print("\n`gtpo-verl recipes copy DIR` copies them with their launchers; recipe/README.md says how to run one.")
-
-
-def copy_to(directory: Path) -> None:
-    """Copy recipes and launchers into a directory.
-
-    Raises:
-        UserError: it has one of them already, which may have been adapted.
-    """
+def _copy_to(directory: Path) -> None:
     for name in DIRECTORIES:
         if (directory / name).exists():
             raise UserError(f"{directory / name} is there already: name another directory, or remove it first.")

@@ -3,12 +3,14 @@
 import argparse
 from pathlib import Path
 
-from gtpo_verl.commands.options import share
+from gtpo_verl.commands.options import declare, share
 from gtpo_verl.report import page
+
+ALLOWED = "A setting makes arms of its own; code, versions, hardware and checksums are tolerated. May be repeated"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``gtpo-verl report``."""
+    """Declare the command's arguments."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -17,26 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of a run, of a sweep or of one training, a .jsonl file of verl's file logger, a directory of "
         "TensorBoard's event files, or an offline run of Weights & Biases",
     )
-    parser.add_argument(
-        "--allow",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="compare runs although they differ in KEY; the report says so. A setting makes arms of its own; code, "
-        "versions, hardware and checksums are tolerated. May be repeated",
-    )
-    place = (
-        "of report.html, summary.json and figures/ (default: that of the run, or outputs/report-NAMES for several runs)"
-    )
+    declare(parser, ("--allow KEY", list, "compare runs although they differ in KEY; the report says so. " + ALLOWED))
+    place = "of report.html, summary.json, figures/ (default: that of the run, or outputs/report-NAMES of several)"
     share(parser, {"--output": place})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the report, print its table, and return the exit code 0.
-
-    Raises:
-        UserError: see `gtpo_verl.report.page.write_report`.
-    """
+    """Write the report and print its table; returns the exit code."""
     report = page.write_report(args.runs, args.output or page.default_output(args.runs), args.allow)
     page.print_table(report)
     return 0

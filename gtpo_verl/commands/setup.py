@@ -67,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cpu", action="store_true", help="install the packages for a machine without a GPU")
     parser.add_argument("--dev", action="store_true", help="also install the tools for tests and checks")
     parser.add_argument("--check", action="store_true", help="print the commands and change nothing")
-    parser.add_argument("--dry-run", dest="check", action="store_true", help=argparse.SUPPRESS)  # of 0.1
 
 
 def run(args: argparse.Namespace) -> int:

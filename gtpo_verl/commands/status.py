@@ -15,17 +15,12 @@ STYLES = {"running": "bold green", "complete": "bold green", "failed": "bold red
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.add_argument("what", metavar="X", help="directory of a run or of a sweep, or a job of `gtpo-verl submit`")
-    share(parser, {"--address": "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"})
+    """Declare the command's arguments."""
+    share(parser, {"what": "", "--address": "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status; returns the exit code: 0, or 1 for a run that failed.
-
-    Raises:
-        UserError: the directory holds no training, or there is no such job.
-    """
+    """Print the status; returns the exit code: 0, or 1 for a run that failed."""
     directory = Path(args.what)
     if (directory / SWEEP_FILE).is_file():
         from gtpo_verl.experiments import run as experiment

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from gtpo_verl.commands.options import overrides_of, renamed, share
-from gtpo_verl.commands.stop import add_grace, stop_job
+from gtpo_verl.commands.options import declare, overrides_of, share
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.jobs import Jobs
@@ -39,64 +38,40 @@ _STEP = re.compile(rf"(?P<what>step|{STOPPED}) (?P<step>\d+)(/| of )(?P<steps>\d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    """Declare the command's arguments."""
     share(parser, {"overrides": "", "--address": ""})
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--follow", action="store_true", help="follow the log to the end of the job (default)")
-    what.add_argument("--detach", action="store_true", help="print the job's id and return")
-    what.add_argument("--list", action="store_true", help="show the trainings that were submitted to this cluster")
-    what.add_argument("--logs", metavar="JOB", help="follow the log of one of them, from the beginning")
-    renamed(what, "--status", "gtpo-verl status JOB", "status", kind=str)
-    renamed(what, "--stop", "gtpo-verl stop JOB", "stop", kind=str)
-    parser.set_defaults(status=None, stop=None)
-    add_grace(parser)
+    declare(
+        what,
+        ("--follow", False, "follow the log to the end of the job (default)"),
+        ("--detach", False, "print the job's id and return"),
+        ("--list", False, "show the trainings that were submitted to this cluster"),
+        ("--logs JOB", str, "follow the log of one of them, from the beginning"),
+    )
     waiting = "let the training wait for devices that other jobs hold"
     share(parser, {"--check": "check the run on the cluster and stop", "--wait": waiting, "--allow-changes": ""})
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=0,
-        metavar="N",
-        help="after a failure go on from the last checkpoint, until more than N attempts in a row have brought no new "
-        "step (default: %(default)s)",
+    declare(
+        parser,
+        ("--retries N", 0, "go on after a failure, until more than N attempts in a row have brought no new step"),
+        ("--id JOB", str, "name of the job (default: the run directory's, and the time)"),
+        ("--working-dir DIR", Path, "files to carry (default: this directory's)"),
+        ("--exclude PATTERN", list, "files to leave out, as in .gitignore"),
+        ("--env NAME[=VALUE]", list, "a variable for the job, this process's where no value is given; in no log"),
+        ("--environment FILE", Path, "a bash script whose exports are passed like --env"),
     )
-    parser.add_argument("--id", metavar="JOB", help="name of the job (default: the run directory's, and the time)")
-    parser.add_argument(
-        "--working-dir", type=Path, default=Path(), metavar="DIR", help="files to carry (default: this directory's)"
-    )
-    parser.add_argument(
-        "--exclude", action="append", default=[], metavar="PATTERN", help="files to leave out, as in .gitignore"
-    )
-    parser.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="a variable for the job and its workers, this process's where no value is given; shown in no log",
-    )
-    parser.add_argument(
-        "--environment", type=Path, metavar="FILE", help="a bash script whose exports are passed like --env"
-    )
+    parser.set_defaults(working_dir=Path())
 
 
 def run(args: argparse.Namespace) -> int:
     """Submit, or look at jobs; returns the exit code."""
-    looking = args.list or args.status or args.logs or args.stop
-    if looking and args.overrides:
-        raise UserError("--list and --logs take no overrides.")
-    if not looking:
+    if not args.list and not args.logs:
         return submit(args)
+    if args.overrides:
+        raise UserError("--list and --logs take no overrides.")
     jobs = Jobs(args.address)
-    if args.list:
-        print_jobs(jobs.list())
-        return 0
     if args.logs:
         return follow(jobs, args.logs)
-    if args.stop:
-        return stop_job(args.stop, args.address, args.grace)
-    print_jobs([jobs.known(args.status)])
+    print_jobs(jobs.list())
     return 0
 
 

@@ -1,12 +1,9 @@
 """``gtpo-verl sweep``: runs over axes in Hydra's sweep syntax, as Ray jobs or as processes of this machine."""
 
 import argparse
-from pathlib import Path
 
-from gtpo_verl.commands.options import note_renamed, overrides_of, renamed, share
-from gtpo_verl.errors import UserError
+from gtpo_verl.commands.options import declare, overrides_of, share, share_gpu
 from gtpo_verl.experiments import run as experiment
-from gtpo_verl.files import local_path
 
 EPILOG = """\
 examples:
@@ -20,13 +17,10 @@ A value a,b or range(8) makes an axis, and a run is trained for every combinatio
 key on the command line replaces the file's. The same command continues a sweep that was stopped or killed: a finished
 run is never trained again, and others go on from their checkpoints. docs/guides/sweeps.md has the rest.
 """
-ACTIONS = {"status": experiment.status, "stop": experiment.stop}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    """Declare the command's arguments."""
     share(
         parser,
         {
@@ -37,22 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--allow-changes": "",
         },
     )
-    renamed(parser, "--dry-run", "--check", "check")
-    renamed(parser, "--dir", "--output", "output", kind=local_path)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--local", action="store_true", help="processes of this machine, no cluster")
     share(where, {"--address": ""})
-    parser.add_argument("--parallel", type=int, metavar="N", help="runs at once (default: as many as fit)")
-    share(parser, {"--gpu": "of the costs of --check (default: %(default)s)", "--measured": ""})
+    declare(parser, ("--parallel N", int, "runs at once (default: as many as fit)"))
+    share_gpu(parser, "of the costs of --check (default: %(default)s)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, plan, show or stop a sweep; returns the exit code."""
-    if args.overrides[:1] and args.overrides[0] in ACTIONS:
-        if len(args.overrides) != 2:
-            raise UserError(f"name one sweep: gtpo-verl {args.overrides[0]} DIR")
-        note_renamed(f"gtpo-verl sweep {args.overrides[0]}", f"gtpo-verl {args.overrides[0]}")
-        return ACTIONS[args.overrides[0]](Path(args.overrides[1]))
+    """Train or plan a sweep; returns the exit code."""
     where = experiment.Where(local=args.local, parallel=args.parallel, address=args.address)
     overrides = overrides_of(args)
     if args.check:

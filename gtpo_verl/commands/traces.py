@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl.commands.options import note_renamed, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of, share
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
 from gtpo_verl.evaluation.subject import configuration, find_subject
 from gtpo_verl.files import check_writable
-from gtpo_verl.rules.data import check_data
+from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.runs.terminal import progress_over
 
@@ -38,15 +38,16 @@ finished, and the same command goes on.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument("model", metavar="MODEL", help="the guide: a run, a checkpoint or a model")
-    parser.add_argument("file", type=Path, metavar="FILE", help="prompts: a parquet file in verl's schema")
+    """Declare the command's arguments."""
+    share(parser, {"model": "the guide: a run, a checkpoint or a model"})
+    declare(parser, ("file FILE", Path, "prompts: a parquet file in verl's schema"))
     share(parser, {"overrides": "", "--config-dir": "", "--output": "of NAME.traces.parquet (default: that of FILE)"})
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="of each prompt (default: %(default)s)")
-    parser.add_argument("--keep-wrong", action="store_true", help="keep responses that the verifier calls wrong, too")
     share(parser, {"--fresh": "", "--wait": ""})
+    declare(
+        parser,
+        ("--samples N", 1, "of each prompt"),
+        ("--keep-wrong", False, "keep responses that the verifier calls wrong, too"),
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,9 +58,6 @@ def run(args: argparse.Namespace) -> int:
     config = configuration(subject, [*overrides, f"data.val_files={source}"])
     config.data.filter_overlong_prompts = False  # rows are known by their number in the file
     check_evaluation(config, overrides)
-    check_data(config, ("val_files",))
-
-    from gtpo_verl.integrations.launch import export_environment
 
     export_environment(config)
     from gtpo_verl.integrations.checks import check_with_verl
@@ -87,9 +85,6 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(f"{args.file} is not a parquet file: `gtpo-verl prepare-data parquet {args.file}` makes one.")
     name = f"{source.stem}.traces.parquet"
     output: Path = (args.output / name if args.output else source.with_name(name)).resolve()
-    as_file = args.output is not None and args.output.suffix == ".parquet"
-    if as_file:
-        output = args.output.resolve()
     check_path_in_job("--output", output)
     if output == source:
         raise UserError(f"--output {output} is the input file: give another name.")
@@ -98,8 +93,6 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
     if args.samples < 1:
         raise UserError(f"--samples {args.samples}: it must be at least 1.")
-    if as_file:  # after the checks: an error must be the only line on stderr
-        note_renamed("--output FILE", "--output DIR")
     return source, output
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.commands.options import overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of, share
 from gtpo_verl.config import (
     check_path_in_job,
     compose_config,
@@ -49,12 +49,14 @@ with the same trainer.run_dir. All that the run prints is in train.log there.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments on ``parser``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+    """Declare the command's arguments."""
     share(parser, {"overrides": "", "--config-dir": ""})
-    parser.add_argument("--resolve", action="store_true", help="with --cfg: resolve interpolations")
-    parser.add_argument("--package", "-p", metavar="KEY", help="with --cfg: print this section alone")
+    declare(
+        parser,
+        ("--resolve", False, "with --cfg: resolve interpolations"),
+        ("--package,-p KEY", str, "with --cfg: print this section alone"),
+        ("--verbose", False, "show all that the run prints, from every process"),
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--cfg",
@@ -70,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     share(what, {"--check": "check all that can be checked without a GPU and stop"})
     what.add_argument("--multirun", "-m", action="store_true", help="train every value: `gtpo-verl sweep --local`")
     share(parser, {"--allow-changes": "", "--wait": ""})
-    parser.add_argument("--verbose", action="store_true", help="show all that the run prints, from every process")
 
 
 def run(args: argparse.Namespace) -> int:

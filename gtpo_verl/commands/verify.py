@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gtpo_verl.commands.options import renamed, share
+from gtpo_verl.commands.options import declare, share
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import check_writable, write_json
 from gtpo_verl.verifiers import RULES
@@ -34,50 +34,28 @@ Ctrl-C stops and reports on the responses verified so far.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``gtpo-verl verify``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a dump of responses, JSON lines")
-    parser.add_argument("--workers", type=int, default=2, help="processes per rule (default: %(default)s)")
-    parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="SECONDS", help="time limit per sample (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--memory-mb", type=int, default=1024, metavar="MIB", help="memory limit per sample (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--no-fallback",
-        action="store_true",
-        help="boxed: a response without a box is wrong; by default its last formula or number counts",
-    )
-    parser.add_argument(
-        "--correct-threshold",
-        type=float,
-        metavar="ACC",
-        help="`acc` from which the run found a response correct (default: algorithm.correct_threshold of the run that "
-        "FILE lies in, else 1.0)",
-    )
-    parser.add_argument(
-        "--examples", type=int, default=10, metavar="N", help="disagreements to show (default: %(default)s)"
+    declare(
+        parser,
+        ("--workers N", 2, "processes per rule"),
+        ("--timeout SECONDS", 10.0, "time limit per sample"),
+        ("--memory-mb MIB", 1024, "memory limit per sample"),
+        ("--no-fallback", False, "boxed: without a box a response is wrong; else its last formula or number counts"),
+        ("--correct-threshold ACC", float, "`acc` of a correct response (default: that of the run of FILE, else 1.0)"),
+        ("--examples N", 10, "disagreements to show"),
     )
     share(parser, {"--output": f"also write {REPORT_FILE} there"})
-    parser.set_defaults(json=None)
-    renamed(parser, "--json", f"--output DIR, which gets {REPORT_FILE}", "json", kind=Path)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify every response by both rules and report; returns the exit code.
-
-    Raises:
-        UserError: a file is not a dump, a limit is out of range, or the report cannot be written.
-    """
+    """Verify every response by both rules and report; returns the exit code."""
     given = args.correct_threshold
     thresholds = {file: threshold_of(file) if given is None else given for file in args.files}
     total = sum(1 for _ in read_samples(thresholds))  # every line is checked before the first is verified
     if total == 0:
         raise UserError(f"no response in {', '.join(map(str, args.files))}.")
-    file = args.output / REPORT_FILE if args.output else args.json
-    if file is not None:
-        check_writable(file.parent, f"--output {file.parent}")
+    if args.output is not None:
+        check_writable(args.output, f"--output {args.output}")
     limits = {"workers": args.workers, "timeout": args.timeout, "memory_mb": args.memory_mb}
     agreement = Agreement()
     interrupted = False
@@ -95,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if agreement.samples == 0:
         raise KeyboardInterrupt
     print_report(agreement, total)
-    if file is not None:
-        _write_report(file, agreement, total, thresholds)
+    if args.output is not None:
+        _write_report(args.output / REPORT_FILE, agreement, total, thresholds)
     return 130 if interrupted else 0
 
 

@@ -2,13 +2,16 @@
 
 import fnmatch
 import hashlib
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import files_of
-from gtpo_verl.runs.directory import flatten
+from gtpo_verl.runs.directory import flatten, now
+from gtpo_verl.runs.provenance import hardware, run_versions
 
 # Sections that responses and verdicts depend on, except for the keys in IGNORED.
 SECTIONS = (
@@ -69,6 +72,18 @@ def settings_as_in_training(config: DictConfig) -> dict[str, Any]:
     rollout = config.actor_rollout_ref.rollout
     sampling = {f"actor_rollout_ref.rollout.{key}": rollout[key] for key in ("temperature", "top_p", "top_k")}
     return {key: value for key, value in settings_of(config).items() if ".val_kwargs." not in key} | sampling
+
+
+def facts_of(config: DictConfig, command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What is recorded with the responses that a command samples: model, command line, time, versions, settings."""
+    return {
+        "model": str(config.actor_rollout_ref.model.path),
+        "command": shlex.join(["gtpo-verl", *command]),
+        "created": now(),
+        "versions": run_versions(),
+        "hardware": hardware(),
+        "settings": dict(settings),
+    }
 
 
 def _file_checksum(file: str) -> str:

@@ -102,14 +102,14 @@ def _grpo_s(
             "policy loss grpo_s needs its own settings: set actor_rollout_ref.actor.policy_loss._target_="
             "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
         )
-    losses, metrics = surrogates.mixed_sequence_loss(
+    losses, metrics = surrogates.mixed_loss(
         log_prob,
         old_log_prob,
         one_per_response(advantages, response_mask),
         response_mask,
         clip_ratio_low=settings.seq_clip_ratio_low,
         clip_ratio_high=settings.seq_clip_ratio_high,
-        ratio="geometric" if settings.seq_ratio == "geometric" else "arithmetic",
+        ratio=settings.seq_ratio,
         **_of_guide(log_prob),
     )
     # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.

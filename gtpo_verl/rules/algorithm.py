@@ -37,8 +37,6 @@ def loss(config: DictConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key}={loss} averages over sequences: set {ACTOR}.loss_agg_mode={needed[loss]} (it is {chosen})."
         )
-    if loss == "gtpo":  # of earlier versions
-        yield Problem(f"{key}=gtpo is now verl's own, which computes the same: set it to vanilla.")
     if loss == "vanilla" and not (actor.clip_ratio_c or 0) > 1:
         value = "null" if actor.clip_ratio_c is None else actor.clip_ratio_c
         yield Problem(

@@ -10,7 +10,7 @@ from gtpo_verl.config import files_of
 from gtpo_verl.data.table import open_table
 from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError
-from gtpo_verl.problems import Problem, note, refuse
+from gtpo_verl.problems import Problem, note
 
 FILES = ("train_files", "val_files")
 
@@ -32,15 +32,6 @@ def data(config: DictConfig, keys: Sequence[str] = FILES) -> Iterator[Problem]:
         for file in files_of(files):
             if "://" not in file:
                 yield from _file(config, key, file)
-
-
-def check_data(config: DictConfig, keys: Sequence[str] = FILES) -> None:
-    """Check files alone.
-
-    Raises:
-        UserError: everything that is wrong with them.
-    """
-    refuse(data(config, keys))
 
 
 def _columns(config: DictConfig) -> set[str]:

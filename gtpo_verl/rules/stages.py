@@ -8,8 +8,10 @@ from functools import partial
 
 from omegaconf import DictConfig
 
+from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.problems import Problem, Rule, evaluate, refuse
 from gtpo_verl.rules import algorithm, data, guide, loggers, model, overrides, ranges, rollout, sizes, start
+from gtpo_verl.tasks.prepare import use_embedded_prompts
 
 CONFIGURATION = (*algorithm.RULES, *guide.RULES, *rollout.RULES, *sizes.RULES)
 MACHINE = (*start.RULES, *loggers.RULES, *model.RULES, *data.RULES, *rollout.MACHINE)
@@ -37,11 +39,11 @@ def check(config: DictConfig, given: Sequence[str] = ()) -> None:
 
 
 def check_evaluation(config: DictConfig, given: Sequence[str] = ()) -> None:
-    """Check what a command that samples and verifies needs of a configuration. Its validation files come later: those
-    of an embedded task are made first.
-
-    Raises:
-        UserError: everything that is wrong.
+    """Check what a command that samples and verifies needs, and make the prompts of an embedded task; raises a
+    UserError of everything that is wrong.
     """
     rules = (sizes.lengths, model.model, algorithm.verifier, partial(start.ray, given=given))
     refuse(evaluate([ranges.sampling], config) or evaluate(rules, config))
+    check_model(config)
+    use_embedded_prompts(config)  # which takes minutes: what can be checked before is
+    refuse(data.data(config, ("val_files",)))

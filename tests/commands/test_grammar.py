@@ -1,4 +1,4 @@
-"""One grammar for all commands: an option has one meaning, and spellings of the release before work with a note."""
+"""One grammar for all commands: an option has one meaning."""
 
 import argparse
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from gtpo_verl import cli
 from gtpo_verl.cli import main
-from gtpo_verl.commands.options import overrides_of, renamed, share
+from gtpo_verl.commands.options import overrides_of, share
 from gtpo_verl.runs.directory import MetricsRecorder, write_record
 from gtpo_verl.runs.sweep import Sweep, write
 
@@ -54,31 +54,9 @@ def test_methods_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nhardware=\n  cpu gpu\n" in printed
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "values"),
-    [
-        ("sweep", ["--dry-run", "--dir", "x"], {"check": True, "output": Path("x")}),
-        ("audit", ["--dry-run"], {"dry_run": True}),
-        ("export", ["run", "--cpu"], {"init_on_cpu": True}),
-        ("verify", ["file", "--json", "x"], {"json": Path("x")}),
-        ("submit", ["--status", "job"], {"status": "job"}),
-        ("submit", ["--stop", "job"], {"stop": "job"}),
-    ],
-)
-def test_spellings_of_the_release_before_work_with_a_note(
-    command: str, old: list[str], values: dict[str, object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = vars(declared(command).parse_args(old))
-    assert {name: given[name] for name in values} == values
-    notes = capsys.readouterr().err.splitlines()
-    assert len(notes) == len([word for word in old if word.startswith("--")])
-    assert all(note.startswith("note: `--") and "` now; the next release" in note for note in notes)
-
-
 def test_an_option_for_overrides_is_one(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     share(parser, {"overrides": "", "--config-dir": "", "--allow-changes": ""})
-    renamed(parser, "--old", "--allow-changes", "allow_changes", kind=str)
     args = parser.parse_args(["algo=gtpo", "--config-dir", str(tmp_path), "--allow-changes", "seed,data"])
     assert overrides_of(args) == [
         f'hydra.searchpath=["file://{tmp_path}"]',
@@ -121,10 +99,6 @@ def test_a_sweep_is_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixt
     write_record(tmp_path / "seed=1", {"status": "complete", "attempts": []})
     assert main(["status", str(tmp_path)]) == 0
     assert "seed=1" in capsys.readouterr().out
-    assert main(["sweep", "status", str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert "seed=1" in said.out
-    assert "note: `gtpo-verl sweep status` is `gtpo-verl status` now" in said.err
     assert main(["stop", str(tmp_path)]) == 0
     assert "1 finished" in capsys.readouterr().out
 

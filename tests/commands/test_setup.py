@@ -305,7 +305,7 @@ def test_a_step_that_fails_shows_pips_reason_and_goes_on_when_it_is_repeated(pyt
 def test_a_dry_run_prints_every_command_and_changes_nothing(python: Path):
     subprocess.run([python, "-m", "pip", "install", "-q", "torchvision"], check=True)
     before = sorted(python.parents[1].rglob("*"))
-    done = run_setup(python, "--dev", "--dry-run")
+    done = run_setup(python, "--dev", "--check")
     assert done.returncode == 0, done.stderr
     assert sorted(python.parents[1].rglob("*")) == before
     lines = [line.removeprefix("+ ") for line in done.stdout.splitlines() if line.startswith("+ ")]

@@ -45,8 +45,8 @@ def test_the_table_the_share_and_the_examples(
     dump: WriteDump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = dump(*[BOTH] * 5, ANSWER_ONLY, BOXED_ONLY, NEITHER, NEITHER, NEITHER)
-    report = tmp_path / "report.json"
-    assert cli.main(["verify", str(path), "--json", str(report), "--examples", "1"]) == 0
+    report = tmp_path / "agreement.json"
+    assert cli.main(["verify", str(path), "--output", str(tmp_path), "--examples", "1"]) == 0
     found = json.loads(report.read_text())
     assert found["table"] == {"both": 5, "answer_only": 1, "boxed_only": 1, "neither": 3}
     assert found["agreement"]["share"] == 0.8
@@ -64,16 +64,16 @@ def test_the_table_the_share_and_the_examples(
 @pytest.mark.slow
 def test_a_sample_that_hangs_is_reported_and_the_rest_judged(dump: WriteDump, tmp_path: Path) -> None:
     path = dump(BOTH, (r"\boxed{9^{9^{9^9}}}", "9^{9^{9^8}}", None), BOXED_ONLY)
-    report = tmp_path / "report.json"
-    assert cli.main(["verify", str(path), "--json", str(report), "--timeout", "2"]) == 0
+    report = tmp_path / "agreement.json"
+    assert cli.main(["verify", str(path), "--output", str(tmp_path), "--timeout", "2"]) == 0
     found = json.loads(report.read_text())
     assert found["failures"] == {"answer": {}, "boxed": {"timeout": 1}}
     assert found["table"] == {"both": 1, "answer_only": 0, "boxed_only": 1, "neither": 1}
 
 
 def test_without_fallback_a_box_is_demanded(dump: WriteDump, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    assert cli.main(["verify", str(dump(BOTH, BOXED_ONLY)), "--no-fallback", "--json", str(report)]) == 0
+    report = tmp_path / "agreement.json"
+    assert cli.main(["verify", str(dump(BOTH, BOXED_ONLY)), "--no-fallback", "--output", str(tmp_path)]) == 0
     assert json.loads(report.read_text())["table"] == {"both": 0, "answer_only": 1, "boxed_only": 1, "neither": 0}
 
 
@@ -138,8 +138,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 def test_a_report_that_cannot_be_written_is_said_before_the_work(dump: WriteDump, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for place in (["--output", str(tmp_path / "file")], ["--json", str(tmp_path / "file" / "report.json")]):
-        assert cli.main(["verify", str(dump(BOTH)), *place]) == 2
+    assert cli.main(["verify", str(dump(BOTH)), "--output", str(tmp_path / "file")]) == 2
 
 
 @pytest.mark.slow
@@ -152,10 +151,10 @@ def test_the_report_is_in_the_directory_that_is_named(dump: WriteDump, tmp_path:
 def test_the_run_found_correct_what_reached_its_threshold(dump: WriteDump, tmp_path: Path) -> None:
     """``acc`` of 0.6 is correct in a run with a threshold of 0.5, and in no other."""
     response, truth, _ = BOTH
-    path, report = dump((response, truth, 0.6), name="run/validation/10.jsonl"), tmp_path / "report.json"
+    path, report = dump((response, truth, 0.6), name="run/validation/10.jsonl"), tmp_path / "agreement.json"
 
     def recorded(*arguments: str) -> dict[str, int]:
-        assert cli.main(["verify", str(path), "--json", str(report), *arguments]) == 0
+        assert cli.main(["verify", str(path), "--output", str(tmp_path), *arguments]) == 0
         return json.loads(report.read_text())["recorded"]["answer"]
 
     assert recorded() == {"same": 0, "other": 1}
@@ -170,7 +169,7 @@ def test_the_run_found_correct_what_reached_its_threshold(dump: WriteDump, tmp_p
 def test_ctrl_c_reports_what_was_judged(
     dump: WriteDump, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, report = dump(*[BOTH] * 20), tmp_path / "report.json"
+    path, report = dump(*[BOTH] * 20), tmp_path / "agreement.json"
     real = command.verified
 
     def interrupted(*arguments: Any, **keywords: Any) -> Iterator[Any]:
@@ -178,7 +177,7 @@ def test_ctrl_c_reports_what_was_judged(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "verified", interrupted)
-    assert cli.main(["verify", str(path), "--json", str(report)]) == 130
+    assert cli.main(["verify", str(path), "--output", str(tmp_path)]) == 130
     found = json.loads(report.read_text())
     assert (found["judged"], found["responses"]) == (7, 20)
     assert "interrupted: 7 of 20 responses were verified" in capsys.readouterr().out

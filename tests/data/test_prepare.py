@@ -171,12 +171,13 @@ def test_a_column_of_a_guide_that_cannot_be(
 
 def test_the_output_is_what_verls_data_set_reads(write: Write, math_rows: Rows, tmp_path: Path) -> None:
     from gtpo_verl.config import compose_config
-    from gtpo_verl.rules.data import check_data
+    from gtpo_verl.problems import refuse
+    from gtpo_verl.rules.data import data
 
     output = tmp_path / "out.parquet"
     assert prepare("math-500", "--from", write("test.jsonl", math_rows), "--output", output) == 0
     config = compose_config([f"data.train_files={output}", f"data.val_files={output}", "data.train_batch_size=4"])
-    check_data(config)
+    refuse(data(config))
 
 
 # -------------------------------------------------------------------- the checks

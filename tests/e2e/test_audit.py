@@ -29,7 +29,7 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
         *(sys.executable, "-m", "gtpo_verl.cli", "audit", str(prepared.model_path), "setting=quickstart"),
         *("hardware=cpu", f"data.val_files={prepared.val_file}", "--output", str(output), *SIZES),
     ]
-    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=300)
+    dry = subprocess.run([*command, "--check"], capture_output=True, text=True, timeout=300)
     assert dry.returncode == 0, dry.stderr
     assert "2,880 continuations" in dry.stdout
     assert not output.exists()
@@ -90,7 +90,7 @@ def test_gradients_of_a_model(default_task_dir: Path, tmp_path: Path) -> None:
         *("task=countdown", "hardware=cpu", f"data.val_files={prepared.val_file}", "--output", str(output)),
         *("--gradients", "24", "--prompts", "48", "--methods", "gtpo,dapo_blame,kl_cov"),
     ]
-    dry = subprocess.run([*command, "--dry-run"], capture_output=True, text=True, timeout=300)
+    dry = subprocess.run([*command, "--check"], capture_output=True, text=True, timeout=300)
     assert "24 groups with contrast and 24 more in the true gradient, 8 responses each" in dry.stdout, dry.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr + (output / "audit.log").read_text()[-5000:]

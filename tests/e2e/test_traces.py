@@ -20,11 +20,11 @@ PROMPTS = 40
 
 def test_the_guides_answers_are_kept_with_the_models_log_probabilities(default_task_dir: Path, tmp_path: Path) -> None:
     prepared = prepare_task(task("sums"), default_task_dir)
-    source, output = tmp_path / "train.parquet", tmp_path / "with_traces.parquet"
+    source, output = tmp_path / "train.parquet", tmp_path / "with_traces" / "train.traces.parquet"
     pq.write_table(pq.read_table(prepared.train_file).slice(0, PROMPTS), source)
     command = [
         *(sys.executable, "-m", "gtpo_verl.cli", "traces", str(prepared.model_path), str(source)),
-        *("setting=quickstart", "hardware=cpu", "--samples", "2", "--output", str(output)),
+        *("setting=quickstart", "hardware=cpu", "--samples", "2", "--output", str(output.parent)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

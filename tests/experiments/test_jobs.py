@@ -137,7 +137,7 @@ def test_a_refused_run_is_one_line_and_a_stopped_one_leaves_nothing(
     assert main([*command, "--id", "wrong", "--", *wrong]) == 2
     assert capsys.readouterr().err == "error: job wrong failed: data.val_files=/only/there.parquet: no such file.\n"
 
-    assert main([*command, "--stop", "stopped", "--grace", "1"]) == 0
+    assert main(["stop", "stopped", "--address", head.address, "--grace", "1"]) == 0
     assert jobs.status("stopped") in ("STOPPED", "FAILED")
     assert {job.id for job in jobs.list()} >= {"wrong", "stopped"}
     assert not [job.id for job in jobs.list() if "-stop-" in job.id]

@@ -15,7 +15,8 @@ from gtpo_verl.data.prepare import Request, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS
 from gtpo_verl.errors import UserError
-from gtpo_verl.rules.data import check_data
+from gtpo_verl.problems import refuse
+from gtpo_verl.rules.data import data as data_files
 from gtpo_verl.runs.correctness import is_correct, verdict
 from gtpo_verl.verifiers.answer import judge
 from gtpo_verl.verifiers.reward import truth_text
@@ -72,7 +73,7 @@ def rows(rng: Random, directory: Path) -> str:
         check(row["prompt"] and all(isinstance(one["content"], str) for one in row["prompt"]), f"prompt of {row}")
         check(row["reward_model"]["ground_truth"] not in (None, ""), f"no truth in {row}")
     data = {"prompt_key": "prompt", "reward_fn_key": "data_source", "val_files": str(request.output)}
-    check_data(OmegaConf.create({"data": data | {"train_batch_size": 1}}), ("val_files",))
+    refuse(data_files(OmegaConf.create({"data": data | {"train_batch_size": 1}}), ("val_files",)))
     return PASSED
 
 

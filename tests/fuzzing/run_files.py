@@ -17,7 +17,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import ProblemFile, changes_since, open_evaluation
 from gtpo_verl.evaluation.subject import find_subject
 from gtpo_verl.experiments.status import statuses, table
-from gtpo_verl.planning.measured import MeasuredRun
+from gtpo_verl.planning.measured import read_steps
 from gtpo_verl.report.page import write_report
 from gtpo_verl.runs import checkpoints
 from gtpo_verl.runs.directory import restore_step
@@ -118,7 +118,7 @@ def _readers(sweep: Path) -> dict[str, Callable[[], Any]]:
         "problems": lambda: ProblemFile(run / "evaluation" / "problems.jsonl"),
         "an evaluation": lambda: open_evaluation(run / "evaluation", FACTS, fresh=False),
         "change": lambda: changes_since(run / "evaluation", FACTS["settings"], [], limit=9, threshold=1.0),
-        "measured": lambda: MeasuredRun.read(run),
+        "measured": lambda: read_steps(run),
         "samples of verify": lambda: list(read_samples({samples: threshold_of(samples)})),
     }
 

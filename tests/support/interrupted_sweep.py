@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("arguments", nargs="+", help="axes and options of `gtpo-verl sweep`")
     args = parser.parse_args()
     moments = random.Random(args.seed)
-    command = [sys.executable, "-m", "gtpo_verl.cli", "sweep", "--dir", str(args.dir), *args.arguments, *SHORT]
+    command = [sys.executable, "-m", "gtpo_verl.cli", "sweep", "--output", str(args.dir), *args.arguments, *SHORT]
     began = time.monotonic()
     finished: dict[str, int] = {}
     killed = [_killed(command, args.dir, moments.uniform(5, args.within), finished) for _ in range(args.kills)]
