@@ -7,6 +7,7 @@ of the old policy, have no gradient, and are 0 outside the mask. A method turns 
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO
 
 CHANGED = 1e-5  # of A0, what is more than round-off
-SCOPES = ("batch", "group", "response")
+Scope = Literal["batch", "group", "response"]
 
 
 def dtype_of(batch: Batch) -> torch.dtype:
@@ -36,10 +37,7 @@ def shaped_reward(batch: Batch) -> torch.Tensor:
 
 
 def dapo_advantages(batch: Batch) -> torch.Tensor:
-    """A0 (B, T): (R - mean) / (std + 1e-6) of the group, R with the length penalty; shapes and entropies are checked.
-
-    A group whose rewards are equal has A0 = 0. Where the batch has `A0`, that is taken.
-    """
+    """A0 (B, T): that of the batch, or DAPO's, (R - mean) / (std + 1e-6) of the group, R with the length penalty."""
     if batch.A0 is not None:
         return torch.where(batch.response_mask != 0, batch.A0, 0.0)
     return DAPO.advantages(batch).advantages
@@ -90,10 +88,7 @@ def scopes(batch: Batch, scope: str) -> Iterator[slice | torch.Tensor]:
 def over_scope(
     values: torch.Tensor, batch: Batch, scope: str, statistic: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """(B, 1): a statistic of the valid tokens of the scope that a row belongs to; 0 for a scope without tokens.
-
-    values: (B, T). statistic: (N,) to ().
-    """
+    """(B, 1): a statistic, (N,) to (), of the valid tokens of values (B, T) in a row's scope; 0 without tokens."""
     mask = batch.response_mask != 0
     found = values.new_zeros(len(values), 1)
     for rows in scopes(batch, scope):
@@ -113,9 +108,7 @@ def quantile(values: torch.Tensor, q: float) -> torch.Tensor:
 
 
 def highest(values: torch.Tensor, among: torch.Tensor, share: float) -> torch.Tensor:
-    """(B, T) bool: the k = ⌈share · N⌉ highest of the N values that `among` (B, T) marks; of equal ones the first, row
-    by row.
-    """
+    """(B, T) bool: the ⌈share · N⌉ highest of the N values that `among` (B, T) marks, of equal ones the first."""
     candidates = values[among]
     k = math.ceil(share * len(candidates) - 1e-9)  # 0.1 · 30 is a little more than 3
     chosen = torch.zeros_like(candidates, dtype=torch.bool)
@@ -124,9 +117,7 @@ def highest(values: torch.Tensor, among: torch.Tensor, share: float) -> torch.Te
 
 
 def output(A: torch.Tensor, A0: torch.Tensor, batch: Batch, kept: torch.Tensor | None = None) -> AdvantageOutput:
-    """The result of a method, with what it changed of A0: `changed_share` of the tokens, and the factor on the mean |A|
-    of either polarity; `kept_share` of the tokens for a mask `kept` (B, T).
-    """
+    """The result of a method, with the shares of tokens changed and `kept` (B, T), and the factors on the mean |A|."""
     mask = batch.response_mask != 0
     tokens = max(int(mask.sum()), 1)
     A = torch.where(mask, A, 0.0)

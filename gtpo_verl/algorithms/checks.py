@@ -13,10 +13,7 @@ VERDICTS = {"correct": "the verdict of the verifier (acc >= threshold)", "guide"
 
 
 def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.Tensor | None) -> None:
-    """Refuse a batch whose shapes or types disagree; `rows` are further tensors with one value per response.
-
-    Raises ValueError that names the argument and the first row without a partner.
-    """
+    """Refuse a batch whose shapes or types disagree; `rows` are further tensors with one value per response."""
     if not isinstance(response_mask, torch.Tensor) or response_mask.dim() != 2 or response_mask.is_complex():
         raise ValueError(f"response_mask must be (B, T), a tensor of 0 and 1, got {_described(response_mask)}")
     check_group_type(group)
@@ -54,9 +51,7 @@ def check_group_type(group: torch.Tensor) -> None:
 
 
 def check_tokens(values: torch.Tensor, response_mask: torch.Tensor, name: str = "entropy") -> None:
-    """Refuse numbers of tokens, such as entropies, that are not floating point or do not have the mask's shape; names
-    the first row or position too many.
-    """
+    """Refuse numbers of tokens, such as entropies, that are not floating point or do not have the mask's shape."""
     if not isinstance(values, torch.Tensor) or not values.is_floating_point() or values.dim() != 2:
         raise ValueError(f"{name} must be (B, T), floating point (nats), got {_described(values)}")
     if values.shape != response_mask.shape:
@@ -71,10 +66,7 @@ def check_tokens(values: torch.Tensor, response_mask: torch.Tensor, name: str = 
 
 
 def check_entropies(H: torch.Tensor, group: Group, dtype: torch.dtype) -> None:
-    """Refuse entropies that are not finite, clearly negative or absurd.
-
-    H: (G, T) nats of a group, 0 outside the mask. dtype: in which they were given.
-    """
+    """Refuse entropies H (G, T) of a group, given in a dtype, that are not finite, clearly negative or absurd."""
     lowest = torch.tensor(LOWEST_ENTROPY, dtype=dtype).item()  # -0.001 rounds downwards in float32
     low, high = H.aminmax()
     if low >= lowest and high <= HIGHEST_ENTROPY:  # neither holds for NaN

@@ -6,7 +6,8 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from gtpo_verl.errors import did_you_mean
 
@@ -17,18 +18,40 @@ LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float
 # A field that a run does not list under `algorithm.<name>`, because it keeps the value elsewhere.
 GIVEN_BY_RUN = {"given_by_run": True}
 
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "negatives": ("zero", "inverse", "based_inverse"),
-    "mean": ("arithmetic", "geometric"),
-    "entropy_mean": ("arithmetic", "geometric"),
-    "axis": ("position", "response", "matrix"),
-    "scope": ("group", "batch"),
-    "norm_scope": ("group", "batch"),
-    "normalization": ("all", "joint", "within", "none"),
-    "degenerate": ("zero", "shape"),
-    "length_penalty": ("none", "soft", "grop"),
-    "length_denominator": ("cache", "max"),
-}
+Mean = Literal["arithmetic", "geometric"]
+GroupOrBatch = Literal["group", "batch"]
+ZeroToOne = Annotated[float, 0, 1]  # the ends of a range, both in it
+NotNegative = Annotated[float, 0, math.inf]
+
+
+class Settings:
+    """Base of a config: every field must be what its type says, a word of a `Literal`, true or false, a whole number
+    above 0, a finite number, or one in the range that an `Annotated` ends with. Other types are not looked at.
+    """
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(type(self), include_extras=True).items():
+            check(name, getattr(self, name), kind)
+
+
+def check(name: str, value: Any, kind: Any) -> None:
+    """Refuse a setting that is not of a kind, as `Settings` says."""
+    origin, details = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):  # a kind, or None
+        if value is not None:
+            check(name, value, details[0])
+    elif origin is Literal:
+        choice(name, value, details)
+    elif origin is Annotated:
+        low, high = details[1:]
+        if not low <= number(name, value) <= high:
+            raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
+    elif kind is float:
+        number(name, value)
+    elif kind is bool and not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}")
+    elif kind is int and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
 
 
 def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
@@ -47,7 +70,7 @@ def run_settings(kind: type) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShapingConfig:
+class ShapingConfig(Settings):
     """What GTPO and GRPO-S have in common; use one of the two subclasses.
 
     negatives: shaped reward of wrong responses: `zero` (early text, eq. 2), `inverse` (early eq. 15) or `based_inverse`
@@ -71,29 +94,26 @@ class ShapingConfig:
     gamma: γ1 of the group-relative penalty, in (0.5, 1].
     """
 
-    negatives: str = "based_inverse"
-    mean: str = "arithmetic"
-    scope: str = "group"
-    normalization: str = "all"
-    norm_scope: str = "group"
+    negatives: Literal["zero", "inverse", "based_inverse"] = "based_inverse"
+    mean: Mean = "arithmetic"
+    scope: GroupOrBatch = "group"
+    normalization: Literal["all", "joint", "within", "none"] = "all"
+    norm_scope: GroupOrBatch = "group"
     entropy_clip: tuple[float, float] | None = None
     entropy_floor: float = 1e-6
-    degenerate: str = "zero"
+    degenerate: Literal["zero", "shape"] = "zero"
     preserve_sign: bool = False
-    length_penalty: str = "none"
-    length_denominator: str = "cache"
+    length_penalty: Literal["none", "soft", "grop"] = "none"
+    length_denominator: Literal["cache", "max"] = "cache"
     max_length: int = field(default=20480, metadata=GIVEN_BY_RUN)
     cache_length: int = field(default=4096, metadata=GIVEN_BY_RUN)
     gamma: float = 0.75
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.name in _CHOICES:
-                choice(item.name, getattr(self, item.name), _CHOICES[item.name])
-        flag("preserve_sign", self.preserve_sign)
+        super().__post_init__()
         if self.entropy_clip is not None:
             object.__setattr__(self, "entropy_clip", interval("entropy_clip", self.entropy_clip))
-        if number("entropy_floor", self.entropy_floor) < LOWEST_FLOOR:
+        if self.entropy_floor < LOWEST_FLOOR:
             raise ValueError(
                 f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got "
                 f"{self.entropy_floor}"
@@ -109,8 +129,8 @@ class ShapingConfig:
 
 def check_lengths(max_length: int, cache_length: int) -> None:
     """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
-    whole("max_length", max_length)
-    whole("cache_length", cache_length)
+    check("max_length", max_length, int)
+    check("cache_length", cache_length, int)
     if cache_length > max_length:
         raise ValueError(f"cache_length must not exceed max_length, got {cache_length} > {max_length}")
 
@@ -121,18 +141,6 @@ def check_gamma(gamma: float) -> None:
         raise ValueError(f"gamma must be in (0.5, 1], else easy and hard groups overlap, got {gamma}")
 
 
-def flag(name: str, value: Any) -> None:
-    """Refuse a setting that is not a bool."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}")
-
-
-def whole(name: str, value: Any) -> None:
-    """Refuse a setting that is no whole number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a whole number, at least 1, got {value!r}")
-
-
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Refuse a setting that is none of the `allowed` words, with the closest."""
     if value not in allowed:
@@ -141,18 +149,8 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
         )
 
 
-def within(name: str, value: Any, low: float, high: float, *, open_ends: bool = False) -> None:
-    """Refuse a setting that is no number in [low, high], or in (low, high)."""
-    inside = low < number(name, value) < high if open_ends else low <= number(name, value) <= high
-    if not inside:
-        ends = "()" if open_ends else "[]"
-        raise ValueError(f"{name} must be in {ends[0]}{low:g}, {high:g}{ends[1]}, got {value}")
-
-
 def check_shares(base_name: str, base: float, weight_name: str, weight: float) -> None:
-    """Refuse a base reward and an entropy weight that are negative or both 0; warn of a sum that is not a usual one."""
-    within(base_name, base, 0, math.inf)
-    within(weight_name, weight, 0, math.inf)
+    """Refuse a base reward and an entropy weight that are both 0; warn of a sum that is not a usual one."""
     if base + weight == 0:
         raise ValueError(f"{base_name} and {weight_name} must not both be 0: no reward would be left")
     if all(abs(base + weight - usual) > 1e-9 for usual in USUAL_SUMS):

@@ -3,12 +3,13 @@ sizes of credit on other tokens.
 """
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from gtpo_verl.algorithms.base import dapo_advantages, entropies, output, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, within
+from gtpo_verl.algorithms.config import GroupOrBatch, Settings, ZeroToOne
 from gtpo_verl.algorithms.gtpo import GTPO
 from gtpo_verl.algorithms.registry import Algorithm
 
@@ -16,13 +17,10 @@ AS_PRESET = {"entropy_floor": 1e-3}  # of `gtpo`: at the published 1e-6 nat the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlameConfig:
+class BlameConfig(Settings):
     """kappa: κ, the factor on the negative advantages of wrong responses, in [0, 1]; 1 is DAPO."""
 
-    kappa: float = 0.5
-
-    def __post_init__(self) -> None:
-        within("kappa", self.kappa, 0, 1)
+    kappa: ZeroToOne = 0.5
 
 
 def _dapo_blame(batch: Batch, config: BlameConfig) -> AdvantageOutput:
@@ -32,23 +30,17 @@ def _dapo_blame(batch: Batch, config: BlameConfig) -> AdvantageOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffledConfig:
+class ShuffledConfig(Settings):
     """side: whose advantages change places, those of `wrong` responses, or of `both` kinds, each among themselves.
     scope: where they do, within a `group` or in the whole `batch`, which also mixes groups of other success rates.
     """
 
-    side: str = "wrong"
-    scope: str = "group"
-
-    def __post_init__(self) -> None:
-        choice("side", self.side, ("wrong", "both"))
-        choice("scope", self.scope, ("group", "batch"))
+    side: Literal["wrong", "both"] = "wrong"
+    scope: GroupOrBatch = "group"
 
 
 def _gtpo_shuffled(batch: Batch, config: ShuffledConfig) -> AdvantageOutput:
-    """GTPO's advantages in random order over the tokens of one verdict and scope: their sizes stay, and what they have
-    to do with the entropy of their tokens goes.
-    """
+    """GTPO's advantages in random order over the tokens of one verdict and scope: their sizes stay."""
     settings, _ = GTPO.configure(AS_PRESET)
     A0 = GTPO.advantages(replace(batch, entropy=entropies(batch)), settings).advantages
     A, mask = A0.clone(), batch.response_mask != 0

@@ -5,27 +5,26 @@ They differ in the direction. With more entropy a correct token gets more credit
 blame (`entropy_bonus`), more (`eapo`), or what the setting says (`polarity_entropy`, our control).
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import SCOPES, dapo_advantages, entropies, output, over_scope
+from gtpo_verl.algorithms.base import Scope, dapo_advantages, entropies, output, over_scope
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, number, within
+from gtpo_verl.algorithms.config import NotNegative, Settings
 from gtpo_verl.algorithms.registry import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyBonusConfig:
+class EntropyBonusConfig(Settings):
     """alpha: α >= 0, advantage per nat (0.4 for GRPO, 0.1 for PPO). kappa: κ > 1, the bonus is at most |A0| / κ."""
 
-    alpha: float = 0.4
+    alpha: NotNegative = 0.4
     kappa: float = 2.0
 
     def __post_init__(self) -> None:
-        within("alpha", self.alpha, 0, math.inf)
-        if number("kappa", self.kappa) <= 1:
+        super().__post_init__()
+        if self.kappa <= 1:
             raise ValueError(f"kappa must be above 1, else the bonus turns the sign of wrong tokens, got {self.kappa}")
 
 
@@ -52,22 +51,21 @@ ENTROPY_BONUS = Algorithm(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EAPOConfig:
+class EAPOConfig(Settings):
     """alpha: α >= 0. phi: φ > α, |Z| is at most |A0| / φ. scope: of mean and standard deviation, which the source does
     not say.
     """
 
-    alpha: float = 0.2
+    alpha: NotNegative = 0.2
     phi: float = 2.0
-    scope: str = "batch"
+    scope: Scope = "batch"
 
     def __post_init__(self) -> None:
-        within("alpha", self.alpha, 0, math.inf)
-        if number("phi", self.phi) <= self.alpha:
+        super().__post_init__()
+        if self.phi <= self.alpha:
             raise ValueError(
                 f"alpha / phi must be below 1, else advantages turn their sign, got {self.alpha} / {self.phi}"
             )
-        choice("scope", self.scope, SCOPES)
 
 
 def _eapo(batch: Batch, config: EAPOConfig) -> AdvantageOutput:
@@ -96,7 +94,7 @@ EAPO = replace(ENTROPY_BONUS, name="eapo", label="EAPO", config=EAPOConfig, comp
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolarityEntropyConfig:
+class PolarityEntropyConfig(Settings):
     """lambda_correct, lambda_wrong: λ of either polarity; above 0 more entropy means more credit (or blame).
 
     scope: the tokens whose mean entropy has weight 1. The defaults lean as GTPO does; (0, 0) is DAPO.
@@ -104,12 +102,7 @@ class PolarityEntropyConfig:
 
     lambda_correct: float = 0.5
     lambda_wrong: float = -0.5
-    scope: str = "batch"
-
-    def __post_init__(self) -> None:
-        number("lambda_correct", self.lambda_correct)
-        number("lambda_wrong", self.lambda_wrong)
-        choice("scope", self.scope, SCOPES)
+    scope: Scope = "batch"
 
 
 def _polarity_entropy(batch: Batch, config: PolarityEntropyConfig) -> AdvantageOutput:

@@ -10,17 +10,18 @@ policy: the old policy's are the same in the first update of a step. The later t
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from gtpo_verl.algorithms.base import SCOPES, dapo_advantages, entropies, highest, output, quantile, scopes
+from gtpo_verl.algorithms.base import Scope, dapo_advantages, entropies, highest, output, quantile, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, within
+from gtpo_verl.algorithms.config import Settings, ZeroToOne
 from gtpo_verl.algorithms.registry import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForkingConfig:
+class ForkingConfig(Settings):
     """Settings of `fork20` and `random20`.
 
     ratio: ρ, the share of tokens on top, in (0, 1].
@@ -33,22 +34,17 @@ class ForkingConfig:
     is that over kept ones; `all` does not.
     """
 
-    ratio: float = 0.2
-    scope: str = "batch"
-    rule: str = "threshold"
-    select: str = "top"
-    polarity: str = "both"
-    normalizer: str = "kept"
+    ratio: ZeroToOne = 0.2
+    scope: Scope = "batch"
+    rule: Literal["threshold", "topk"] = "threshold"
+    select: Literal["top", "bottom"] = "top"
+    polarity: Literal["both", "correct", "wrong"] = "both"
+    normalizer: Literal["kept", "all"] = "kept"
 
     def __post_init__(self) -> None:
-        within("ratio", self.ratio, 0, 1)
+        super().__post_init__()
         if self.ratio == 0:
             raise ValueError("ratio must be above 0: no token would be kept")
-        choice("scope", self.scope, SCOPES)
-        choice("rule", self.rule, ("threshold", "topk"))
-        choice("select", self.select, ("top", "bottom"))
-        choice("polarity", self.polarity, ("both", "correct", "wrong"))
-        choice("normalizer", self.normalizer, ("kept", "all"))
 
 
 def kept_tokens(score: torch.Tensor, batch: Batch, config: ForkingConfig) -> torch.Tensor:

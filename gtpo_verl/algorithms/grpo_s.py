@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput
-from gtpo_verl.algorithms.config import ShapingConfig, check_shares
+from gtpo_verl.algorithms.config import Mean, NotNegative, ShapingConfig, check_shares
 from gtpo_verl.algorithms.gtpo import values, weights
 from gtpo_verl.algorithms.penalties import of_batch
 from gtpo_verl.algorithms.registry import Algorithm, Style
@@ -28,9 +28,9 @@ class GRPOSConfig(ShapingConfig):
     entropy_mean: how the entropies of a response become one number, `arithmetic` or `geometric`.
     """
 
-    beta1: float = 1.0
-    beta2: float = 0.1
-    entropy_mean: str = "arithmetic"
+    beta1: NotNegative = 1.0
+    beta2: NotNegative = 0.1
+    entropy_mean: Mean = "arithmetic"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,11 +54,9 @@ def totals(V: torch.Tensor, mask: torch.Tensor, config: GRPOSConfig) -> Totals:
 
 
 def rewards_of_correct(W: torch.Tensor, penalty: torch.Tensor | None, config: GRPOSConfig) -> torch.Tensor:
-    """r̂ = β1 + β2 w: early section 3.4, late section on GRPO-S; with a penalty of length, early (14), late appendix
-    D.
-    """
+    """r̂ of correct responses: early section 3.4, late section on GRPO-S."""
     R = config.beta1 + config.beta2 * W
-    return R if penalty is None else R + penalty
+    return R if penalty is None else R + penalty  # of length: early (14), late appendix D
 
 
 def rewards_of_wrong(W: torch.Tensor, config: GRPOSConfig) -> torch.Tensor:

@@ -12,11 +12,12 @@ step, R -> A, is in normalization.py, and the loop over groups in shaping.py.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput
-from gtpo_verl.algorithms.config import ShapingConfig, check_shares, number
+from gtpo_verl.algorithms.config import NotNegative, ShapingConfig, check_shares
 from gtpo_verl.algorithms.penalties import of_batch
 from gtpo_verl.algorithms.registry import Algorithm, Style
 from gtpo_verl.algorithms.shaping import Formulas, ShapedBatch, Totals
@@ -33,9 +34,9 @@ class GTPOConfig(ShapingConfig):
     clip_kappa: κ of the early eq. 13, which clips the correct rewards to [1, alpha1 (1 + 1/κ)], or None.
     """
 
-    alpha1: float = 1.0
-    alpha2: float = 0.1
-    axis: str = "position"
+    alpha1: NotNegative = 1.0
+    alpha2: NotNegative = 0.1
+    axis: Literal["position", "response", "matrix"] = "position"
     clip_kappa: float | None = None
 
     def __post_init__(self) -> None:
@@ -43,7 +44,7 @@ class GTPOConfig(ShapingConfig):
         check_shares("alpha1", self.alpha1, "alpha2", self.alpha2)
         if self.clip_kappa is None:
             return
-        if number("clip_kappa", self.clip_kappa) <= 1:
+        if self.clip_kappa <= 1:
             raise ValueError(f"clip_kappa must be above 1 (early eq. 13), got {self.clip_kappa}")
         # An upper bound of exactly 1 is legal; 0.9 * (1 + 1/9) must not fail by its last bit.
         if self.alpha1 * (1 + 1 / self.clip_kappa) < 1 - 1e-12:

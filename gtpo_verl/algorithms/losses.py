@@ -240,12 +240,7 @@ def _log_ratio(log_prob: torch.Tensor, old_log_prob: torch.Tensor, mask: torch.T
 
 
 def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: Epsilon, high: Epsilon) -> Metrics:
-    """Shares of entries where the clip binds, on either side, and location and spread of the ratio. Impossible clip
-    ranges are refused.
-
-    The spread is the root mean square distance from 1, where both policies agree: unlike a standard deviation it means
-    something for a micro-batch of one sequence.
-    """
+    """Shares of entries where the clip binds, mean of the ratio, and its root mean square distance from 1."""
     _check_clip(low, high)
     with torch.no_grad():
         below = ((ratio < 1 - low) & (A < 0)).to(ratio.dtype)

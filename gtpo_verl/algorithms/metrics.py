@@ -47,9 +47,7 @@ class CreditMetrics:
         self._rewards = [both.join(more) for both, more in zip(self._rewards, rewards, strict=True)]
 
     def add_sign_flips(self, group: Group, A: torch.Tensor, mask: torch.Tensor) -> None:
-        """Advantages (G, T), or (G, 1), of a group that takes part, before `preserve_sign`: which contradict the
-        verdict.
-        """
+        """Advantages (G, T), or (G, 1), before `preserve_sign`: which contradict the verdict."""
         plus, minus = group.sides
         for polarity, (side, contradicts) in enumerate(((plus, A[plus] < 0), (minus, A[minus] > 0))):
             self._flips[polarity] += int((contradicts & mask[side]).sum())
@@ -115,9 +113,7 @@ def credit_metrics(
 
 
 def _spreads(A: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(G,) the population standard deviation of the advantages (G, T) of each response; exactly 0 where all are
-    equal.
-    """
+    """(G,) the population standard deviation of A (G, T) in each response; exactly 0 where all are equal."""
     first = A.gather(1, mask.to(torch.uint8).argmax(1, keepdim=True))
     A, count = torch.where(mask, A - first, 0.0), mask.sum(1)
     mean = A.sum(1, keepdim=True) / count[:, None]

@@ -7,13 +7,13 @@ rows have ratios r̂ = π_θ / π_φ. docs/guides/mixed-policy.md says what is r
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from gtpo_verl.algorithms.base import dapo_advantages, shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, config_from, flag, number, whole
+from gtpo_verl.algorithms.config import Settings, config_from
 from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.algorithms.losses import LOG_RATIO_BOUND
@@ -26,17 +26,9 @@ from gtpo_verl.errors import UserError
 # of tokens, `mixed`, is verl's `vanilla` on the others.
 GUIDED_LOSSES = {"vanilla": "mixed", "mixed": "mixed", "grpo_s": "grpo_s"}
 
-_CHOICES = {
-    "mode": ("off", "mix", "zero", "both"),
-    "source": ("traces", "server"),
-    "ratio": ("phi", "one", "old"),
-    "clip": ("dapo", "none"),
-    "adv_scope": ("union", "on_only"),
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class GuideConfig:
+class GuideConfig(Settings):
     """`algorithm.guide`: which rows of a group are the guide's, and what the objective makes of them.
 
     mode: `mix` gives the last `n_off` rows of a group to the guide unless all the others are correct; `zero` gives it
@@ -55,37 +47,30 @@ class GuideConfig:
     last_step: the last step in which the guide takes part; None for no end.
     """
 
-    mode: str = "off"
-    source: str = "traces"
+    mode: Literal["off", "mix", "zero", "both"] = "off"
+    source: Literal["traces", "server"] = "traces"
     model: str | None = None
     replicas: int = 1
     tensor_parallel_size: int = 1
     n_off: int = 1
     n_zero: int = 1
-    ratio: str = "phi"
-    clip: str = "dapo"
+    ratio: Literal["phi", "one", "old"] = "phi"
+    clip: Literal["dapo", "none"] = "dapo"
     shape_gamma: float | None = None
-    adv_scope: str = "union"
+    adv_scope: Literal["union", "on_only"] = "union"
     in_entropy_stats: bool = False
     drop_wrong: bool = False
     last_step: int | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
-            choice(name, getattr(self, name), allowed)
-        for name in ("n_off", "n_zero", "replicas", "tensor_parallel_size"):
-            whole(name, getattr(self, name))
-        if self.last_step is not None:
-            whole("last_step", self.last_step)
-        flag("drop_wrong", self.drop_wrong)
-        flag("in_entropy_stats", self.in_entropy_stats)
+        super().__post_init__()
         if self.in_entropy_stats and self.adv_scope != "union":
             raise ValueError("in_entropy_stats=true makes guide rows like any other: set adv_scope=union")
         if self.source == "server" and not self.model:
             raise ValueError("source=server needs model=DIRECTORY (Hugging Face format), the guide")
         if self.source == "traces" and self.model is not None:
             raise ValueError("model is read with source=server alone: set source=server, or model=null")
-        if self.shape_gamma is not None and number("shape_gamma", self.shape_gamma) <= 0:
+        if self.shape_gamma is not None and self.shape_gamma <= 0:
             raise ValueError(f"shape_gamma must be above 0, got {self.shape_gamma}")
         if self.shape_gamma is not None and self.clip != "none":
             raise ValueError("shape_gamma is a shaping without a clip: set clip=none, or shape_gamma=null")
@@ -112,16 +97,13 @@ class GuideConfig:
 
     @property
     def reserved(self) -> int:
-        """Rows of a group that may go to the guide, its last ones: the others are drawn from the policy and judged
-        first.
-        """
+        """The last rows of a group, which may go to the guide: the others are drawn and judged first."""
         return self.mixed + (self.n_zero if self.mode in ("zero", "both") else 0)
 
     def rows(self, verdicts: Sequence[bool]) -> int:
         """How many of the reserved rows go to the guide, by the verdicts on the group's other rows.
 
-        Own rows alone are judged: with seven correct ones and a wrong one of the guide, all that a group would teach is
-        to unlearn the guide. None where all are correct, or there is no verdict.
+        None where all are correct: beside a wrong row of the guide they would teach to unlearn the guide.
         """
         if all(verdicts):
             return 0

@@ -1,24 +1,20 @@
 """DAPO's advantage reshaped by the probability π of the sampled token: `ar`, `prob_mask`, `stare_o1` and `stare_c2`."""
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from gtpo_verl.algorithms.base import dapo_advantages, entropies, highest, log_probs, output, probabilities
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import number, within
+from gtpo_verl.algorithms.config import NotNegative, Settings, ZeroToOne
 from gtpo_verl.algorithms.registry import Algorithm
 
 
 @dataclass(frozen=True, kw_only=True)
-class ARConfig:
+class ARConfig(Settings):
     """alpha: α in [0, 1], what a token of probability 0 loses; 0.2 in the published runs without Lopti, 0.3 with it."""
 
-    alpha: float = 0.2
-
-    def __post_init__(self) -> None:
-        within("alpha", self.alpha, 0, 1)
+    alpha: ZeroToOne = 0.2
 
 
 def _ar(batch: Batch, config: ARConfig) -> AdvantageOutput:
@@ -44,19 +40,14 @@ AR = Algorithm(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbMaskConfig:
+class ProbMaskConfig(Settings):
     """threshold: tokens of at least this probability get no credit; above 1 all get it."""
 
-    threshold: float = 0.9
-
-    def __post_init__(self) -> None:
-        within("threshold", self.threshold, 0, math.inf)
+    threshold: NotNegative = 0.9
 
 
 def _prob_mask(batch: Batch, config: ProbMaskConfig) -> AdvantageOutput:
-    """A = A0 where π < 0.9, else 0: the mask of SPO, arXiv 2505.23564 (AIFrameResearch/SPO). The loss is divided by all
-    tokens.
-    """
+    """A = A0 where π < 0.9, else 0: the mask of SPO, arXiv 2505.23564; the loss is divided by all tokens."""
     A0 = dapo_advantages(batch)
     kept = probabilities(batch) < config.threshold
     return output(A0 * kept, A0, batch, kept)
@@ -68,7 +59,7 @@ PROB_MASK = replace(
 
 
 @dataclass(frozen=True, kw_only=True)
-class StareConfig:
+class StareConfig(Settings):
     """Settings of STARE; the defaults are variant O1 for 7B (14B and 32B: w 1.05, and m 0.95 in C2).
 
     top_ratio: share of the tokens of either sign that counts as surprising. w, m: factors, above 0, on the advantages
@@ -76,18 +67,16 @@ class StareConfig:
     below it, null: in all.
     """
 
-    top_ratio: float = 0.1
+    top_ratio: ZeroToOne = 0.1
     w: float = 1.1
     m: float = 1.0
-    target_entropy: float | None = 0.3
+    target_entropy: NotNegative | None = 0.3
 
     def __post_init__(self) -> None:
-        within("top_ratio", self.top_ratio, 0, 1)
+        super().__post_init__()
         for name in ("w", "m"):
-            if number(name, getattr(self, name)) <= 0:
+            if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.target_entropy is not None:
-            within("target_entropy", self.target_entropy, 0, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)

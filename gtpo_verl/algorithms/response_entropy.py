@@ -3,31 +3,30 @@
 Both give a correct response of low entropy more credit, the opposite of GRPO-S, and a wrong one more blame.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from gtpo_verl.algorithms.base import dapo_advantages, entropies, output, response_means, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, interval, within
+from gtpo_verl.algorithms.config import GroupOrBatch, NotNegative, Settings, interval
 from gtpo_verl.algorithms.registry import Algorithm
 
 FLOOR = 1e-6  # nats, of a mean entropy that is divided by
 
 
 @dataclass(frozen=True, kw_only=True)
-class EDAConfig:
+class EDAConfig(Settings):
     """scope: the responses whose mean entropies are compared, those of the `group` or of the `batch`.
 
     clamp: (lo, hi) of P̂, or None as published; [0.1, 10] is a safe choice.
     """
 
-    scope: str = "group"
+    scope: GroupOrBatch = "group"
     clamp: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        choice("scope", self.scope, ("group", "batch"))
+        super().__post_init__()
         if self.clamp is None:
             return
         bounds = interval("clamp", self.clamp)
@@ -67,13 +66,10 @@ EDA = Algorithm(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EMPGConfig:
+class EMPGConfig(Settings):
     """k: k >= 0, how fast credit falls with entropy; 0 leaves DAPO less its mean over the batch."""
 
-    k: float = 1.0
-
-    def __post_init__(self) -> None:
-        within("k", self.k, 0, math.inf)
+    k: NotNegative = 1.0
 
 
 def _empg(batch: Batch, config: EMPGConfig) -> AdvantageOutput:

@@ -173,9 +173,7 @@ class ShapedBatch:
         return (plus[0], plus[1]), (minus[0], minus[1])
 
     def _rewards_of_batch(self, totals: tuple[Totals, Totals] | None) -> tuple[Moments, Moments]:
-        """`norm_scope: batch`: moments of all correct and of all wrong rewards. The rewards are computed once more
-        later: to keep them would take as much memory as the batch.
-        """
+        """`norm_scope: batch`: moments of all correct and wrong rewards, which are not kept but computed once more."""
         plus, minus = Moments(), Moments()
         for group, H, own, valid in self._taking_part():
             of_group = _moments(group, self._rewards(group, H, own, totals), valid)

@@ -4,12 +4,13 @@
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from gtpo_verl.algorithms.base import dapo_advantages, dtype_of, entropies, output, over_scope, shaped_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.config import choice, within
+from gtpo_verl.algorithms.config import NotNegative, Settings
 from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.normalization import Moments
 from gtpo_verl.algorithms.registry import Algorithm
@@ -18,31 +19,27 @@ DYNAMIC_SAMPLING = "algorithm.filter_groups.enable"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WReinforceConfig:
+class WReinforceConfig(Settings):
     """correct, wrong: the advantage of correct responses, and minus that of wrong ones, at least 0."""
 
-    correct: float = 0.1
-    wrong: float = 1.0
-
-    def __post_init__(self) -> None:
-        within("correct", self.correct, 0, math.inf)
-        within("wrong", self.wrong, 0, math.inf)
+    correct: NotNegative = 0.1
+    wrong: NotNegative = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PSRConfig(WReinforceConfig):
     """Positive sample reinforcement."""
 
-    correct: float = 1.0
-    wrong: float = 0.0
+    correct: NotNegative = 1.0
+    wrong: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class NSRConfig(WReinforceConfig):
     """Negative sample reinforcement."""
 
-    correct: float = 0.0
-    wrong: float = 1.0
+    correct: NotNegative = 0.0
+    wrong: NotNegative = 1.0
 
 
 def _w_reinforce(batch: Batch, config: WReinforceConfig) -> AdvantageOutput:
@@ -74,7 +71,7 @@ NSR = replace(W_REINFORCE, name="nsr", label="NSR", config=NSRConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QAEConfig:
+class QAEConfig(Settings):
     """K: the quantile, in (0, 1). Groups with a share of correct responses up to 1 - K train on the correct ones alone,
     the others on the wrong ones.
     """
@@ -82,7 +79,9 @@ class QAEConfig:
     K: float = 0.4
 
     def __post_init__(self) -> None:
-        within("K", self.K, 0, 1, open_ends=True)
+        super().__post_init__()
+        if not 0 < self.K < 1:
+            raise ValueError(f"K must be in (0, 1), got {self.K}")
 
 
 def _qae(batch: Batch, config: QAEConfig) -> AdvantageOutput:
@@ -117,17 +116,13 @@ QAE = Algorithm(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZVPConfig:
+class ZVPConfig(Settings):
     """alpha: α >= 0, advantage per nat. max_scope: the tokens whose highest entropy wrong ones are compared with, those
     of the `response` or of the `group`.
     """
 
-    alpha: float = 0.1
-    max_scope: str = "response"
-
-    def __post_init__(self) -> None:
-        within("alpha", self.alpha, 0, math.inf)
-        choice("max_scope", self.max_scope, ("response", "group"))
+    alpha: NotNegative = 0.1
+    max_scope: Literal["response", "group"] = "response"
 
 
 def _rl_zvp(batch: Batch, config: ZVPConfig) -> AdvantageOutput:

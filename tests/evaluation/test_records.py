@@ -13,11 +13,11 @@ from gtpo_verl.evaluation.records import (
     RECORD_FILE,
     ProblemFile,
     ProblemRecord,
-    differences,
     open_evaluation,
     problem_key,
 )
 from gtpo_verl.evaluation.summary import summarize
+from gtpo_verl.runs.directory import differences
 
 Make = Callable[..., ProblemRecord]
 SETTINGS = {"actor_rollout_ref.rollout.val_kwargs.n": 8, "model": "abc"}
@@ -85,11 +85,8 @@ def test_other_settings_are_refused_by_name_unless_a_fresh_start_is_asked_for(tm
 
 
 def test_differences_are_named() -> None:
-    assert differences({"a": 1, "b": None, "c": 3}, {"b": None, "c": 4, "d": 5}) == [
-        "a was 1, is not set",
-        "c was 3, is 4",
-        "d was not set, is 5",
-    ]
+    found = differences({"a": 1, "b": None, "c": 3}, {"b": None, "c": 4, "d": 5})
+    assert found == "a was 1, is not set; c was 3, is 4; d was not set, is 5"
 
 
 @pytest.mark.parametrize(
