@@ -113,7 +113,7 @@ def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
     shapes = tensor_shapes(directory)
     if not shapes:
         settings = read_json(directory / "config.json") or {}
-        sizes = settings.get("vocab_size"), settings.get("hidden_size")
+        sizes: list[Any] = [settings.get(name) for name in ("vocab_size", "hidden_size")]
         if not all(isinstance(size, int) for size in sizes):
             return None
         shapes = {"the embedding": tuple(map(int, sizes))}

@@ -96,11 +96,7 @@ def warm_start(
     """
     model.train()
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=recipe.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=recipe.weight_decay,
-        fused=True,
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -123,11 +119,7 @@ def warm_start(
 
 
 def sample(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    seed: int,
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
     """Sample one response per prompt at temperature 1 from the full distribution.
 
