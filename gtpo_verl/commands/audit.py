@@ -177,7 +177,7 @@ def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *,
             progress.update(bars[what], completed=done, total=total)
 
         def describe(row: int, tokens: Sequence[int]) -> tuple[str, str, list[str]]:
-            record = prompts.problems.record(row)
+            record = prompts.record(row)
             return record.cluster or record.problem, prompts.text(prompts.tokens(row)), prompts.texts(tokens)
 
         try:

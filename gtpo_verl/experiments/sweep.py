@@ -23,8 +23,7 @@ from gtpo_verl.runs.directory import flatten, in_words, is_bookkeeping
 from gtpo_verl.runs.lock import is_of_lock
 from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import RETRIES, Sweep, read
-from gtpo_verl.tasks import EmbeddedTask, task_of
-from gtpo_verl.tasks.prepare import locate
+from gtpo_verl.tasks import EmbeddedTask, Task, task_of
 
 GROUP = "sweep"
 STEPS = "trainer.total_training_steps"
@@ -151,7 +150,7 @@ def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
 
 def task_overrides(directory: Path) -> list[str]:
     """The overrides of model and data that train on the embedded task prepared in a directory."""
-    paths = locate(directory)
+    paths = Task(directory.absolute())
     return [
         f"actor_rollout_ref.model.path={quoted(paths.model_path)}",
         f"data.train_files={quoted(paths.train_file)}",

@@ -2,19 +2,15 @@
 reason of the last response that failed.
 
 With `algorithm.guide`, the last responses of a group wait for the verdicts on the others, and are the guide's or the
-policy's. Everything else is verl's: agent loops, scores, rows, and that a response which fails is left out.
+policy's.
 """
 
+from contextlib import nullcontext
 from typing import Any, cast
 
 import hydra
 import ray
-from verl.experimental.agent_loop.agent_loop import (
-    AgentLoopOutput,
-    DictConfigWrap,
-    ToolListWrap,
-    _agent_loop_registry,
-)
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, DictConfigWrap, ToolListWrap, _agent_loop_registry
 from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
@@ -82,19 +78,10 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
         # also where there is no guide: no row carries them
         traces = {column: columns.pop(column, None) for column in (RESPONSES, LOG_PROBS)}
         reserve = self._reserves.get(columns["uid"])
-        if reserve is None:
-            await self._own(sampling_params, trajectory, trace, columns)
+        if reserve and await self._of_guide(reserve, sampling_params, trajectory, columns, traces):
             return
-        if await self._of_guide(reserve, sampling_params, trajectory, columns, traces):
-            return
-        with reserve.awaited(columns["session_id"]):
-            await self._own(sampling_params, trajectory, trace, columns)
-
-    async def _own(
-        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool, columns: dict[str, Any]
-    ) -> None:
-        """Generate, score and write a response of the policy."""
-        await super()._run_agent_loop(with_stream(sampling_params, columns), trajectory, trace=trace, **columns)
+        with reserve.awaited(columns["session_id"]) if reserve else nullcontext():
+            await super()._run_agent_loop(with_stream(sampling_params, columns), trajectory, trace=trace, **columns)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         await super()._compute_score(outputs, kwargs)
@@ -120,23 +107,17 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
         if self._guide.served:
             outputs = await self._of_server(sampling_params, theirs, example)
         else:
-            outputs = self._of_traces(theirs, traces, number, example)
+            theirs.pop("agent_name")
+            limit = self.config.actor_rollout_ref.rollout.response_length
+            seed = derived(int(theirs.pop(COLUMN, 0)), "guide")
+            found = traces_of(traces, self.tokenizer, limit, seed, self._guide.ratio == "phi")
+            outputs = [as_output(found[number], example)] if number < len(found) else []
         if outputs and reserve.drop_wrong:
             await self._compute_score(outputs, theirs)
         if not outputs or (reserve.drop_wrong and not reserve.is_correct(outputs[-1])):
             return False
         await self._agent_loop_postprocess(outputs, trajectory["validate"], **theirs)
         return True
-
-    def _of_traces(
-        self, columns: dict[str, Any], traces: dict[str, Any], number: int, example: AgentLoopOutput
-    ) -> list[AgentLoopOutput]:
-        """The response that the training data has for a session, if it has so many."""
-        columns.pop("agent_name")
-        seed, limit = columns.pop(COLUMN, 0), self.config.actor_rollout_ref.rollout.response_length
-        with_log_probs = self._guide.ratio == "phi"
-        found = traces_of(traces, self.tokenizer, limit, derived(int(seed), "guide"), with_log_probs)
-        return [as_output(found[number], example)] if number < len(found) else []
 
     async def _of_server(
         self, sampling_params: dict[str, Any], columns: dict[str, Any], example: AgentLoopOutput
@@ -162,9 +143,7 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
 
 
 def last_failure(manager: Any) -> str:
-    """Which response failed last, and why, as the workers of an agent loop manager say; where they are not ours or do
-    not know, where to look.
-    """
+    """Which response failed last, and why, as the workers of an agent loop manager say; or where to look."""
     unknown = "its traceback is in the run's log"
     asked = [worker.take_failure.remote() for worker in manager.agent_loop_workers if hasattr(worker, "take_failure")]
     if not asked:

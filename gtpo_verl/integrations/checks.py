@@ -215,18 +215,17 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
         yield Problem(f"reward.custom_reward_function cannot be loaded: {raised_in(file, cause)}")
         return
     try:
-        for place, row in _examples(config):
-            _ask(function, file, place, row, config.data.reward_fn_key)
+        for key, data in _local_files(config, *FILES):
+            found = open_table(data).first_rows(config.data.reward_fn_key, ("reward_model", "extra_info"))
+            for source, row in found.items():
+                place = f"the first prompt of data_source={source!r} in data.{key}={data}"
+                _ask(function, file, place, row, config.data.reward_fn_key)
     finally:
         close_pools()  # the run's own are in the reward workers
 
 
 def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[str, Any], source_key: str) -> None:
-    """Ask for one verdict; ``place`` says in messages which row it is, ``file`` is the verifier's.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Ask for one verdict on the row at a place; raises a UserError where there is none."""
     truth = row["reward_model"].get("ground_truth")
     arguments = {
         "data_source": row[source_key],
@@ -234,8 +233,13 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
         "ground_truth": truth,
         "extra_info": row.get("extra_info") or {},
     }
+
+    def call() -> Any:
+        answer = verifier(**arguments)
+        return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
+
     try:
-        result = within(VERIFIER_TIMEOUT, lambda: _call(verifier, arguments))
+        result = within(VERIFIER_TIMEOUT, call)
     except UserError:
         raise
     except TimeoutError as error:
@@ -275,26 +279,12 @@ def _finite(score: Any, place: str) -> None:
         raise UserError(f"the verifier gives {score!r:.60} on {place}: the reward must be a finite number.")
 
 
-def _call(verifier: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    if inspect.iscoroutinefunction(verifier):
-        return asyncio.run(verifier(**arguments))
-    return verifier(**arguments)
-
-
 def _local_files(config: DictConfig, *keys: str) -> Iterator[tuple[str, str]]:
     """The files of ``data`` under these keys that are here and that verl's own data set reads, each with its key."""
     for key in keys:
         if config.data[key] is not None and not config.data.get("custom_cls", {}).get("path"):
             files = files_of(config.data[key])
             yield from ((key, file) for file in files if "://" not in file and file.endswith(FORMATS))
-
-
-def _examples(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The first row of every data source in every local file of the run, with words that say where it is."""
-    for key, file in _local_files(config, *FILES):
-        found = open_table(file).first_rows(config.data.reward_fn_key, ("reward_model", "extra_info"))
-        for source, row in found.items():
-            yield f"the first prompt of data_source={source!r} in data.{key}={file}", row
 
 
 RULES = (names, checkpoint_engine, model, prompts, guide, verifier)

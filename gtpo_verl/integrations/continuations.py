@@ -1,10 +1,10 @@
 """Samples responses and continuations of prefixes in bulk, and verifies them as a training does.
 
-The rollout side of `gtpo-verl eval` without its agent loops: verl's data set, vLLM servers and reward workers.
-Sampling is that of the training (`actor_rollout_ref.rollout`, not `val_kwargs`), and a prefix is continued from its
-token ids.
+The rollout side of `gtpo-verl eval` without its agent loops. Sampling is that of the training
+(`actor_rollout_ref.rollout`, not `val_kwargs`), and a prefix is continued from its token ids.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +31,8 @@ from gtpo_verl.seeds import derived
 
 AHEAD = 2  # calls in flight for each server
 SINGLE_TURN = "single_turn_agent"
+
+Key = tuple[int, bytes]  # a row and the tokens of a response to it
 
 
 def bulk_servers(config: DictConfig) -> None:
@@ -63,21 +65,18 @@ def _replica_class() -> type:
     return BulkVLLMReplica
 
 
-class Prompts:
+class Prompts(Problems):
     """The rows of the data as token ids, and what the verifier needs of them."""
 
     def __init__(self, config: DictConfig) -> None:
-        self.problems = Problems(config)
+        super().__init__(config)
         self._limit = config.data.max_prompt_length
         self._known: dict[int, tuple[int, ...]] = {}
         self._builder: Any = create_continuous_token_builder(
-            self.problems.tokenizer,
-            hf_model_type=self.problems.model_type,
+            self.tokenizer,
+            hf_model_type=self.model_type,
             chat_template_kwargs=dict(config.data.get("apply_chat_template_kwargs") or {}),
         )
-
-    def __len__(self) -> int:
-        return len(self.problems)
 
     def tokens(self, row: int) -> tuple[int, ...]:
         """The prompt of a row, cut as verl's agent loop cuts it.
@@ -93,7 +92,7 @@ class Prompts:
 
     def _whole(self, row: int) -> tuple[int, ...]:
         if row not in self._known:
-            messages = list(self.problems.row(row)["raw_prompt"])
+            messages = list(self.row(row)["raw_prompt"])
             try:
                 self._known[row] = tuple(self._builder.build_initial_tokens(messages))
             except Exception as error:
@@ -105,12 +104,11 @@ class Prompts:
 
     def columns(self, row: int) -> dict[str, Any]:
         """The columns of a row for the verifier."""
-        values = self.problems.row(row).items()
-        return {name: value for name, value in values if not isinstance(value, torch.Tensor)}
+        return {name: value for name, value in self.row(row).items() if not isinstance(value, torch.Tensor)}
 
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text."""
-        return str(self.problems.tokenizer.decode(list(tokens)))
+        return str(self.tokenizer.decode(list(tokens)))
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
         """Each token as text."""
@@ -142,30 +140,28 @@ class Sampler:
             UserError: the verifier failed, or gives no verdict.
         """
         calls = _calls(prefixes, self._at_once)
-        generating: dict[Any, list[Prefix]] = {}
-        judging: dict[Any, tuple[list[Prefix], list[list[BulkSample]]]] = {}
-        idle = deque(self._servers * AHEAD)
-        server_of: dict[Any, Any] = {}
-        verifier = 0
+        generating: dict[Any, tuple[list[Prefix], Any]] = {}
+        judging: dict[Any, tuple[list[Prefix], list[list[BulkSample]], Iterable[Key]]] = {}
+        idle, verifiers = deque(self._servers * AHEAD), itertools.cycle(self._verifiers)
         while True:
             while idle and (call := next(calls, None)) is not None:
                 server = idle.popleft()
                 reference = server.continue_all.remote([self._request(prefix) for prefix in call], self._sampling)
-                generating[reference], server_of[reference] = call, server
+                generating[reference] = call, server
             if not generating and not judging:
                 return
             ready, _ = ray.wait([*generating, *judging], num_returns=1)
             for reference in ready:
                 if reference in generating:
-                    call, samples = generating.pop(reference), ray.get(reference)
-                    idle.append(server_of.pop(reference))
+                    call, server = generating.pop(reference)
+                    samples = ray.get(reference)
+                    idle.append(server)
                     responses = self._scorables(call, samples)
-                    judged = self._verifiers[verifier % len(self._verifiers)].compute_scores.remote(responses)
-                    verifier += 1
-                    judging[judged] = call, samples
+                    judged = next(verifiers).compute_scores.remote(list(responses.values()))
+                    judging[judged] = call, samples, responses.keys()
                 else:
-                    call, samples = judging.pop(reference)
-                    yield from self._verdicts(call, samples, ray.get(reference))
+                    call, samples, keys = judging.pop(reference)
+                    yield from self._verdicts(call, samples, dict(zip(keys, ray.get(reference), strict=True)))
 
     def _request(self, prefix: Prefix) -> BulkRequest:
         left = self._length - len(prefix.tokens)
@@ -177,9 +173,9 @@ class Sampler:
             prefix.entropies,
         )
 
-    def _scorables(self, call: list[Prefix], samples: list[list[BulkSample]]) -> list[Scorable]:
+    def _scorables(self, call: list[Prefix], samples: list[list[BulkSample]]) -> dict[Key, Scorable]:
         """The different responses of a call, each once."""
-        found: dict[tuple[int, bytes], Scorable] = {}
+        found: dict[Key, Scorable] = {}
         for prefix, continuations in zip(call, samples, strict=True):
             for sample in continuations:
                 response = _joined(prefix, sample)
@@ -187,23 +183,17 @@ class Sampler:
                 if key not in found:
                     prompt = np.array(self._prompts.tokens(prefix.row), dtype=np.int64)
                     found[key] = Scorable(prompt, response, self._prompts.columns(prefix.row))
-        return list(found.values())
+        return found
 
     def _verdicts(
-        self, call: list[Prefix], samples: list[list[BulkSample]], results: list[Any]
+        self, call: list[Prefix], samples: list[list[BulkSample]], results: dict[Key, Any]
     ) -> Iterator[tuple[Prefix, list[Continuation]]]:
-        verdicts: dict[tuple[int, bytes], tuple[bool, float]] = {}
-        place = iter(results)
         for prefix, continuations in zip(call, samples, strict=True):
             found = []
             for sample in continuations:
                 response = _joined(prefix, sample)
-                key = prefix.row, response.tobytes()
-                if key not in verdicts:
-                    verdicts[key] = self._verdict(prefix.row, next(place))
-                correct, score = verdicts[key]
-                truncated = len(response) >= self._length
-                drawn = sample.tokens, correct, score, truncated, sample.ended
+                correct, score = self._verdict(prefix.row, results[prefix.row, response.tobytes()])
+                drawn = sample.tokens, correct, score, len(response) >= self._length, sample.ended
                 found.append(Continuation(*drawn, sample.entropies, sample.log_probs))
             yield prefix, found
 
@@ -224,7 +214,7 @@ def _joined(prefix: Prefix, sample: BulkSample) -> np.ndarray:
 
 
 def _calls(prefixes: Iterable[Prefix], at_once: int) -> Iterator[list[Prefix]]:
-    """Prefixes in lists of at most so many continuations, at least one prefix each."""
+    """Prefixes in lists of at most so many continuations, or of one prefix."""
     call: list[Prefix] = []
     for prefix in prefixes:
         if call and sum(each.count for each in call) + prefix.count > at_once:

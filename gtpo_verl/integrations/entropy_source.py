@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError, did_you_mean
-from gtpo_verl.integrations.vllm.names import ENTROPIES
+from gtpo_verl.integrations.vllm import ENTROPIES
 
 
 @dataclass(frozen=True)

@@ -45,23 +45,18 @@ class Problems:
         self.tokenizer = model.tokenizer
         self.model_type = getattr(model.hf_config, "model_type", None)
         self._config = config
-        data = config.data
+        data, most = config.data, config.data.get("val_max_samples", -1)
         self._rows = create_rl_dataset(
-            data.val_files,
-            data,
-            self.tokenizer,
-            model.processor,
-            is_train=False,
-            max_samples=data.get("val_max_samples", -1),
+            data.val_files, data, self.tokenizer, model.processor, is_train=False, max_samples=most
         )
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def batch(self, rows: Mapping[str, int]) -> Any:
-        """The batch for verl's agent loops. ``rows``: number of the row by uid of its prompt.
+        """The batch for verl's agent loops, with the streams of a validation of a run with this seed.
 
-        A row is sampled from the same streams as in a validation of a run with the same seed.
+        rows: {uid of a prompt: number of its row}.
         """
         columns = collate_fn([self._rows[row] for row in rows.values()])
         columns["uid"] = np.array(list(rows), dtype=object)
@@ -92,12 +87,9 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
     Raises:
         UserError: the cluster has no room and ``wait`` is off, or a process or a node died.
     """
-    after = "The stack trace is at the end of the log. Repeat the command for the rest."
-    with (
-        with_last_word("Repeat the command for the rest."),
-        in_one_line(after),
-        _serving(config, wait=wait) as managers,
-    ):
+    after = "Repeat the command for the rest."
+    trace = f"The stack trace is at the end of the log. {after}"
+    with with_last_word(after), in_one_line(trace), _serving(config, wait=wait) as managers:
         yield managers
 
 
@@ -145,10 +137,7 @@ def evaluate(
     """Generate and verify the responses of the given rows, and pass each row to ``keep`` when it is finished.
 
     Rows are submitted in order, with at most twice as many in flight as the servers run at once: an interruption loses
-    few.
-
-    Args:
-        wait: whether to wait until the cluster has room.
+    few. ``wait``: until the cluster has room.
 
     Raises:
         UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in

@@ -42,15 +42,12 @@ def export_environment(config: DictConfig) -> dict[str, str]:
 
 
 def validate(config: DictConfig, *, to_start: bool) -> None:
-    """Check the run as verl will, and more.
+    """Check the run as verl will, and more; raises a UserError of everything that is refused.
 
     Args:
         to_start: whether the run starts now, on this machine's devices; else a submitted job asks its cluster.
-
-    Raises:
-        UserError: the plugin is not loaded; or everything that verl and ``integrations.checks`` refuse.
     """
-    # the platform that it finds, which is no news in a command
+    # it says which platform it found, which is no news in a command
     logging.getLogger("verl.plugin.platform.platform_manager").addFilter(lambda line: line.levelno > logging.INFO)
     refuse(evaluate((verls_own, *RULES, device if to_start else cluster_size), config))
 
@@ -98,9 +95,7 @@ def cluster_size(config: DictConfig) -> Iterable[Problem]:
 
 
 def leave_to_cluster(config: DictConfig) -> None:
-    """Unset the numbers of CPUs and devices that hardware=cpu sets for a Ray of the run's own, where a cluster is
-    joined: it has its own.
-    """
+    """Where a cluster is joined, unset the numbers of CPUs and devices of hardware=cpu: it has its own."""
     ray_init = config.ray_kwargs.ray_init
     for name in ("num_cpus", "num_gpus"):
         if joined_cluster(config) and name in ray_init:
@@ -123,11 +118,8 @@ def joined_cluster(config: DictConfig) -> str | None:
 def run_job(config: DictConfig, *, wait: bool = False) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
-    verl chooses a port for its process group and opens it after the workers have started. If another process has taken
-    the port in between, the job is started once more.
-
-    Args:
-        wait: whether to wait until the cluster has room for the job.
+    The job is started once more where another process has taken the port that verl had chosen. ``wait``: until the
+    cluster has room for it.
 
     Raises:
         UserError: the job failed, in any of its processes; nodes do not share the run directory; or there is no
@@ -170,7 +162,8 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
                 raise UserError(str(cause)) from error
             ports_lost += "EADDRINUSE" in str(error)
             if "EADDRINUSE" not in str(error) or ports_lost > 1:
-                raise _in_one_line(error, _after(config)) from error
+                log = Path(config.trainer.run_dir) / LOG_FILE
+                raise _in_one_line(error, f"The stack trace is at the end of {log}. {RESUME}") from error
             say("The port that verl had chosen is in use by another process: starting again.")
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
@@ -179,11 +172,8 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
 
 @contextmanager
 def with_last_word(after: str) -> Iterator[None]:
-    """Have it said if this process ends inside the block: Ray ends a driver at once, by `_exit`, when the node daemon
-    dies, and nobody is left in it to say so.
-
-    Args:
-        after: a sentence behind it: what to do.
+    """Have it said, and ``after``, what to do, if this process ends inside the block, as Ray ends a driver at once, by
+    `_exit`, when the node daemon dies.
     """
     script = "trap '' INT TERM HUP; read -r left || printf '%s\\n' \"$0\" >&2"
     line = f"error: this process was killed, for lack of memory or by hand, or Ray's node daemon died. {after}"
@@ -198,14 +188,8 @@ def with_last_word(after: str) -> Iterator[None]:
 
 @contextmanager
 def in_one_line(after: str) -> Iterator[None]:
-    """Let an error in the block that nobody expected end the command with one line; its stack traces go to stderr.
-
-    Args:
-        after: sentences behind the error: where stderr goes, and what to do.
-
-    Raises:
-        UserError: in place of the error.
-        OSError: as it was raised, because it is one line already.
+    """Raise a UserError in place of an error in the block that nobody expected, whose stack traces go to stderr; an
+    OSError is one line already. ``after``: sentences behind it, where stderr goes, and what to do.
     """
     from ray.exceptions import RayError
 
@@ -221,13 +205,8 @@ def in_one_line(after: str) -> Iterator[None]:
         raise _in_one_line(error, after) from error
 
 
-def _after(config: DictConfig) -> str:
-    log = Path(config.trainer.run_dir) / LOG_FILE
-    return f"The stack trace is at the end of {log}. {RESUME}"
-
-
 def _in_one_line(error: Exception, after: str) -> UserError:
-    """What to tell the user about an error that nobody expected; its stack traces go to the log."""
+    """What to tell the user about an error; its stack traces are printed."""
     from ray.exceptions import RayActorError, RayTaskError
 
     traceback.print_exception(error)

@@ -36,12 +36,8 @@ def nodes() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
-def on_every_node(function: Callable[..., Any], *arguments: Any, **options: Any) -> dict[str, Any]:
+def on_every_node(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     """Call a function in a worker on every node at once; it takes no CPU of the cluster's.
-
-    Args:
-        function: called with ``arguments`` there.
-        options: of the Ray task, besides those that choose the node.
 
     Returns:
         {node id: result}, for the nodes of :func:`nodes`.
@@ -52,9 +48,7 @@ def on_every_node(function: Callable[..., Any], *arguments: Any, **options: Any)
     task = ray.remote(num_cpus=0, max_retries=0)(function)
     places = nodes()
     references = {
-        node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False), **options).remote(
-            *arguments
-        )
+        node: task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(*arguments)
         for node in places
     }
     results = {}
@@ -71,11 +65,10 @@ def on_every_node(function: Callable[..., Any], *arguments: Any, **options: Any)
 
 
 def prove_shared(directory: Path, name: str = "trainer.run_dir", within: float = SEEN_WITHIN) -> int:
-    """Check that every node sees ``directory`` under the same path: each reads a nonce that this process writes there,
-    and this process finds what each of them leaves.
+    """Check that every node sees ``directory``, made if need be, under the same path: each reads a nonce that this
+    process writes there, and this process finds what each of them leaves.
 
     Args:
-        directory: made if need be.
         name: what messages call it.
         within: seconds that a file may take from one node to another.
 

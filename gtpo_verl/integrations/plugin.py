@@ -24,7 +24,8 @@ MAIN = "verl.trainer.main_ppo"
 
 
 def register() -> None:
-    """Register platform, estimators and losses in this process, and set up one that belongs to a run.
+    """Register platform, estimators and losses, and give a process of a run its seed, log lines, TransferQueue and
+    weight sync.
 
     Raises:
         UserError: verl is outside the supported range.
@@ -34,12 +35,8 @@ def register() -> None:
     from gtpo_verl.integrations import cpu_platform, estimators, losses  # noqa: F401
 
     estimators.register()
-    if os.environ.get(RUN) == "1":
-        set_up_process()
-
-
-def set_up_process() -> None:
-    """Give this process the run's seed, log lines, TransferQueue and weight sync."""
+    if os.environ.get(RUN) != "1":
+        return
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     from gtpo_verl.integrations import queue_namespace
@@ -100,11 +97,7 @@ class _ToStandardError(logging.StreamHandler):
 
 
 def check_registered() -> list[str]:
-    """Check that our names are registered in this process, and return them.
-
-    Raises:
-        UserError: one of them is missing.
-    """
+    """Our names that are registered in this process; raises a UserError where one is missing."""
     from verl.trainer.ppo import core_algos
 
     from gtpo_verl.algorithms import algorithms

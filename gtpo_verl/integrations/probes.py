@@ -31,11 +31,7 @@ ROUNDS = 5
 
 
 def registered() -> str:
-    """The names that the plugin has registered with verl in this process.
-
-    Raises:
-        UserError: one is missing.
-    """
+    """The names that the plugin has registered with verl in this process; raises a UserError where one is missing."""
     import verl  # noqa: F401  (loads the plugin)
 
     from gtpo_verl.integrations import plugin
@@ -57,14 +53,16 @@ class NodeView:
 
 
 def look(*models: str) -> NodeView:
-    """Look at this node; a worker's function.
-
-    Args:
-        models: directories whose weights are tried.
-    """
+    """Look at this node, and at these directories of models; a worker's function."""
     gpus, driver = _nvidia_smi("name"), next(iter(_nvidia_smi("driver_version")), "")
     states = RDMA.glob("*/ports/*/state")
     ports = sorted(f"{state.parts[-4]}/{state.parts[-2]}" for state in states if "ACTIVE" in state.read_text())
+    problems = [*map(unreadable, models)]
+    if ports and ctypes.util.find_library("ibverbs") is None:
+        problems.append(
+            f"RDMA on {', '.join(ports)} and no libibverbs, without which NCCL falls back to TCP: install libibverbs1, "
+            "ibverbs-providers and librdmacm1 there."
+        )
     return NodeView(
         common={"Python": platform.python_version()}
         | {name: installed_version(name) or "missing" for name in PACKAGES}
@@ -72,7 +70,7 @@ def look(*models: str) -> NodeView:
         gpus=len(gpus),
         hardware=(f"{len(gpus)} × {gpus[0]}, driver {driver}" if gpus else "no NVIDIA GPU")
         + (f"; RDMA on {', '.join(ports)}" if ports else "; no RDMA device: NCCL uses TCP"),
-        problem=next(filter(None, [*map(unreadable, models), missing_rdma_library(ports)]), ""),
+        problem=next(filter(None, problems), ""),
     )
 
 
@@ -85,16 +83,6 @@ def _nvidia_smi(field: str) -> list[str]:
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def missing_rdma_library(ports: Sequence[str]) -> str:
-    """What is wrong where there are ports for RDMA and no library for them, or an empty string."""
-    if not ports or ctypes.util.find_library("ibverbs") is not None:
-        return ""
-    return (
-        f"RDMA on {', '.join(ports)} and no libibverbs, without which NCCL falls back to TCP: install libibverbs1, "
-        "ibverbs-providers and librdmacm1 there."
-    )
 
 
 def unreadable(model: str) -> str:
@@ -208,11 +196,7 @@ def measure_all_reduce(gpus: dict[str, int]) -> str:
 
 
 def measure_vllm(tensor_parallel: int = 1) -> str:
-    """Entropies of one vLLM worker somewhere in the cluster, compared with float64.
-
-    Raises:
-        UserError: there are none, or wrong ones, or no devices are free.
-    """
+    """`measure_entropies` in a worker somewhere in the cluster; raises a UserError also where no devices are free."""
     devices = tensor_parallel if "GPU" in ray.cluster_resources() else 0
     task: Any = ray.remote(num_cpus=1, num_gpus=devices, max_retries=0)(measure_entropies)
     try:
@@ -224,9 +208,6 @@ def measure_vllm(tensor_parallel: int = 1) -> str:
 def measure_entropies(tensor_parallel: int = 1) -> str:
     """Sample from a tiny model with vLLM and compare the entropies it returns with those of transformers in float64.
 
-    Args:
-        tensor_parallel: number of GPUs over which vLLM splits it.
-
     Raises:
         UserError: there are no entropies, or wrong ones.
     """
@@ -236,8 +217,8 @@ def measure_entropies(tensor_parallel: int = 1) -> str:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    from gtpo_verl.integrations.vllm import WORKER_EXTENSION
     from gtpo_verl.integrations.vllm.codec import completion_entropies
-    from gtpo_verl.integrations.vllm.names import WORKER_EXTENSION
 
     with tempfile.TemporaryDirectory() as directory:
         _save_model(directory, tensor_parallel)
@@ -270,7 +251,7 @@ def measure_entropies(tensor_parallel: int = 1) -> str:
 
 
 def _save_model(directory: str, tensor_parallel: int) -> None:
-    """Save a small random Qwen2 that GPUs can share, whose entropies vary and are well below the maximum."""
+    """Save a small random Qwen2 that GPUs can share, with entropies well below the maximum."""
     from gtpo_verl.tasks.model import build_model
 
     heads = 4 * tensor_parallel

@@ -6,14 +6,15 @@ import asyncio
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.experimental.reward_loop import RewardLoopManager
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
@@ -67,23 +68,23 @@ def checked(function: Callable[..., Any], file: str | None) -> Callable[..., Any
     SystemExit too: in a worker's thread it would end the event loop that everything waits for.
     """
 
-    def failed(error: BaseException) -> RewardError:
-        return RewardError(f"the reward function raised {raised_in(file, error)}")
+    @contextmanager
+    def in_words() -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            raise RewardError(f"the reward function raised {raised_in(file, error)}") from error
 
     @functools.wraps(function)
     async def asynchronous(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with in_words():
             result = await function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            raise failed(error) from error
         return _with_number(result)
 
     @functools.wraps(function)
     def synchronous(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with in_words():
             result = function(*args, **kwargs)
-        except (Exception, SystemExit) as error:
-            raise failed(error) from error
         return _with_number(result)
 
     return asynchronous if inspect.iscoroutinefunction(function) else synchronous
@@ -105,15 +106,13 @@ class BoundedRewardLoopWorker(RewardLoopWorker):
 
     def __init__(self, config: DictConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        self._limit = OmegaConf.select(config, "guards.reward_timeout")  # of a run recorded earlier: no such key
+        self._limit = config.guards.reward_timeout
         manager: Any = self.reward_manager
         manager.compute_score = checked(manager.compute_score, config.reward.custom_reward_function.path)
 
     async def compute_score(self, data: DataProto) -> dict[str, Any]:
-        """verl's, within ``guards.reward_timeout`` seconds; a function that never returns keeps its thread.
-
-        Raises:
-            TimeoutError: the limit is over.
+        """verl's, with a TimeoutError after ``guards.reward_timeout`` seconds; a function that never returns keeps its
+        thread.
         """
         try:
             async with asyncio.timeout(self._limit) as limit:

@@ -176,7 +176,7 @@ class Source:
             path = Path(*module.split("."))
             root = next((root for root in self.roots if _file(root / path.parts[0])), None)
             file = root and _file(root / path)
-            self._trees[module] = file and (ast.parse(file.read_bytes()), file.name == "__init__.py")
+            self._trees[module] = (ast.parse(file.read_bytes()), file.name == "__init__.py") if file else None
         return self._trees[module]
 
     def _origin(self, module: str, node: ast.ImportFrom) -> str:

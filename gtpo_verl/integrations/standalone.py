@@ -28,11 +28,7 @@ def standalone(config: DictConfig) -> None:
 
 
 def guide_of(config: DictConfig) -> GuideConfig:
-    """The guide of a run; one recorded before there was a guide has none.
-
-    Raises:
-        UserError: an unknown key or an impossible value.
-    """
+    """The guide of a run; raises a UserError for an unknown key or an impossible value."""
     return guide_config(OmegaConf.select(config, "algorithm.guide") or {})
 
 

@@ -50,44 +50,30 @@ def read_responses(batch: KVBatchMeta, problems: Mapping[str, Problem], tokenize
     fields = ["uid", "data_source", "extra_fields"]
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
     columns = [data.pop(field).tolist() for field in fields]
-    texts = _texts(tokenizer, keys, batch.partition_id) if tokenizer else [None] * len(keys)
+    texts: list[str | None] = [None] * len(keys)
+    if tokenizer:
+        tokens = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["responses"])["responses"]
+        texts = [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.unbind()]
     rows = []
     for position, text, uid, source, extra in zip(positions, texts, *columns, strict=True):
         verdict = reward_info(extra)
         length = int(batch.tags[position]["response_len"])
-        acc = verdict.get("acc")
+        acc, pred = verdict.get("acc"), verdict.get("pred")
         acc = None if acc is None else float(acc)
+        answer = None if pred is None or pred == NO_ANSWER else str(pred)  # which DAPO's rule reports as [INVALID]
         failure = str(verdict.get("verifier_failure") or "")
         problem = problems[str(uid)]
-        response = Response(
-            problem.key, str(source), acc, _answer(verdict), length, text, failure, cluster=problem.cluster
-        )
+        response = Response(problem.key, str(source), acc, answer, length, text, failure, cluster=problem.cluster)
         rows.append((str(uid), response))
     return rows
 
 
-def _texts(tokenizer: Any, keys: list[str], partition: str) -> list[str]:
-    data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=["responses"])
-    return [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in data["responses"].unbind()]
-
-
-def _answer(verdict: Mapping[str, Any]) -> str | None:
-    """The answer that the verifier extracted; None where it found none, which DAPO's rule reports as ``[INVALID]``."""
-    answer = verdict.get("pred")
-    return None if answer is None or answer == NO_ANSWER else str(answer)
-
-
 @contextmanager
 def recorded(buffer: ReplayBuffer, agents: Any, config: DictConfig) -> Iterator[Validated]:
-    """Record the prompts that a validation submits, give them their random streams, and record the responses.
+    """Record the prompts that a validation submits to the trainer's agent loop manager and the responses in its replay
+    buffer, before verl clears them; a prompt whose samples all fail leaves none.
 
     Every validation samples the same row of the data from the same streams: what differs is the model.
-
-    Args:
-        buffer: the trainer's replay buffer; verl clears the responses before its ``_validate`` returns.
-        agents: the trainer's agent loop manager. A prompt whose samples all fail leaves no row in TransferQueue, so its
-            problem is known here alone.
-        config: of the run.
     """
     validated = Validated()
     sample, generate = buffer.sample, agents.generate_sequences
@@ -130,7 +116,8 @@ class ValidatingTrainer(PPOTrainer):
         metrics = super()._val_metrics_update(
             data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts
         )
-        return metrics | validation_metrics(self._validated, expected_acc_counts or {}, **limits(self.config))
+        limit, threshold = self.config.data.max_response_length, self.config.algorithm.correct_threshold
+        return metrics | validation_metrics(self._validated, expected_acc_counts or {}, limit, threshold)
 
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict[str, Any], dump_path: str
@@ -153,11 +140,8 @@ def submitted_problems(prompts: TensorDict) -> dict[str, Problem]:
 
 
 def dump_columns(validated: Validated, keys: Sequence[str]) -> dict[str, list[str | None]]:
-    """What verl's dump of a validation lacks, one value per line of it: the data source and the cluster.
-
-    Args:
-        validated: what :func:`recorded` collected.
-        keys: the row keys of the lines, in their order.
+    """What verl's dump of a validation lacks, one value per line of it, which have these row keys: the data source and
+    the cluster.
     """
     by_uid = dict(validated.rows)
     responses = [by_uid[parse_key(key).uid] for key in keys]
@@ -173,7 +157,6 @@ def validation_metrics(
     """The results of a validation as metrics; empty where the reward function returns no ``acc``.
 
     Args:
-        validated: what :func:`recorded` collected.
         expected: number of samples requested, by data source and uid of the prompt; samples that never came are wrong.
         limit: response length in tokens from which a response is truncated.
         threshold: ``acc`` from which a response is correct.
@@ -181,21 +164,9 @@ def validation_metrics(
     if all(response.acc is None for _, response in validated.rows):
         return {}
     samples = [to_sample(response, limit=limit, threshold=threshold) for _, response in validated.rows]
-    samples += failed_samples(validated, expected)
-    return logged(summarize(samples))
-
-
-def failed_samples(validated: Validated, expected: Mapping[tuple[str, str], int]) -> list[Sample]:
-    """One failed sample, of its prompt's problem, for each that was requested and never came."""
     came = Counter(uid for uid, _ in validated.rows)
-    return [
-        Sample(problem.key, source, correct=False, failed=True, cluster=problem.cluster)
-        for (source, uid), count in expected.items()
-        for problem in [validated.problems[uid]]
-        for _ in range(count - came[uid])
-    ]
-
-
-def limits(config: DictConfig) -> dict[str, Any]:
-    """The two settings that turn a response into a sample: the length limit in tokens, and the threshold of ``acc``."""
-    return {"limit": config.data.max_response_length, "threshold": config.algorithm.correct_threshold}
+    for (source, uid), count in expected.items():
+        problem = validated.problems[uid]
+        failed = Sample(problem.key, source, correct=False, failed=True, cluster=problem.cluster)
+        samples += [failed] * (count - came[uid])
+    return logged(summarize(samples))

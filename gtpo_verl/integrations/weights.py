@@ -20,15 +20,10 @@ Shape = tuple[int, ...]
 
 
 def weights_fault(directory: Path, config: Any) -> str | None:
-    """What of the weights in a directory does not fit a model's configuration, in one line.
+    """What of the weights in a directory does not fit transformers' configuration of a model, in one line.
 
-    Args:
-        directory: of a model in Hugging Face format, whose files are whole.
-        config: transformers' own configuration object.
-
-    Returns:
-        None where all fits, and where it cannot be said: the weights are not in safetensors or are quantized, the model
-        has code of its own, or transformers may convert tensors as it loads them.
+    None where all fits, and where it cannot be said: the weights are not in safetensors or are quantized, the model has
+    code of its own, or transformers may convert tensors as it loads them.
     """
     stored = _stored(directory)
     if isinstance(stored, str):
@@ -105,10 +100,16 @@ def tensor_shapes(directory: Path) -> dict[str, Shape]:
     return {name: tuple(entry["shape"]) for file in files for name, entry in header(file).items()}
 
 
-def largest_tensor(directory: Path) -> tuple[str, int] | None:
-    """Name and number of values of a model's largest tensor, by its files or, without safetensors, by its config.json;
-    None where neither says it.
+def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
+    """The largest tensor that the actor sends to the rollout, and the MiB of a bucket that holds it, by the model's
+    files or, without safetensors, by its config.json; None where the model is not here.
+
+    Without a GPU verl sends weights in shared memory and ends at a tensor that is larger than the bucket; between
+    processes on one GPU such a tensor goes alone.
     """
+    directory = model_directory(str(config.actor_rollout_ref.model.path))
+    if directory is None:
+        return None
     shapes = tensor_shapes(directory)
     if not shapes:
         settings = read_json(directory / "config.json") or {}
@@ -117,23 +118,8 @@ def largest_tensor(directory: Path) -> tuple[str, int] | None:
             return None
         shapes = {"the embedding": tuple(map(int, sizes))}
     name = max(shapes, key=lambda name: math.prod(shapes[name]))
-    return name, math.prod(shapes[name])
-
-
-def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
-    """The largest tensor that the actor sends to the rollout, and the MiB of a bucket that holds it; None where the
-    model is not here.
-
-    Without a GPU verl sends weights in shared memory and ends at a tensor that is larger than the bucket; between
-    processes on one GPU such a tensor goes alone.
-    """
-    directory = model_directory(str(config.actor_rollout_ref.model.path))
-    found = None if directory is None else largest_tensor(directory)
-    if found is None:
-        return None
-    name, values = found
     each = 2 if "16" in str(config.actor_rollout_ref.actor.fsdp_config.model_dtype) else 4
-    return name, math.ceil(values * each / 2**20)
+    return name, math.ceil(math.prod(shapes[name]) * each / 2**20)
 
 
 def fit_to_model(config: DictConfig) -> None:
@@ -191,8 +177,16 @@ def _empty_model(config: Any) -> Any:
     named = getattr(config, "architectures", None)
     if not isinstance(kind, type) or (named and kind.__name__ not in named):
         return None
-    if getattr(config, "quantization_config", None) is not None or _converted(kind, config):
+    if getattr(config, "quantization_config", None) is not None:
         return None
+    # transformers may load its tensors under other names or in other shapes than its files have
+    if getattr(kind, "_checkpoint_conversion_mapping", None):  # before version 5
+        return None
+    if importlib.util.find_spec("transformers.conversion_mapping") is not None:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        if get_checkpoint_conversion_mapping(config.model_type):
+            return None
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -200,17 +194,6 @@ def _empty_model(config: Any) -> Any:
         return None
     model.tie_weights()
     return model
-
-
-def _converted(kind: Any, config: Any) -> bool:
-    """Whether transformers loads this model's tensors under other names or in other shapes than its files have."""
-    if getattr(kind, "_checkpoint_conversion_mapping", None):  # before version 5
-        return True
-    if importlib.util.find_spec("transformers.conversion_mapping") is None:
-        return False
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    return bool(get_checkpoint_conversion_mapping(config.model_type))
 
 
 def _first(faults: list[str]) -> str:

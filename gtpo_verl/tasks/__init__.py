@@ -8,7 +8,7 @@ import importlib
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,22 @@ TASKS = tuple(_MODULES)  # their names
 
 @dataclass(frozen=True)
 class Task:
-    """Paths of a prepared task, and its manifest."""
+    """A prepared task: its directory, and its manifest, empty where the paths alone are wanted."""
 
-    model_path: Path
-    train_file: Path
-    val_file: Path
-    manifest: dict[str, Any]
+    directory: Path
+    manifest: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_path(self) -> Path:
+        return self.directory / "model"
+
+    @property
+    def train_file(self) -> Path:
+        return self.directory / "train.parquet"
+
+    @property
+    def val_file(self) -> Path:
+        return self.directory / "val.parquet"
 
     @property
     def baseline(self) -> float:
@@ -99,8 +109,7 @@ class EmbeddedTask:
 def set_thread_waiting() -> None:
     """Let the threads of a warm start spin for microseconds when they wait for each other, and then sleep.
 
-    Kernels of a tiny model are that short. Sleeping at once, OpenMP's PASSIVE, takes 1.4 times as long on an idle
-    machine; spinning on, its default, 5 times as long on a busy one. Must be called before torch is imported.
+    Kernels of a tiny model are that short. To be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

@@ -32,13 +32,9 @@ def control(compute_score: Verifier, probability: float) -> Verifier:
         verdict = dict(compute_score(data_source, solution_str, ground_truth))
         if extra_info["split"] != "train":
             return verdict
-        right = _drawn((seed, extra_info["question"], solution_str)) < probability
+        key = repr((seed, extra_info["question"], solution_str))
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
+        right = int.from_bytes(digest[:8], "big") / 2**64 < probability
         return verdict | {"score": 1.0 if right else -1.0, "acc": float(right)}
 
     return random_verdict
-
-
-def _drawn(key: tuple[int, str, str]) -> float:
-    """A number in [0, 1) that follows from a key."""
-    digest = hashlib.sha256(repr(key).encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64

@@ -46,14 +46,13 @@ def build_model(vocabulary_size: int, seed: int, **shape: Any) -> Qwen2ForCausal
     """Return an untrained Qwen2 in fp32, initialised from ``seed`` without touching the caller's random state.
 
     The vocabulary must be the tokenizer's: verl masks surplus ids in vLLM and not in the actor, and entropies would
-    differ. Four heads make a head size of 32, the smallest that vLLM's CPU attention accepts. Tests and benchmarks pass
-    another ``shape``, in the names of ``Qwen2Config``.
+    differ. ``shape``: other sizes, in the names of ``Qwen2Config``.
     """
     embedded = {
         "hidden_size": 128,
         "intermediate_size": 384,
         "num_hidden_layers": 3,
-        "num_attention_heads": 4,
+        "num_attention_heads": 4,  # a head size of 32, the smallest that vLLM's attention on the CPU accepts
         "num_key_value_heads": 2,
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
@@ -97,11 +96,7 @@ def warm_start(
     """
     model.train()
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=recipe.learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=recipe.weight_decay,
-        fused=True,
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
     )
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
@@ -124,25 +119,12 @@ def warm_start(
 
 
 def sample(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    seed: int,
-) -> list[str]:
-    """Sample one response per prompt at temperature 1 from the full distribution; returns the texts in order."""
-    tokens = sample_tokens(model, tokenizer, prompts, max_new_tokens, seed)
-    return tokenizer.batch_decode(tokens, skip_special_tokens=True)
-
-
-def sample_tokens(
-    model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    seed: int,
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], max_new_tokens: int, seed: int
 ) -> list[list[int]]:
-    """As `sample`; returns the tokens of each response, padded after the end of sequence."""
+    """Sample one response per prompt at temperature 1 from the full distribution.
+
+    Returns the tokens of each response in order, padded after the end of sequence.
+    """
     generator = torch.Generator().manual_seed(seed)
     responses: list[list[int]] = [[] for _ in prompts]
     encoded = [tokenizer(text).input_ids for text in prompts]
@@ -150,9 +132,8 @@ def sample_tokens(
     by_length = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
     for _, group in groupby(by_length, key=lambda index: len(encoded[index])):
         indices = list(group)
-        tokens = _sample_equal_lengths(
-            model, torch.tensor([encoded[index] for index in indices]), max_new_tokens, generator
-        )
+        input_ids = torch.tensor([encoded[index] for index in indices])
+        tokens = _sample_equal_lengths(model, input_ids, max_new_tokens, generator)
         for index, row in zip(indices, tokens.tolist(), strict=True):
             responses[index] = row
     return responses
@@ -178,10 +159,7 @@ def _sample_equal_lengths(
 
 
 def _collate(tokenizer: PreTrainedTokenizerFast, pairs: Sequence[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``input_ids`` and ``labels`` (batch, length), padded on the right; prompts and padding carry no label.
-
-    ``pairs`` holds (prompt, continuation); an end of sequence follows every continuation.
-    """
+    """Return ``input_ids`` and ``labels`` (batch, length), padded on the right; prompts and padding carry no label."""
     prompts = tokenizer([prompt for prompt, _ in pairs]).input_ids
     continuations = tokenizer([text for _, text in pairs]).input_ids
     rows = [prompt + text + [EOS_ID] for prompt, text in zip(prompts, continuations, strict=True)]

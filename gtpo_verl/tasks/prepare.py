@@ -1,8 +1,7 @@
 """Prepare an embedded task: a warm-started model and two parquet files in verl's schema, cached and written atomically.
 
-The directory appears complete or not at all. Its ``manifest.json`` holds the parameters, the versions, a key over
-everything that decides its content, and the accuracy of the warm-started model, measured by sampling; a second call
-with the same key reads the manifest and returns.
+``manifest.json`` has the parameters, the versions, the accuracy of the warm-started model, and a key over everything
+that decides the content: a second call with the same key reads the manifest and returns.
 """
 
 import hashlib
@@ -11,7 +10,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json, write_json
 from gtpo_verl.runs.lock import preparing
 from gtpo_verl.runs.statistics import cluster_standard_error
-from gtpo_verl.tasks import EmbeddedTask, Task, WarmStart, task_of
+from gtpo_verl.tasks import EmbeddedTask, Task, task_of
 from gtpo_verl.tasks.split import Partition, demonstration_stream, partition
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepared task needs neither
@@ -32,49 +32,37 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepar
     from rich.console import Console
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-MODEL, TRAIN, VALIDATION, MANIFEST = "model", "train.parquet", "val.parquet", "manifest.json"
-
-BASELINE_SAMPLES_PER_PROMPT = 4
+MANIFEST = "manifest.json"
+SAMPLES_PER_PROMPT = 4  # of the baseline
 WARM_START_THREADS = 2  # more do not help a model of this size
 
 # The code that decides the content of a task, next to its own package and its parameters.
 SOURCES = ("model.py", "prepare.py", "split.py")
 
 
-def prepare_task(
-    task: EmbeddedTask,
-    directory: Path,
-    *,
-    seed: int = 0,
-    train_prompts: int | None = None,
-    val_prompts: int | None = None,
-    warm_start: WarmStart | None = None,
-    progress: bool = True,
-) -> Task:
+def prepare_task(task: EmbeddedTask, directory: Path, *, seed: int = 0) -> Task:
     """Return the task prepared in ``directory``, making it first (minutes on two cores) unless it is there already.
 
-    ``train_prompts``, ``val_prompts`` and ``warm_start`` replace the task's own. The parts have at most the sizes asked
-    for: a cluster is never divided (see `split.partition`). ``progress`` prints what is being done, with a progress
-    bar. A task prepared with other parameters or another version is replaced. Raises UserError for sizes that the
-    problems do not allow, and for a directory that holds something else.
+    The parts have at most the task's sizes: a cluster is never divided (see `split.partition`). A task prepared with
+    other parameters or another version is replaced.
+
+    Raises:
+        UserError: the problems do not allow these sizes, or the directory holds something else.
     """
     from rich.console import Console
 
-    console = Console(quiet=not progress, highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True)
     directory = directory.absolute()
-    train_prompts = task.train_prompts if train_prompts is None else train_prompts
-    val_prompts = task.val_prompts if val_prompts is None else val_prompts
-    recipe = warm_start or task.warm_start
     try:
-        parts = partition(task, seed, train_prompts, val_prompts)
+        parts = partition(task, seed)
     except ValueError as error:
         raise UserError(str(error)) from error
     parameters: dict[str, Any] = {
         "task": task.name,
         "seed": seed,
-        "train_prompts": train_prompts,
-        "val_prompts": val_prompts,
-        "warm_start": asdict(recipe),
+        "train_prompts": task.train_prompts,
+        "val_prompts": task.val_prompts,
+        "warm_start": asdict(task.warm_start),
     }
     key = _key(task, parameters)
 
@@ -85,16 +73,17 @@ def prepare_task(
         raise UserError(f"{directory} exists and is not a prepared task; choose another directory or remove it")
 
     with preparing(directory, announce=lambda line: console.print(f"Task: {line}")):
-        _remove_leftovers(directory)
+        for leftover in directory.parent.glob(f".{directory.name}.unfinished-*"):  # of one that was killed
+            shutil.rmtree(leftover)
         if (found := _load(directory, key)) is not None:  # another process has just made it
             return found
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}.unfinished-", dir=directory.parent))
-        try:
-            _build(task, unfinished, parts, seed, recipe, {"key": key, "parameters": parameters}, console)
-            os.chmod(unfinished, 0o755)  # mkdtemp makes it private
-            _replace(unfinished, directory)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f".{directory.name}.unfinished-", dir=directory.parent) as scratch:
+            new = Task(Path(scratch) / "new")
+            new.directory.mkdir()
+            _build(task, new, parts, seed, {"key": key, "parameters": parameters}, console)
+            if directory.exists():  # killed in between, no directory is left rather than an incomplete one
+                directory.rename(Path(scratch) / "former")
+            new.directory.rename(directory)
     made = _load(directory, key)
     assert made is not None
     console.print(f"Task: ready in {directory}")
@@ -108,16 +97,8 @@ def use_embedded_prompts(config: "DictConfig") -> None:
         config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
 
 
-def locate(directory: Path) -> Task:
-    """Where `prepare_task` puts a task in a directory, with an empty manifest."""
-    return _task_in(directory.absolute(), manifest={})
-
-
 def rows(task: EmbeddedTask, problems: Sequence[Any], split: str) -> list[dict[str, Any]]:
-    """Return the problems as rows of verl's schema.
-
-    ``extra_info`` holds split and question for the verifier, and the cluster over which intervals are bootstrapped.
-    """
+    """Return the problems as rows of verl's schema; intervals are bootstrapped over ``extra_info.cluster``."""
     return [
         {
             "data_source": task.data_source,
@@ -141,8 +122,7 @@ def measure_accuracy(
     tokenizer: "PreTrainedTokenizerFast",
     problems: Sequence[Any],
     *,
-    samples_per_prompt: int = BASELINE_SAMPLES_PER_PROMPT,
-    seed: int = 0,
+    seed: int,
 ) -> dict[str, float]:
     """Sample at temperature 1 and score with the task's verifier.
 
@@ -150,13 +130,14 @@ def measure_accuracy(
     """
     from gtpo_verl.tasks.model import sample
 
-    repeated = [problem for problem in problems for _ in range(samples_per_prompt)]
-    responses = sample(model, tokenizer, [task.prompt(p) for p in repeated], task.max_response_length, seed)
+    repeated = [problem for problem in problems for _ in range(SAMPLES_PER_PROMPT)]
+    tokens = sample(model, tokenizer, [task.prompt(p) for p in repeated], task.max_response_length, seed)
+    responses = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     correct = [
         task.compute_score(task.data_source, response, task.ground_truth(problem))["acc"]
         for problem, response in zip(repeated, responses, strict=True)
     ]
-    means = np.reshape(correct, (len(problems), samples_per_prompt)).mean(axis=1)
+    means = np.reshape(correct, (len(problems), SAMPLES_PER_PROMPT)).mean(axis=1)
     clusters = [task.cluster(problem) for problem in problems]
     return {
         "accuracy": float(means.mean()),
@@ -166,15 +147,10 @@ def measure_accuracy(
 
 
 def _build(
-    task: EmbeddedTask,
-    directory: Path,
-    parts: Partition,
-    seed: int,
-    recipe: WarmStart,
-    manifest: dict[str, Any],
-    console: "Console",
+    task: EmbeddedTask, new: Task, parts: Partition, seed: int, manifest: dict[str, Any], console: "Console"
 ) -> None:
-    """Write everything into ``directory``, the manifest last."""
+    """Write everything into the directory of ``new``, the manifest last."""
+    recipe = task.warm_start
     console.print(
         f"Task: {len(task.problems)} {task.kind}: {len(parts.train)} for training, {len(parts.validation)} "
         f"for validation, {len(parts.warm_start)} for the warm start; validation shares no "
@@ -187,8 +163,8 @@ def _build(
 
         from gtpo_verl.tasks import model as tiny
 
-    for name, problems, split in ((TRAIN, parts.train, "train"), (VALIDATION, parts.validation, "val")):
-        parquet.write_table(Table.from_pylist(rows(task, problems, split)), directory / name)
+    for file, problems, split in ((new.train_file, parts.train, "train"), (new.val_file, parts.validation, "val")):
+        parquet.write_table(Table.from_pylist(rows(task, problems, split)), file)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(min(WARM_START_THREADS, os.cpu_count() or 1))
@@ -201,12 +177,13 @@ def _build(
             f"Task: warm start of a Qwen2 ({model.num_parameters() / 1e6:.2f} M parameters) on demonstrations, "
             f"{recipe.steps} steps of {recipe.batch_size}, {torch.get_num_threads()} threads"
         )
-        _warm_start_with_progress(tiny, model, tokenizer, pairs, recipe, console)
+        with _progress(console, recipe.steps) as advance:
+            tiny.warm_start(model, tokenizer, pairs, recipe, advance)
         with console.status("Measuring the baseline"):
             baseline = measure_accuracy(task, model, tokenizer, parts.validation, seed=seed)
     finally:
         torch.set_num_threads(threads)
-    tiny.save(model, tokenizer, directory / MODEL)
+    tiny.save(model, tokenizer, new.model_path)
 
     console.print(
         f"Task: baseline accuracy {baseline['accuracy']:.3f} ± {1.96 * baseline['standard_error']:.3f} "
@@ -223,29 +200,24 @@ def _build(
         "versions": {"gtpo-verl": __version__} | {name: metadata.version(name) for name in ("torch", "transformers")},
         "seconds": round(time.monotonic() - started, 1),
     }
-    write_json(directory / MANIFEST, manifest)
+    write_json(new.directory / MANIFEST, manifest)
 
 
-def _warm_start_with_progress(
-    tiny: Any,
-    model: "Qwen2ForCausalLM",
-    tokenizer: "PreTrainedTokenizerFast",
-    pairs: Iterator[tuple[str, str]],
-    recipe: WarmStart,
-    console: "Console",
-) -> None:
+@contextmanager
+def _progress(console: "Console", steps: int) -> Iterator[Callable[[float], None]]:
+    """Show a progress bar; yields a function of the loss to be called after each step."""
     from rich.progress import Progress
 
     with Progress(*Progress.get_default_columns(), "loss {task.fields[loss]:.3f}", console=console) as bar:
-        row = bar.add_task("warm start", total=recipe.steps, loss=float("nan"))
+        row = bar.add_task("warm start", total=steps, loss=float("nan"))
 
         def advance(loss: float) -> None:
             bar.update(row, advance=1, loss=loss)
             done = round(bar.tasks[row].completed)
-            if not console.is_terminal and done % (recipe.steps // 4 or 1) == 0:
-                console.print(f"Task: warm start, step {done} of {recipe.steps}, loss {loss:.3f}")
+            if not console.is_terminal and done % (steps // 4 or 1) == 0:
+                console.print(f"Task: warm start, step {done} of {steps}, loss {loss:.3f}")
 
-        tiny.warm_start(model, tokenizer, pairs, recipe, advance)
+        yield advance
 
 
 def _key(task: EmbeddedTask, parameters: dict[str, Any]) -> str:
@@ -262,24 +234,4 @@ def _load(directory: Path, key: str) -> Task | None:
     manifest = read_json(directory / MANIFEST)
     if manifest is None or manifest.get("key") != key:
         return None
-    return _task_in(directory, manifest)
-
-
-def _task_in(directory: Path, manifest: dict[str, Any]) -> Task:
-    return Task(directory / MODEL, directory / TRAIN, directory / VALIDATION, manifest)
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what a preparation that was killed has left beside the directory."""
-    for pattern in ("unfinished", "replaced"):
-        for leftover in directory.parent.glob(f".{directory.name}.{pattern}-*"):
-            shutil.rmtree(leftover)
-
-
-def _replace(new: Path, directory: Path) -> None:
-    """Rename ``new`` to ``directory``; when killed in between, no directory is left rather than an incomplete one."""
-    old = directory.parent / f".{directory.name}.replaced-{os.getpid()}"
-    if directory.exists():
-        directory.rename(old)
-    new.rename(directory)
-    shutil.rmtree(old, ignore_errors=True)
+    return Task(directory, manifest)

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ class Partition:
     warm_start: tuple[Any, ...]
 
 
-def partition(task: EmbeddedTask, seed: int, train_prompts: int, val_prompts: int) -> Partition:
+def partition(task: EmbeddedTask, seed: int) -> Partition:
     """Assign whole clusters in seeded order, to validation, then to training, the rest to the warm start, which has the
     training part too where the task says so.
 
@@ -30,18 +30,22 @@ def partition(task: EmbeddedTask, seed: int, train_prompts: int, val_prompts: in
         clusters.setdefault(task.cluster(problem), []).append(problem)
     rest = sorted(clusters, key=lambda name: _hash(seed, name))
     parts = []
-    for size in (val_prompts, train_prompts, len(task.problems)):
-        names = _fill(rest, clusters, size)
-        rest = [name for name in rest if name not in names]
-        problems = [problem for name in names for problem in clusters[name]]
+    for size in (task.val_prompts, task.train_prompts, len(task.problems)):
+        problems: list[Any] = []
+        left = []
+        for name in rest:
+            fits = len(problems) + len(clusters[name]) <= size
+            problems += clusters[name] if fits else []
+            left += [] if fits else [name]
+        rest = left
         parts.append(tuple(sorted(problems, key=lambda problem: _hash(seed, task.prompt(problem)))))
     validation, train, warm_start = parts
     if task.warm_start_on_training:
         warm_start += train
     if not (validation and train and warm_start):
         raise ValueError(
-            f"train_prompts={train_prompts} and val_prompts={val_prompts} must be positive and leave some of the "
-            f"{len(task.problems)} problems to the warm start; choose other sizes"
+            f"train_prompts={task.train_prompts} and val_prompts={task.val_prompts} must be positive and leave some "
+            f"of the {len(task.problems)} problems to the warm start; choose other sizes"
         )
     return Partition(validation, train, warm_start)
 
@@ -54,16 +58,6 @@ def demonstration_stream(
     while True:
         problem = rng.choice(problems)
         yield problem, task.demonstration(problem, error_rate, rng)
-
-
-def _fill(names: Sequence[str], clusters: Mapping[str, Sequence[Any]], size: int) -> dict[str, None]:
-    """The first clusters that fit into ``size`` problems together, in their order."""
-    chosen: dict[str, None] = {}
-    for name in names:
-        if len(clusters[name]) <= size:
-            size -= len(clusters[name])
-            chosen[name] = None
-    return chosen
 
 
 def _hash(seed: int, text: str) -> bytes:

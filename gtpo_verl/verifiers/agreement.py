@@ -18,7 +18,8 @@ from gtpo_verl.verifiers import RULES
 from gtpo_verl.verifiers.pool import Verdict, VerifierPool
 
 SHOWN = 160  # characters of a response's end in an example
-CELLS = ("both", "answer_only", "boxed_only", "neither")
+# by whether the rules `answer` and `boxed` found the response right
+CELLS = {(1, 1): "both", (1, 0): "answer_only", (0, 1): "boxed_only", (0, 0): "neither"}
 DEFAULT_THRESHOLD = 1.0  # of a dump that belongs to no run; the project's own verifiers return 0.0 or 1.0
 
 
@@ -46,9 +47,8 @@ class Example:
 
 @dataclass
 class Agreement:
-    """Counts over verified samples.
-
-    ``cells`` is the 2x2 table of the rules, ``recorded`` how often each rule agrees (True) or disagrees with the run.
+    """Counts over verified samples: ``cells`` is the 2x2 table of the rules, ``recorded`` how often each rule agrees
+    (True) or disagrees with the run.
     """
 
     cells: Counter[str] = field(default_factory=Counter)
@@ -61,9 +61,8 @@ class Agreement:
     def add(self, sample: Sample, answer: Verdict, boxed: Verdict, most_examples: int) -> None:
         """Count one sample."""
         verdicts = {"answer": answer, "boxed": boxed}
-        right = {rule: is_correct(verdict["acc"], 1.0) for rule, verdict in verdicts.items()}  # a rule gives 0.0 or 1.0
-        cell = {(1, 1): "both", (1, 0): "answer_only", (0, 1): "boxed_only", (0, 0): "neither"}
-        self.cells[cell[right["answer"], right["boxed"]]] += 1
+        right = {rule: verdict["acc"] == 1.0 for rule, verdict in verdicts.items()}  # a rule gives 0.0 or 1.0
+        self.cells[CELLS[right["answer"], right["boxed"]]] += 1
         for rule, verdict in verdicts.items():
             if verdict["verifier_failure"]:
                 self.failures[rule][verdict["verifier_failure"]] += 1
@@ -105,7 +104,7 @@ class Agreement:
         return {
             "judged": self.samples,
             "prompts": len(set(self.prompts)),
-            "table": {cell: self.cells[cell] for cell in CELLS},
+            "table": {cell: self.cells[cell] for cell in CELLS.values()},
             "agreement": {"share": self.share(), "low": low, "high": high, "confidence": 0.95},
             "failures": {rule: dict(self.failures[rule]) for rule in RULES},
             "recorded": {

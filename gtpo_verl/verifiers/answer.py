@@ -1,8 +1,6 @@
 """DAPO's ``Answer:`` rule: the text after the last "Answer:" equals the ground truth when both are normalised.
 
-The normalisation is Minerva's (arXiv 2206.14858, appendix D.1), as DAPO and verl's ``math_dapo`` apply it. The steps
-have the same order and the same quirks, because a baseline with other verdicts is another baseline: the tests compare
-the verdicts with verl's on generated strings. Only the standard library is needed.
+The normalisation is Minerva's (arXiv 2206.14858, appendix D.1), with the order and the quirks of verl's ``math_dapo``.
 """
 
 import re

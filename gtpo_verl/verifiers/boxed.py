@@ -1,8 +1,7 @@
 r"""Math-Verify's rule: the boxed answer and the truth are the same mathematical object.
 
 Math-Verify (Apache-2.0) parses both to SymPy and compares numbers, expressions, sets, intervals, matrices and
-relations. Its own time limits use the alarm of the process and are switched off; the process has a timer instead
-(``server``).
+relations. Its own time limits are switched off: they use the alarm of the process, as ``server`` does.
 """
 
 import logging

@@ -10,14 +10,14 @@ import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import asdict
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -108,11 +108,7 @@ class VerifierPool:
         self._closed = False
 
     def submit(self, response: str, truth: str) -> "Future[Verdict]":
-        """Verify a response in the background.
-
-        Raises (through the future):
-            UserError: the verifier does not start.
-        """
+        """Verify a response in the background; the future raises a UserError where the verifier does not start."""
         return self._threads.submit(self._judge, tail(response, self.max_chars), truth)
 
     def judge(self, response: str, truth: str) -> Verdict:
@@ -135,10 +131,8 @@ class VerifierPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ---------------------------------------------------------------- one sample, in a thread of the pool
-
     def _judge(self, response: str, truth: str) -> Verdict:
-        request = json.dumps({"response": response, "truth": truth}).encode("ascii") + b"\n"
+        request = json.dumps({"response": response, "truth": truth}).encode()
         channel = self._idle.get()
         try:
             reply = self._ask(channel, request)
@@ -152,7 +146,12 @@ class VerifierPool:
         reply: dict[str, Any] = {}
         # once more where all processes died together: another sample has most likely caused it
         for _ in range(2):
-            server = self._running()
+            with self._lock:
+                if self._closed:
+                    raise CancelledError("the pool was closed")
+                if self._server is None:
+                    self._server = _Server(self._settings, self._workers)
+                server = self._server
             reply = server.ask(channel, request, self.timeout + GRACE)
             if "server" not in reply:
                 return reply
@@ -163,14 +162,6 @@ class VerifierPool:
             if reply["failure"] == "timeout":
                 break
         return reply
-
-    def _running(self) -> "_Server":
-        with self._lock:
-            if self._closed:
-                raise CancelledError("the pool was closed")
-            if self._server is None:
-                self._server = _Server(self._settings, self._workers)
-            return self._server
 
     def _count(self, failure: str, detail: str) -> None:
         with self._lock:
@@ -183,14 +174,9 @@ class VerifierPool:
         if times & (times - 1):
             return  # only the 1st, 2nd, 4th, 8th ... is logged, so that a bad data set does not fill the disk
         what = f"no verdict within {self.timeout:g} s" if failure == "timeout" else failure
-        logger.warning(
-            "verifier %s: %s%s; the sample counts as wrong (%d of %d samples so far)",
-            self.rule,
-            what,
-            f", {detail}" if detail else "",
-            times,
-            samples,
-        )
+        what += f", {detail}" if detail else ""
+        counted = f"{times} of {samples} samples so far"
+        logger.warning("verifier %s: %s; the sample counts as wrong (%s)", self.rule, what, counted)
 
 
 class _Server:
@@ -201,25 +187,30 @@ class _Server:
     """
 
     def __init__(self, settings: Settings, workers: int) -> None:
-        pairs = [socket.socketpair() for _ in range(workers)]
+        pairs = [Pipe() for _ in range(workers)]
         self.channels = [ours for ours, _ in pairs]
-        theirs = [other for _, other in pairs]
-        numbers = tuple(other.fileno() for other in theirs)
-        settings = Settings(settings.module, settings.options, settings.timeout, settings.memory_mb, numbers)
+        numbers = [theirs.fileno() for _, theirs in pairs]
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # -P: files in the working directory must not shadow modules. Own session: Ctrl-C is handled by the caller.
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "gtpo_verl.verifiers.server", settings.dump()],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "gtpo_verl.verifiers.server",
+                json.dumps(asdict(settings)),
+                *map(str, numbers),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=numbers,
             env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,
         )
-        for other in theirs:
-            other.close()
-        first = self._receive(self.channels[0], START_TIMEOUT)
+        for _, theirs in pairs:
+            theirs.close()
+        first = self._receive(0, START_TIMEOUT)
         if "ready" in first:
             return
         if first.get("failure") == "crash":  # its channels are closed, so it is about to end
@@ -238,40 +229,24 @@ class _Server:
     def ask(self, number: int, request: bytes, seconds: float) -> dict[str, Any]:
         """Send a request and wait for its reply; the key ``server`` in it says that the processes are gone or stuck."""
         channel = self.channels[number]
-        try:
-            channel.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                while channel.recv(65536):
-                    pass  # a message about a child that died while idle is not the reply
-            channel.settimeout(seconds)
-            channel.sendall(request)
-        except OSError as error:
-            return {"server": True, "failure": "crash", "detail": f"the verifier is gone ({error})"}
-        return self._receive(channel, seconds)
+        with contextlib.suppress(EOFError, OSError):  # which the reply will tell
+            while channel.poll():
+                channel.recv_bytes()  # a message about a child that died while idle is not the reply
+            channel.send_bytes(request)
+        return self._receive(number, seconds)
 
-    @staticmethod
-    def _receive(channel: socket.socket, seconds: float) -> dict[str, Any]:
-        deadline = time.monotonic() + seconds
-        line = b""
-        while not line.endswith(b"\n"):
-            channel.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
-            try:
-                part = channel.recv(65536)
-            except TimeoutError:
-                return {"server": True, "failure": "timeout", "detail": "the kernel's timer did not end it"}
-            except OSError as error:
-                return {"server": True, "failure": "crash", "detail": f"the verifier is gone ({error})"}
-            if not part:
-                return {"server": True, "failure": "crash", "detail": "the verifier is gone"}
-            line += part
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+    def _receive(self, number: int, seconds: float) -> dict[str, Any]:
+        channel = self.channels[number]
+        try:
+            if channel.poll(seconds):
+                reply: dict[str, Any] = json.loads(channel.recv_bytes())
+                return reply
+        except (EOFError, OSError):
+            return {"server": True, "failure": "crash", "detail": "the verifier is gone"}
+        return {"server": True, "failure": "timeout", "detail": "the kernel's timer did not end it"}
 
     def kill(self) -> None:
         """End all processes of this server, which closes its channels."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        for channel in self.channels:
-            with contextlib.suppress(OSError):  # already disconnected
-                channel.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,10 @@
 """The rules as reward functions of verl.
 
 To be set as ``reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward`` and ``name=answer``, ``boxed`` or
-``reasoning_gym``.
-Every reward worker of verl (``reward.num_workers``) has its own pool of ``workers`` processes. An unknown key in
-``reward_kwargs`` is an error.
+``reasoning_gym``. ``solution_str`` is the response, ``ground_truth`` the correct answer, text or a number.
+``workers``, ``timeout``, ``memory_mb`` and ``max_chars`` are those of ``gtpo_verl.verifiers.pool.VerifierPool``, of
+which every reward worker of verl has its own; other keyword arguments are options of the rule. What else verl passes is
+not used. An unknown key in ``reward_kwargs`` is an error.
 """
 
 import asyncio
@@ -34,18 +35,9 @@ async def answer(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Verdict:
-    """Verify a response by DAPO's ``Answer:`` rule; see ``gtpo_verl.verifiers.answer``.
-
-    Args:
-        solution_str: the response.
-        ground_truth: the correct answer, text or a number.
-        strict_box: an option of the rule.
-        workers, timeout, memory_mb: limits of the pool; see ``gtpo_verl.verifiers.pool.VerifierPool``.
-        data_source, extra_info, reward_router_address, reward_model_tokenizer: passed by verl, not used.
-    """
-    options = {"strict_box": strict_box}
+    """Verify a response by DAPO's ``Answer:`` rule; see ``gtpo_verl.verifiers.answer``."""
     limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb}
-    return await asyncio.wrap_future(_pool("answer", options, limits).submit(solution_str, truth_text(ground_truth)))
+    return await _judge("answer", {"strict_box": strict_box}, limits, solution_str, truth_text(ground_truth))
 
 
 async def boxed(
@@ -65,18 +57,10 @@ async def boxed(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Verdict:
-    """Verify a response by Math-Verify; see ``gtpo_verl.verifiers.boxed``.
-
-    Args:
-        solution_str: the response.
-        ground_truth: the correct answer, text or a number.
-        fallback, decimals, strict, set_relations: options of the rule.
-        workers, timeout, memory_mb, max_chars: limits of the pool; see ``gtpo_verl.verifiers.pool.VerifierPool``.
-        data_source, extra_info, reward_router_address, reward_model_tokenizer: passed by verl, not used.
-    """
+    """Verify a response by Math-Verify; see ``gtpo_verl.verifiers.boxed``."""
     options = {"fallback": fallback, "decimals": decimals, "strict": strict, "set_relations": set_relations}
     limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
-    return await asyncio.wrap_future(_pool("boxed", options, limits).submit(solution_str, truth_text(ground_truth)))
+    return await _judge("boxed", options, limits, solution_str, truth_text(ground_truth))
 
 
 async def reasoning_gym(
@@ -94,11 +78,8 @@ async def reasoning_gym(
 ) -> Verdict:
     """Let the generator of a problem score the answer; see ``gtpo_verl.verifiers.reasoning_gym``.
 
-    Args:
-        solution_str: the response.
-        extra_info: has ``reasoning_gym``, the record that ``gtpo-verl prepare-data reasoning-gym:NAME`` writes.
-        workers, timeout, memory_mb, max_chars: limits of the pool; see ``gtpo_verl.verifiers.pool.VerifierPool``.
-        data_source, ground_truth, reward_router_address, reward_model_tokenizer: passed by verl, not used.
+    Raises:
+        UserError: ``extra_info`` has no ``reasoning_gym``, the record of the problem.
     """
     record = (extra_info or {}).get("reasoning_gym")
     if record is None:
@@ -107,8 +88,7 @@ async def reasoning_gym(
             "problem: `gtpo-verl prepare-data reasoning-gym:NAME` writes it."
         )
     limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
-    pool = _pool("gtpo_verl.verifiers.reasoning_gym", {}, limits)
-    return await asyncio.wrap_future(pool.submit(solution_str, json.dumps(dict(record))))
+    return await _judge("gtpo_verl.verifiers.reasoning_gym", {}, limits, solution_str, json.dumps(dict(record)))
 
 
 def truth_text(ground_truth: Any) -> str:
@@ -125,12 +105,13 @@ def truth_text(ground_truth: Any) -> str:
     return str(ground_truth)
 
 
-def _pool(rule: str, options: dict[str, Any], limits: dict[str, Any]) -> VerifierPool:
+async def _judge(rule: str, options: dict[str, Any], limits: dict[str, Any], response: str, truth: str) -> Verdict:
     key = repr((rule, options, limits))
     with _lock:
         if key not in _pools:
             _pools[key] = VerifierPool(rule, options, **limits)
-        return _pools[key]
+        pool = _pools[key]
+    return await asyncio.wrap_future(pool.submit(response, truth))
 
 
 @atexit.register

@@ -1,21 +1,14 @@
 """The verifier processes: a parent that has imported the rule, and one forked child per channel, replaced when it dies.
 
-Answers can be hostile: 9^9^9, a thousand nested roots, or an input on which SymPy does not terminate. A thread cannot
-be stopped, and one integer power holds the GIL for hours, so each sample is verified in a child under limits that the
-kernel enforces:
+Answers can be hostile: one integer power holds the GIL for hours. So each sample is verified in a child under limits of
+the kernel: a timer whose signal ends it whatever it executes, and a limit on its address space. The parent only forks
+and waits, so a new child is ready within milliseconds, and reports on the channel why a child has died.
 
-- time: a timer whose signal ends the child, whatever it executes;
-- memory: a limit on its address space;
-- a crash affects the child only.
+No process is left behind: a child ends when its channel is closed, as the kernel does when the process at the other end
+dies; a busy child is ended by its timer; the parent ends with its last child.
 
-The parent has imported Math-Verify, has one thread, and only forks and waits, so a new child is ready within
-milliseconds and shares the parent's memory. The parent reports on the channel why a child has died.
-
-No process is left behind. A child ends when its channel is closed, which the kernel does when the process at the other
-end dies; a busy child is ended by its timer; the parent ends with its last child.
-
-``pool`` runs it as ``python -m gtpo_verl.verifiers.server SETTINGS``. A channel is a socket, a message one line of
-JSON.
+``pool`` runs it as ``python -m gtpo_verl.verifiers.server SETTINGS CHANNEL...``; a channel is a file descriptor, a
+message is JSON.
 """
 
 import contextlib
@@ -25,11 +18,11 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +42,15 @@ class Settings:
     """The rule, as a module with a function ``judge``, its options, and the limits per sample."""
 
     module: str
-    options: dict[str, Any] = field(default_factory=dict)
-    timeout: float = 10.0  # seconds
-    memory_mb: int = 1024  # MiB that a sample may allocate
-    channels: tuple[int, ...] = ()  # file descriptors
-
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
+    options: dict[str, Any]
+    timeout: float  # seconds
+    memory_mb: int  # MiB that a sample may allocate
 
 
 def main() -> None:
     """Import the rule, report on the first channel, and serve until the channels are closed."""
     settings = Settings(**json.loads(sys.argv[1]))
-    channels = [socket.socket(fileno=number) for number in settings.channels]
+    channels = [Connection(int(number)) for number in sys.argv[2:]]
     try:
         rule = importlib.import_module(settings.module)
     except ImportError as error:
@@ -75,7 +64,7 @@ def main() -> None:
         rule.warm_up()
     send(channels[0], {"ready": True})
     libc = ctypes.CDLL(None)  # loaded here, so that a child finds it loaded
-    children: dict[int, socket.socket] = {}
+    children: dict[int, Connection] = {}
     for channel in channels:
         children[fork(channel, judge, settings, libc)] = channel
     while children:
@@ -100,7 +89,7 @@ def cause(code: int) -> dict[str, str]:
     return {"failure": "crash", "detail": f"killed by {signal.Signals(-code).name}{hint}"}
 
 
-def fork(channel: socket.socket, judge: Judge, settings: Settings, libc: ctypes.CDLL) -> int:
+def fork(channel: Connection, judge: Judge, settings: Settings, libc: ctypes.CDLL) -> int:
     """Start a child that serves ``channel``; returns its process id."""
     parent = os.getpid()
     pid = os.fork()
@@ -117,7 +106,7 @@ def fork(channel: socket.socket, judge: Judge, settings: Settings, libc: ctypes.
             with contextlib.suppress(OSError):
                 Path("/proc/self/oom_score_adj").write_text("1000")
         code = work(channel, judge, settings)
-    except ConnectionError:  # the caller has gone between a request and its reply
+    except (EOFError, ConnectionError):  # the caller has closed the channel, or has gone
         code = CHANNEL_CLOSED
     except Exception:
         traceback.print_exc()
@@ -125,23 +114,25 @@ def fork(channel: socket.socket, judge: Judge, settings: Settings, libc: ctypes.
         os._exit(code)
 
 
-def work(channel: socket.socket, judge: Judge, settings: Settings) -> int:
-    """Serve until the channel is closed, or until memory has grown too much; returns the exit code."""
+def work(channel: Connection, judge: Judge, settings: Settings) -> int:
+    """Serve until memory has grown too much; returns the exit code.
+
+    Raises:
+        EOFError: the channel is closed.
+    """
     allowed = settings.memory_mb * 2**20
     start = address_space()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without running Python code
-    for line in channel.makefile("rb"):
-        request = json.loads(line)
+    while address_space() <= start + allowed // 2:
+        request = json.loads(channel.recv_bytes())
         if LINUX:
             resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowed, resource.RLIM_INFINITY))
         signal.setitimer(signal.ITIMER_REAL, settings.timeout)
         reply = answer(judge, request["response"], request["truth"])
         signal.setitimer(signal.ITIMER_REAL, 0)
         send(channel, reply)
-        if address_space() > start + allowed // 2:
-            return RETIRED
-    return CHANNEL_CLOSED
+    return RETIRED
 
 
 def answer(judge: Judge, response: str, truth: str) -> dict[str, Any]:
@@ -161,9 +152,8 @@ def address_space() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if LINUX else 0
 
 
-def send(channel: socket.socket, message: dict[str, Any]) -> None:
-    """Send a message as one line of JSON in ASCII."""
-    channel.sendall(json.dumps(message).encode("ascii") + b"\n")
+def send(channel: Connection, message: dict[str, Any]) -> None:
+    channel.send_bytes(json.dumps(message).encode())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.problems import errors_of
 from gtpo_verl.rules import stages
 from gtpo_verl.tasks import EmbeddedTask, Task
-from gtpo_verl.tasks.prepare import locate
 
 
 def printed(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
@@ -20,7 +19,7 @@ def printed(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys:
 
     def prepare_task(task: EmbeddedTask, directory: Path) -> Task:
         made.append(task.name)
-        return locate(directory)
+        return Task(directory)
 
     monkeypatch.setattr(prepare_data, "prepare_task", prepare_task)
     assert main(["prepare-data", name, "--output", str(directory)]) == 0

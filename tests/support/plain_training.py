@@ -13,7 +13,7 @@ import torch
 from gtpo_verl.algorithms import Batch, algorithm
 from gtpo_verl.algorithms.losses import token_loss
 from gtpo_verl.tasks import EmbeddedTask
-from gtpo_verl.tasks.model import EOS_ID, PAD_ID, sample_tokens
+from gtpo_verl.tasks.model import EOS_ID, PAD_ID, sample
 
 PROMPTS, SAMPLES, LEARNING_RATE = 24, 8, 3e-4
 VALIDATION_SAMPLES = 4
@@ -36,7 +36,7 @@ def respond(
     """`samples` responses to each row, in order."""
     rows = [row for row in rows for _ in range(samples)]
     prompts = [row["prompt"][0]["content"] for row in rows]
-    sampled = sample_tokens(model.eval(), tokenizer, prompts, embedded.max_response_length, seed)
+    sampled = sample(model.eval(), tokenizer, prompts, embedded.max_response_length, seed)
     encoded = [tokenizer(prompt).input_ids for prompt in prompts]
     width = max(map(len, encoded)) + embedded.max_response_length
     tokens = torch.full((len(rows), width), PAD_ID)

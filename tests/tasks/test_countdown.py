@@ -9,16 +9,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from gtpo_verl.tasks import split
-from gtpo_verl.tasks.countdown.demonstrations import (
+from gtpo_verl.tasks.countdown.reward import compute_score, random_verdict
+from gtpo_verl.tasks.countdown.rules import Problem, final_total, read_problem
+from gtpo_verl.tasks.countdown.task import (
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
     PROBLEMS,
+    TASK,
     demonstration,
     prompt,
 )
-from gtpo_verl.tasks.countdown.reward import compute_score, random_verdict
-from gtpo_verl.tasks.countdown.rules import Problem, final_total, read_problem
-from gtpo_verl.tasks.countdown.task import TASK
 
 PROBLEM = Problem((2, 3, 8, 9), 18)
 SOLUTION = "18-3=15;15-9=6;6+2=8;8-8=0"
@@ -103,7 +103,7 @@ def test_the_length_limits_fit():
 
 
 def test_validation_shares_no_problem_with_training_and_warm_start():
-    parts = split.partition(TASK, 0, TASK.train_prompts, TASK.val_prompts)
+    parts = split.partition(TASK, 0)
     assert (len(parts.validation), len(parts.train)) == (TASK.val_prompts, TASK.train_prompts)
     assert set(parts.validation).isdisjoint({*parts.train, *parts.warm_start})
     assert {*parts.validation, *parts.train, *parts.warm_start} == set(PROBLEMS)

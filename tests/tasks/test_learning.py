@@ -24,7 +24,7 @@ LEAST_GAIN = 0.05  # 12 steps gain 0.09 to 0.11; after half the warm start they 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dapo", "gtpo", "grpo_s"])
 def test_a_few_steps_raise_the_accuracy(name: str, default_task_dir: Path) -> None:
-    task = prepare_task(TASK, default_task_dir, progress=False)
+    task = prepare_task(TASK, default_task_dir)
     model = AutoModelForCausalLM.from_pretrained(task.model_path, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(task.model_path)
     training, validation = (parquet.read_table(file).to_pylist() for file in (task.train_file, task.val_file))

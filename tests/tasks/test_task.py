@@ -9,6 +9,7 @@ import sys
 import time
 import unicodedata
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -26,14 +27,13 @@ from gtpo_verl.tasks import model as tiny
 from gtpo_verl.tasks import task as embedded_task
 from gtpo_verl.tasks.prepare import measure_accuracy
 from gtpo_verl.tasks.split import partition
-from gtpo_verl.tasks.sums import demonstrations
-from gtpo_verl.tasks.sums.task import TASK
+from gtpo_verl.tasks.sums.task import MAX_PROMPT_LENGTH, TASK
 
-QUICK = {"train_prompts": 200, "val_prompts": 10, "warm_start": WarmStart(steps=2, batch_size=4), "progress": False}
+QUICK = {"train_prompts": 200, "val_prompts": 10, "warm_start": WarmStart(steps=2, batch_size=4)}
 
 
-def prepare_task(directory: Path, **options) -> Task:
-    return prepare.prepare_task(TASK, directory, **options)
+def prepare_task(directory: Path, seed: int = 0, **changes) -> Task:
+    return prepare.prepare_task(replace(TASK, **changes), directory, seed=seed)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -190,6 +190,10 @@ def test_the_warm_start_scores_the_demonstration_and_its_end_alone(tokenizer):
     assert labels[1].tolist() == [-100] * 6 + [*tokenizer("1+2=3;#6").input_ids, eos]
 
 
+def sampled(model, tokenizer, prompts: list[str], limit: int) -> list[str]:
+    return tokenizer.batch_decode(tiny.sample(model, tokenizer, prompts, limit, seed=0), skip_special_tokens=True)
+
+
 def test_the_warm_start_learns_what_it_is_shown(tokenizer):
     model = tiny.build_model(len(tokenizer), seed=0)
     losses: list[float] = []
@@ -198,7 +202,7 @@ def test_the_warm_start_learns_what_it_is_shown(tokenizer):
     assert len(losses) == 80
     assert losses[0] > 5.0  # near log 258, ignorance
     assert losses[-1] < 0.1
-    assert tiny.sample(model, tokenizer, [pair[0]], 32, seed=0) == [pair[1]]
+    assert sampled(model, tokenizer, [pair[0]], 32) == [pair[1]]
 
 
 def test_sampling_answers_each_prompt_in_its_place(tokenizer):
@@ -213,7 +217,7 @@ def test_sampling_answers_each_prompt_in_its_place(tokenizer):
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         expected.append(tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True))
     assert len(set(expected)) > 1
-    assert tiny.sample(model, tokenizer, prompts, 6, seed=0) == expected
+    assert sampled(model, tokenizer, prompts, 6) == expected
 
 
 def test_sampling_is_at_temperature_one(tokenizer):
@@ -226,7 +230,7 @@ def test_sampling_is_at_temperature_one(tokenizer):
     with torch.no_grad():
         model.lm_head.weight.zero_()
     model.lm_head.bias = torch.nn.Parameter(bias)
-    drawn = "".join(tiny.sample(model, tokenizer, ["1+2\n"] * 5_000, 1, seed=0))
+    drawn = "".join(sampled(model, tokenizer, ["1+2\n"] * 5_000, 1))
     for letter, probability in zip("abc", (0.2, 0.3, 0.5), strict=True):
         assert drawn.count(letter) / 5_000 == pytest.approx(probability, abs=0.03)
 
@@ -299,7 +303,7 @@ def in_a_process(directory: Path) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_a_killed_preparation_is_cleared_away_by_the_next(tmp_path: Path):
     with in_a_process(tmp_path / "task") as process:
-        while not list(tmp_path.glob(".task.unfinished-*/val.parquet")):
+        while not list(tmp_path.glob(".task.unfinished-*/*/val.parquet")):
             assert process.poll() is None
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGKILL)
@@ -324,12 +328,12 @@ def test_an_empty_directory_is_taken(tmp_path: Path):
 
 def test_sizes_that_do_not_fit_are_the_users_to_change(tmp_path: Path):
     with pytest.raises(UserError, match="choose other sizes"):
-        prepare_task(tmp_path / "task", train_prompts=7000, val_prompts=512, progress=False)
+        prepare_task(tmp_path / "task", train_prompts=7000, val_prompts=512)
     assert left_in(tmp_path) == []
 
 
 def test_a_baseline_out_of_range_is_said_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    prepare_task(tmp_path / "task", **QUICK | {"progress": True})
+    prepare_task(tmp_path / "task", **QUICK)
     assert "a baseline outside 0.3 to 0.6 leaves little to learn from" in capsys.readouterr().out
 
 
@@ -358,7 +362,7 @@ def test_the_default_task_starts_between_forty_and_fifty_five_percent(default_ta
     # The model on disk, sampled anew with another seed, is the one that was measured.
     tokenizer = AutoTokenizer.from_pretrained(directory / "model")
     model = AutoModelForCausalLM.from_pretrained(directory / "model").eval()
-    validation = partition(TASK, 0, 3584, 1024).validation
+    validation = partition(TASK, 0).validation
     again = measure_accuracy(TASK, model, tokenizer, validation, seed=1)
     spread = (again["standard_error"] ** 2 + baseline["standard_error"] ** 2) ** 0.5
     assert abs(again["accuracy"] - baseline["accuracy"]) < 4 * spread
@@ -378,7 +382,7 @@ def test_verl_reads_the_files_and_drops_no_prompt(prepared: Task):
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    config = OmegaConf.create({"max_prompt_length": demonstrations.MAX_PROMPT_LENGTH, "filter_overlong_prompts": True})
+    config = OmegaConf.create({"max_prompt_length": MAX_PROMPT_LENGTH, "filter_overlong_prompts": True})
     tokenizer = AutoTokenizer.from_pretrained(prepared.model_path)
     dataset = RLHFDataset(str(prepared.val_file), tokenizer, config)
     assert len(dataset) == 10

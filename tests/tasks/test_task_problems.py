@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -10,23 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gtpo_verl.tasks import split
-from gtpo_verl.tasks.sums.demonstrations import (
+from gtpo_verl.tasks.sums.task import (
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
     PROBLEMS,
+    TASK,
     Problem,
     answer,
     cluster,
     demonstration,
     prompt,
 )
-from gtpo_verl.tasks.sums.task import TASK
 
 problems = st.sampled_from(PROBLEMS)
 
 
 def partition(seed: int, train: int, val: int) -> split.Partition:
-    return split.partition(TASK, seed, train, val)
+    return split.partition(replace(TASK, train_prompts=train, val_prompts=val), seed)
 
 
 def demonstration_stream(of: Sequence[Problem], error_rate: float, seed: int) -> Iterator[tuple[Problem, str]]:

@@ -21,7 +21,7 @@ from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import is_prompt, listed, uid_of
-from gtpo_verl.integrations.vllm.names import ENTROPIES
+from gtpo_verl.integrations.vllm import ENTROPIES
 from gtpo_verl.runs.checkpoints import link_model, prune
 from gtpo_verl.runs.directory import restore_step
 

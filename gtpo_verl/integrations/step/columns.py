@@ -15,7 +15,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.guide import is_guide
 from gtpo_verl.integrations.transfer_queue import last_outputs, put_rows, real_rows, reward_infos, uid_of
-from gtpo_verl.integrations.vllm.names import ENTROPIES
+from gtpo_verl.integrations.vllm import ENTROPIES
 from gtpo_verl.runs.correctness import is_correct, verdict
 
 _MISSING = {

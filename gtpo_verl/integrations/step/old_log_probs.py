@@ -11,7 +11,7 @@ from transfer_queue import KVBatchMeta
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm import ENTROPIES, VERSIONS
 
 
 class OldLogProbs:

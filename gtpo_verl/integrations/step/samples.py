@@ -13,7 +13,7 @@ from gtpo_verl.files import append_json_line
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.transfer_queue import uid_of
-from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm import ENTROPIES, VERSIONS
 from gtpo_verl.runs.directory import SAMPLES_FILE
 
 MOST_TOKENS = 1000  # of a response, which is then some 30 kB

@@ -20,10 +20,9 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.names import ENTROPIES, INSTEAD, VERSIONS
+from gtpo_verl.integrations.vllm import ENTROPIES, INSTEAD, VERSIONS
 
 _NO_TURN = np.zeros(0, np.float32), np.zeros(0, np.int32)  # entropies and versions
-_NUMBERS = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")  # one for each token
 
 
 class RolloutEntropyOutput(AgentLoopOutput):
@@ -33,13 +32,6 @@ class RolloutEntropyOutput(AgentLoopOutput):
 
     rollout_entropies: torch.Tensor = Field(exclude=True)
     rollout_versions: torch.Tensor = Field(exclude=True)
-
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Numbers as arrays, of which verl's ``as_dict`` makes tensors several times as fast as of lists."""
-        if options.keys() & {"include", "exclude"}:  # a choice of the caller's, not verl's
-            return super().model_dump(**options)
-        arrays = {name: np.array(value) for name in _NUMBERS if (value := getattr(self, name)) is not None}
-        return super().model_dump(**options, exclude=set(_NUMBERS)) | arrays
 
     def as_dict(self) -> dict[str, Any]:
         """verl's columns and ours."""
@@ -161,7 +153,7 @@ class RolloutEntropyMixin(AgentLoopBase):
         return columns.cut(len(mask))
 
     def _settled(self, mask: list[int]) -> _Columns:
-        """The columns of the response that has this mask: with the last context merge if the loop took it over."""
+        """The columns of the response with this mask: with the last context merge if the loop took it over."""
         offered, self._offered = self._offered, None
         length = len(mask)
         if offered and (offered.cut(length).mask == list(mask) or length > len(self._columns.mask)):

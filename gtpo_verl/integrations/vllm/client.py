@@ -1,7 +1,7 @@
-"""verl's client for partial rollouts, keeping entropies and weight versions across aborts and resumes.
+"""verl's client for partial rollouts (colocate_async, separate_async), keeping entropies and weight versions.
 
-``FullyAsyncLLMServerClient`` (colocate_async, separate_async) joins the segments of an interrupted response and drops
-whatever a server put into ``extra_fields``. Here each segment is noted on its way up.
+verl's own joins the segments of an interrupted response and drops what a server put into ``extra_fields``; here each
+segment is noted on its way up.
 """
 
 from contextvars import ContextVar
@@ -11,7 +11,7 @@ import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.integrations.streams import SeedingFullyAsyncClient, SegmentClient
-from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm import ENTROPIES, VERSIONS
 
 _segments: ContextVar[list[TokenOutput] | None] = ContextVar("gtpo_verl_segments", default=None)
 
@@ -28,11 +28,7 @@ class _SegmentRecorder(SegmentClient):
 
 
 class EntropyFullyAsyncClient(SeedingFullyAsyncClient, _SegmentRecorder):
-    """``FullyAsyncLLMServerClient`` whose answers have the entropies and weight versions of all segments.
-
-    Every token keeps the entropy and the version of the weights that sampled it, however often the response was
-    interrupted.
-    """
+    """``FullyAsyncLLMServerClient`` in whose answers every token has the entropy and version of its own segment."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:
         token = _segments.set([])

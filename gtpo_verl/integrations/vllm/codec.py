@@ -1,12 +1,8 @@
-"""An entropy and a rank in one int64: how an entropy travels from vLLM's worker to its front end.
-
-vLLM sends the rank of every sampled token beside its log-prob, as int64, through scheduler, sockets and output
-processor. A rank is at most the vocabulary size, so the word has room:
+"""An entropy and a rank in the int64 in which vLLM's worker sends the rank of every sampled token to its front end:
 
     packed = max(rank, 1) << 32 | float32 bits of the entropy
 
-No byte more is sent, the true rank survives, and a worker that was not patched is recognised: its ranks are below
-2**32.
+No byte more is sent, the true rank survives, and a worker that was not patched is recognised by ranks below 2**32.
 """
 
 from __future__ import annotations
@@ -26,14 +22,10 @@ _LOW = (1 << 32) - 1
 
 
 def pack(ranks: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
-    """Put ranks and entropies into one word each.
+    """Put ranks (N,) and entropies (N,) float32, nats, into one word each: (N,) int64, at least 2**32.
 
-    Args:
-        ranks: (N,) integer; 0 (vLLM's answer for a row of NaN) becomes 1, so that packed words are always recognised.
-        entropies: (N,) float32, nats, not negative; NaN passes through and is refused by ``unpack``.
-
-    Returns:
-        (N,) int64, each at least 2**32.
+    A rank of 0 (vLLM's answer for a row of NaN) becomes 1, so that packed words are always recognised; an entropy of
+    NaN passes through and is refused by ``unpack``.
     """
     import torch  # the front end only unpacks, and needs no torch for it
 
@@ -77,9 +69,9 @@ def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
     """The words of the sampled tokens in what vLLM returned for one completion.
 
     Args:
-        token_ids: (T,) the completion's tokens.
-        logprobs: vLLM's ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: a list of T dicts from token id
-            to ``Logprob``, or vLLM's ``FlatLogprobs``.
+        token_ids: (T,).
+        logprobs: ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: T dicts from token id to ``Logprob``,
+            or vLLM's ``FlatLogprobs``.
 
     Raises:
         UserError: the two differ in length, or the request did not ask for log-probs.

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-_BLOCK = (
-    1 << 17
-)  # elements in flight on the CPU (0.5 MiB in float32): a temporary stays in cache instead of being [N, V]
+_BLOCK = 1 << 17  # elements in flight on the CPU (0.5 MiB in float32): a temporary stays in cache
 _FLOOR = -1000.0  # exp of it is 0 in float32, and 0 · −1000 is 0 where 0 · −inf is NaN
 
 
@@ -28,9 +26,7 @@ def entropy(x: torch.Tensor) -> torch.Tensor:
     Returns:
         (N,) float32, nats, ≥ 0; NaN for a row that holds NaN or nothing but −inf.
     """
-    if x.is_cuda:
-        return entropy_triton(x)
-    return entropy_torch(x)
+    return entropy_triton(x) if x.is_cuda else entropy_torch(x)
 
 
 def entropy_torch(x: torch.Tensor) -> torch.Tensor:
@@ -60,14 +56,9 @@ def entropy_triton(x: torch.Tensor) -> torch.Tensor:
 
 
 def rank_and_entropy(x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Rank and entropy of every row in one pass, on devices with Triton.
+    """Rank of a token and entropy of every row in one pass, on devices with Triton.
 
-    Args:
-        x: (N, V) logits or log-probs, any float type; −inf marks ids that cannot be sampled.
-        token_ids: (N,) int64, the token of each row whose rank is wanted: how many ids are at least as likely.
-
-    Returns:
-        (N,) int64, the words of ``codec.pack``.
+    ``x`` is that of ``entropy``, ``token_ids`` (N,) int64; returns the words (N,) int64 of ``codec.pack``.
     """
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -79,10 +70,7 @@ def rank_and_entropy(x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 class RankAndEntropyKernel:
-    """Takes the place of vLLM's ``_ranks_kernel``: the same launch, and the word of ``codec.pack`` instead of the rank.
-
-    The rank needs a pass over the row anyway; the entropy is computed in it, so it costs no launch and no read.
-    """
+    """Launches as vLLM's ``_ranks_kernel`` does, and writes words of ``codec.pack`` in place of ranks."""
 
     def __getitem__(self, grid: Any) -> Any:
         from gtpo_verl.integrations.vllm.triton_kernels import NUM_WARPS, rank_entropy_kernel

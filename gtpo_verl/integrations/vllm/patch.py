@@ -1,18 +1,12 @@
 """Makes vLLM's samplers send an entropy with every sampled token, in this process.
 
-vLLM has two model runners, and each has one place where the sampled token's log-prob and rank are computed:
+Which of vLLM's two model runners serves a model depends on version, model and settings, so both are patched, each where
+the sampled token's log-prob and rank are computed:
 
-* V1: ``Sampler.gather_logprobs``, called by the sampler and by the rejection sampler of speculative decoding. Prompt
-  tokens pass through it too and must not be changed, so it packs only inside those two callers. On a GPU it is replaced
-  by one kernel that computes rank and entropy in one pass, unless top log-probs were requested as well.
-* V2: ``compute_topk_scores`` (``compute_topk_logprobs`` in 0.24), looked up by name in the modules of the sampler and
-  of the rejection sampler. Prompt log-probs look it up in another module, which is not patched. The function is kept,
-  and its rank kernel is replaced by one that computes the entropy in the same pass.
-
-Both are patched always: which runner serves a model depends on version, model and settings.
-
-On a CPU, V1's rejection sampler also gets the temperatures of the requests (``_expand``): tokens must come from the
-distribution whose entropy they carry.
+* V1: ``Sampler.gather_logprobs``. Prompt tokens pass through it too and must not be changed, so it packs only inside
+  the sampler and the rejection sampler of speculative decoding.
+* V2: ``compute_topk_scores`` (``compute_topk_logprobs`` in 0.24), in the modules of both samplers, with another rank
+  kernel. Prompt log-probs look it up in another module, which is not patched.
 """
 
 import functools
@@ -42,7 +36,7 @@ def install() -> None:
     """Patch the samplers of this process; a second call changes nothing.
 
     Raises:
-        UserError: the installed vLLM is not supported, or lacks what is patched; the version is named.
+        UserError: the installed vLLM is not supported, or lacks what is patched.
     """
     check_vllm_version()
     _patch_v1()
@@ -55,15 +49,9 @@ def check_vllm_version() -> str:
     Raises:
         UserError: it is older than all that were tested.
     """
-    version = vllm_version()
-    check_vllm(version)
-    return version
-
-
-def vllm_version() -> str:
-    """The version of the installed vLLM."""
     import vllm
 
+    check_vllm(str(vllm.__version__))
     return str(vllm.__version__)
 
 
@@ -99,12 +87,8 @@ def _patch_v1() -> None:
 def gather_fused(logprobs: torch.Tensor, token_ids: torch.Tensor) -> Any:
     """What V1's ``gather_logprobs`` returns for the sampled token alone, its rank and entropy from one read of the row.
 
-    Args:
-        logprobs: (N, V) float, on a device with Triton.
-        token_ids: (N,) int64, the sampled tokens.
-
-    Returns:
-        vLLM's ``LogprobsTensors``: ids (N, 1) int32, log-probs (N, 1), packed words (N,) int64.
+    Of ``logprobs`` (N, V) on a device with Triton and ``token_ids`` (N,) int64 it makes vLLM's ``LogprobsTensors``:
+    ids (N, 1) int32, log-probs (N, 1), packed words (N,) int64.
     """
     from vllm.v1.outputs import LogprobsTensors
 
@@ -119,20 +103,10 @@ def gather_fused(logprobs: torch.Tensor, token_ids: torch.Tensor) -> Any:
 def _expand(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """V1's ``expand_batch_to_tokens``: a request's temperature, top-k or top-p for each of its drafted tokens.
+    """V1's ``expand_batch_to_tokens``: a request's temperature, top-k or top-p (B,) for each drafted token (N,).
 
     On a CPU vLLM's own leaves the result uninitialised (github.com/vllm-project/vllm/issues/55005), and drafts are
     accepted or rejected with whatever the memory held.
-
-    Args:
-        x: (B,) of the requests.
-        cu_num_tokens: (B,) integers, where the tokens of each request end.
-        num_tokens: N, of all requests together.
-        replace_from: a value of ``x`` that counts as ``replace_to``.
-        replace_to: what it counts as.
-
-    Returns:
-        (N,), of the type of ``x``.
     """
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
@@ -184,6 +158,6 @@ def _get(owner: Any, name: str) -> Any:
 
 def _moved(what: str) -> UserError:
     return UserError(
-        f"vLLM {vllm_version()} cannot be patched for rollout entropies ({what}): install vLLM "
+        f"vLLM {check_vllm_version()} cannot be patched for rollout entropies ({what}): install vLLM "
         f"{tested_range(VLLM_TESTED)} as released, or set algorithm.entropy.source=actor."
     )

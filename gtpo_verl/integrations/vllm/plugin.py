@@ -2,7 +2,7 @@
 
 import os
 
-from gtpo_verl.integrations.vllm.names import ENV_FLAG
+from gtpo_verl.integrations.vllm import ENV_FLAG
 
 
 def register() -> None:

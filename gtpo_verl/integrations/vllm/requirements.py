@@ -4,16 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.names import INSTEAD, WORKER_EXTENSION
+from gtpo_verl.integrations.vllm import INSTEAD, WORKER_EXTENSION
 
 KEY = "actor_rollout_ref.rollout"
 
 
 def check_rollout(rollout: Any) -> None:
-    """Check that the entropies of this rollout will be exact.
-
-    Args:
-        rollout: verl's ``actor_rollout_ref.rollout``, as DictConfig or as ``RolloutConfig``.
+    """Check that the entropies of a rollout, a DictConfig or a ``RolloutConfig``, will be exact.
 
     Raises:
         UserError: they will not; says which key is in the way.

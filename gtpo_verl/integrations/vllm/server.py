@@ -20,18 +20,13 @@ from vllm import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import codec
-from gtpo_verl.integrations.vllm.names import ENTROPIES, ENV_FLAG, VERSIONS, WORKER_EXTENSION
+from gtpo_verl.integrations.vllm import ENTROPIES, ENV_FLAG, VERSIONS, WORKER_EXTENSION, codec
 from gtpo_verl.integrations.vllm.patch import check_vllm_version
 from gtpo_verl.integrations.vllm.requirements import check_rollout, truncates
 
 
 class _EngineTap:
-    """vLLM's engine, remembering the last output of each request until it is taken.
-
-    verl's ``generate`` keeps the token's log-prob of an output and drops the rest, which is taken from here instead of
-    repeating that method.
-    """
+    """vLLM's engine, remembering the last output of each request until it is taken; verl drops most of it."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -72,10 +67,9 @@ class EntropyVLLMHttpServer(vLLMHttpServer):
         await self._check_first_token()
 
     async def _check_first_token(self) -> None:
-        """Sample a token and look for its entropy, so that an unpatched worker is found now and not in the first step.
+        """Look for the entropy of a first token: an unpatched worker is found now, and not in the first step.
 
-        At temperature 1 and at the run's: V2 gives its kernel the model's own logits at 1 and a float32 copy otherwise,
-        and both versions are compiled now.
+        At temperature 1 and at the run's, for which V2 compiles its kernel in two versions.
         """
         for temperature in sorted({1.0, float(self.config.temperature)}):
             params = SamplingParams(max_tokens=1, temperature=temperature, logprobs=0, detokenize=False)

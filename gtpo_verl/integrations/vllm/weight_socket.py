@@ -1,9 +1,8 @@
 """A socket for each run, by which the policy's weights reach vLLM.
 
-verl names it after Ray's job number. Jobs of one Ray have different numbers, but every Ray that a run starts for itself
-begins at 1: two such runs on one machine would share the name, and while both send weights one could hang or load the
-other's. Here the sender adds the run's token (``wiring.enable_rollout_entropy`` draws it) and tells the receiving
-workers before it sends, so that both ends use the same name.
+verl names it after Ray's job number, which is 1 in every Ray that a run starts for itself: two such runs on one machine
+could load each other's weights. So the sender adds the run's token (drawn in ``wiring``) and tells the receiving
+workers.
 """
 
 from collections.abc import Mapping
@@ -12,15 +11,11 @@ from typing import Any
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.names import SOCKET_TOKEN
+from gtpo_verl.integrations.vllm import SOCKET_TOKEN
 
 
 def with_token(handle: str, token: str) -> str:
-    """verl's name of a socket with the token of a run in it.
-
-    Raises:
-        UserError: the name is not of the form that verl 0.9.1 gives.
-    """
+    """verl's name of a socket with the token of a run in it; raises a UserError for a name of another form."""
     run, replica, rank = handle.rpartition("-replica-")
     if not replica:
         raise UserError(f"verl names the socket of vLLM's weights {handle}, which gtpo_verl does not know.")

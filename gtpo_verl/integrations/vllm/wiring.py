@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.names import INSTEAD, SOCKET_TOKEN
+from gtpo_verl.integrations.vllm import INSTEAD, SOCKET_TOKEN
 from gtpo_verl.integrations.vllm.requirements import check_rollout
 
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
@@ -16,12 +16,8 @@ AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
 def enable_rollout_entropy(config: DictConfig) -> None:
     """Make the policy's vLLM servers return entropies and the agent loops pass them on.
 
-    Called once, in the process that builds the trainer, before that makes workers or servers. Replicas
-    of reward models and teachers come from the same registry and stay verl's own, see ``EntropyVLLMReplica``.
-
-    Args:
-        config: the composed run; in ``actor_rollout_ref.rollout``, ``agent.agent_loop_config_path`` and ``custom`` are
-            set in place.
+    Called once, in the process that builds the trainer, before that makes workers or servers. In ``config``, the
+    composed run, the rollout's ``agent.agent_loop_config_path`` and ``custom`` are set in place.
 
     Raises:
         UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would
@@ -43,14 +39,7 @@ def enable_rollout_entropy(config: DictConfig) -> None:
 
 
 def check_agent_loop(agent: Any) -> None:
-    """Check that the default agent loop passes entropies on.
-
-    Args:
-        agent: verl's ``actor_rollout_ref.rollout.agent``.
-
-    Raises:
-        UserError: it does not, or ``agent_loop_config_path`` does not list it.
-    """
+    """Raise a UserError where the default loop of verl's ``rollout.agent`` drops entropies or is not listed."""
     from hydra.utils import get_class
     from verl.utils.import_utils import resolve_config_path
 

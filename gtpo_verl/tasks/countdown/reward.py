@@ -24,11 +24,7 @@ class Verdict(TypedDict):
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any] | None = None,
-    **_: Any,
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
 ) -> Verdict:
     """Score a response to the problem ``ground_truth``, ``2,3,8,9:18``: +1 where it solves it, else -1."""
     total = final_total(read_problem(ground_truth), solution_str)

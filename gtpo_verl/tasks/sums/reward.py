@@ -31,11 +31,7 @@ def read_answer(response: str) -> str:
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: str,
-    extra_info: Mapping[str, Any] | None = None,
-    **_: Any,
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **_: Any
 ) -> Verdict:
     """Score a response by its final answer: +1 where it equals ``ground_truth``, -1 where it differs or is missing."""
     pred = read_answer(solution_str)

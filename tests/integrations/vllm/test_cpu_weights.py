@@ -7,7 +7,7 @@ from vllm import _custom_ops
 from vllm.model_executor.layers import utils
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.cpu_weights import keep_linear_weights
+from gtpo_verl.integrations.vllm.worker_extension import keep_linear_weights
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import torch
 import vllm
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import codec, kernels, names, patch, plugin
+from gtpo_verl.integrations.vllm import ENV_FLAG, codec, kernels, patch, plugin
 from gtpo_verl.versions import VLLM_TESTED
 
 
@@ -160,15 +160,15 @@ def test_a_rank_kernel_with_other_arguments_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("value", [None, "0"])
 def test_the_entry_point_does_nothing_unless_asked(monkeypatch, value):
-    monkeypatch.delenv(names.ENV_FLAG, raising=False)
+    monkeypatch.delenv(ENV_FLAG, raising=False)
     if value is not None:
-        monkeypatch.setenv(names.ENV_FLAG, value)
+        monkeypatch.setenv(ENV_FLAG, value)
     monkeypatch.setattr(patch, "install", lambda: pytest.fail("installed"))
     plugin.register()
 
 
 def test_the_entry_point_lets_errors_through(monkeypatch):
-    monkeypatch.setenv(names.ENV_FLAG, "1")
+    monkeypatch.setenv(ENV_FLAG, "1")
     monkeypatch.setattr(vllm, "__version__", "0.1.0")
     with pytest.raises(UserError, match=r"vLLM 0\.1\.0"):
         plugin.register()

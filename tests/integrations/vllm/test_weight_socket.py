@@ -9,7 +9,7 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm.names import SOCKET_TOKEN
+from gtpo_verl.integrations.vllm import SOCKET_TOKEN
 from gtpo_verl.integrations.vllm.weight_socket import NamedSocketAdapter, with_token
 from gtpo_verl.integrations.vllm.worker_extension import PolicyWorkerExtension
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import names, requirements, wiring, worker_extension
+from gtpo_verl.integrations.vllm import SOCKET_TOKEN, WORKER_EXTENSION, requirements, wiring, worker_extension
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_every_run_gets_a_socket_token_beside_what_a_user_put_there(registry):
         config = compose("actor_rollout_ref.rollout.custom.mine=1")
         wiring.enable_rollout_entropy(config)
         custom = OmegaConf.to_container(config.actor_rollout_ref.rollout.custom)
-        tokens.add(custom.pop(names.SOCKET_TOKEN))
+        tokens.add(custom.pop(SOCKET_TOKEN))
         assert custom == {"mine": 1}
     assert len(tokens) == 2
 
@@ -167,7 +167,7 @@ def test_a_loop_that_drops_entropies_is_refused(registry, own_loops, name):
 def test_the_worker_extension_is_found_under_its_name():
     from hydra.utils import get_class
 
-    assert get_class(names.WORKER_EXTENSION) is worker_extension.PolicyWorkerExtension
+    assert get_class(WORKER_EXTENSION) is worker_extension.PolicyWorkerExtension
 
 
 def test_the_worker_extension_adds_no_name_that_vllms_workers_have():
