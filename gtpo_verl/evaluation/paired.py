@@ -2,7 +2,7 @@
 
 Both arms of a pair have the same seed, so the differences are what is analysed. Functions of differences take arrays of
 shape (..., n), the n seeds last, and treat the leading axes as independent data sets: the simulations behind
-`docs/inside/statistics.md`, of coverage, false positives and power, called these very functions.
+`docs/guides/sweeps.md`, of coverage, false positives and power, called these very functions.
 
 The bootstrap over prompts of `gtpo_verl.runs.statistics` answers another question: whether the same two trained models
 would differ on other prompts. It is not used over seeds: a percentile interval of five values covers about 84 %.

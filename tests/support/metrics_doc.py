@@ -6,7 +6,7 @@ from pathlib import Path
 
 DOC = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
-# Metrics of verl that the second table of the document leaves out.
+# Metrics of verl that the document leaves out.
 VERL = (
     r"actor/(lr|loss|entropy_loss|kl_\w+|reward_kl_\w+|perf/.*)",
     r"(critic|global_seqlen|num_turns|perf|response|response_length_non_aborted|separate_async|timing_\w+)/.*",
