@@ -1,16 +1,14 @@
 """How several jobs share the devices of one Ray cluster: one starts at a time, and only when its devices are free.
 
-verl compares what is free with what it needs, and then waits for Ray's placement groups without a limit: two jobs
-that start together both find the same devices free, and one of them waits for ever; with several nodes each may hold
-what the other waits for. Here a job passes a turnstile, a Ray actor whose name exists once in the cluster, and keeps it
-until its placement groups are there.
+verl compares what is free with what it needs, and then waits for Ray's placement groups without a limit: two jobs that
+start together find the same devices free. So a job passes the turnstile, and keeps it until its placement groups are
+there.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from omegaconf import DictConfig
@@ -99,11 +97,8 @@ def admit(
 ) -> None:
     """Return when the cluster has room for these bundles, holding the turnstile until :func:`turnstile.leave`.
 
-    Args:
-        bundles: see :func:`training_bundles`.
-        wait: whether to wait for other jobs to end.
-        say: takes a line when there is something to wait for.
-        stopped: whether the job was asked to stop, which ends the waiting.
+    wait: for other jobs to end. say: takes a line when there is something to wait for. stopped: whether the job was
+    asked to stop, which ends the waiting.
 
     Raises:
         UserError: there is no room, and ``wait`` is off.
@@ -134,11 +129,7 @@ def admit(
 
 
 def check_size(bundles: Sequence[Bundle]) -> None:
-    """Check that the cluster could hold these bundles if nothing else ran on it.
-
-    Raises:
-        UserError: it could not.
-    """
+    """Raise UserError where the cluster could not hold these bundles even if nothing else ran on it."""
     device = device_resource()
     nodes = [Counter(node["Resources"]) for node in ray.nodes() if node["Alive"]]
     largest = [f"{node[device]:.0f}" for node in nodes]
@@ -153,11 +144,7 @@ def check_size(bundles: Sequence[Bundle]) -> None:
 
 
 def check_room(bundles: Sequence[Bundle]) -> None:
-    """Check that a Ray of this job's own has what the job needs.
-
-    Raises:
-        UserError: it has not.
-    """
+    """Raise UserError where a Ray of this job's own has not what the job needs."""
     with _queued(bundles) as probe:
         if not probe.wait(PATIENCE):
             raise UserError(
@@ -179,16 +166,14 @@ def _queued(bundles: Sequence[Bundle]) -> Iterator[PlacementGroup]:
 
 def _shortage(bundles: Sequence[Bundle]) -> str:
     """What is needed and what is there, in words."""
-    needed: Counter[str] = Counter()
-    for bundle in bundles:
-        needed.update(bundle)
     free, total = ray.available_resources(), ray.cluster_resources()
     device = device_resource()
-    most = max(bundle.get(device, 0) for bundle in bundles)
     parts = [
-        f"{needed[name]:.0f} {name}s ({free.get(name, 0):.0f} of {total.get(name, 0):.0f} in the cluster are free)"
+        f"{sum(bundle.get(name, 0) for bundle in bundles):.0f} {name}s ({free.get(name, 0):.0f} of "
+        f"{total.get(name, 0):.0f} in the cluster are free)"
         for name in (device, "CPU")
     ]
+    most = max(bundle.get(device, 0) for bundle in bundles)
     return f"it needs {' and '.join(parts)}, {most:.0f} {device}s of them on one node"
 
 
@@ -196,11 +181,7 @@ def _shortage(bundles: Sequence[Bundle]) -> str:
 
 
 class Placement:
-    """Follows an admitted job's placement groups, in a process of the job.
-
-    Args:
-        bundles: what the job was admitted with.
-    """
+    """Follows the placement groups of a job that was admitted with these bundles, in a process of the job."""
 
     def __init__(self, bundles: Sequence[Bundle]) -> None:
         self._device = device_resource()
@@ -216,8 +197,10 @@ class Placement:
         """
         if self._complete:
             return
-        groups = _own_groups()
-        placed = sum(_amount(group, self._device) for group in groups if group["state"] == "CREATED")
+        job = ray.get_runtime_context().get_job_id()  # the end of the ids of its groups
+        groups = [group for name, group in placement_group_table().items() if name.endswith(job)]
+        created = [group["bundles"].values() for group in groups if group["state"] == "CREATED"]
+        placed = sum(float(bundle.get(self._device, 0)) for bundles in created for bundle in bundles)
         if placed >= self._needed:
             self._complete = True
             leave()
@@ -233,13 +216,3 @@ class Placement:
                 f"{self._device}s were placed within {PLACEMENT_TIMEOUT:.0f} s. Start it again, with --wait to wait "
                 "until there is room."
             )
-
-
-def _own_groups() -> list[dict[str, Any]]:
-    """Ray's table of placement groups, those of this job: the job id is the end of a group's id."""
-    job = ray.get_runtime_context().get_job_id()
-    return [group for name, group in placement_group_table().items() if name.endswith(job)]
-
-
-def _amount(group: dict[str, Any], resource: str) -> float:
-    return sum(float(bundle.get(resource, 0)) for bundle in group["bundles"].values())

@@ -19,8 +19,7 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
 from gtpo_verl.errors import UserError, first_line
-from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve, as_output, versions_of
-from gtpo_verl.integrations.guide_server import CLIENT
+from gtpo_verl.integrations.guide import CLIENT, FIRST_SESSION, Reserve, as_output, versions_of
 from gtpo_verl.integrations.health import ANSWER_TIMEOUT
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import COLUMN, with_stream

@@ -38,21 +38,14 @@ def overlong(config: DictConfig) -> Overlong | None:
 class CreditContext:
     """The rest of the batch that is about to get its advantages; row order is that of verl's call.
 
-    Attributes:
-        correct: (B,) bool, the verifier's verdict.
-        entropy: (B, T) float, nats, of the old policy at the sampling temperature; 0 outside the mask.
-        overlong: the run's soft overlong penalty, or None where it is switched off.
-        rewards: (B,) float, the verifier's scores without any length penalty.
-        old_log_probs: (B, T) float, where the algorithm needs them.
-        seed: of what an algorithm draws at random in this step.
-        guide: (B,) bool, rows of a guiding policy; None in a run without one.
-        response_mask: (B, T) bool, before verl's rejection sampling (`rollout_rs`), which takes tokens and whole rows
-            out of the loss, and not out of the statistics of their group; None for the mask of the call.
-        lengths: (B,) tokens after the prompt, those of tools included, as verl's reward manager counts them; None for
-            those of the mask.
-        last_output: (B,) int64, for each row the row with the last output of its session; None where every session has
-            one output.
-        metrics: filled by the estimator.
+    correct, entropy, rewards, old_log_probs, seed, guide: as in `Batch`; entropy is 0 outside the mask.
+    overlong: the run's soft overlong penalty, or None where it is switched off.
+    response_mask: (B, T) bool, before verl's rejection sampling (`rollout_rs`), which takes tokens and whole rows out
+    of the loss, and not out of the statistics of their group; None for the mask of the call.
+    lengths: (B,) tokens after the prompt, those of tools included, as verl's reward manager counts them; None for those
+    of the mask.
+    last_output: (B,) int64, for each row the row with the last output of its session; None where every session has one.
+    metrics: filled by the estimator.
     """
 
     correct: torch.Tensor
@@ -72,21 +65,17 @@ _current: ContextVar[CreditContext | None] = ContextVar("gtpo_verl_credit", defa
 
 
 @contextmanager
-def credit_context(context: CreditContext) -> Iterator[CreditContext]:
+def credit_context(context: CreditContext) -> Iterator[None]:
     """Make ``context`` the one that estimators see inside the block."""
     token = _current.set(context)
     try:
-        yield context
+        yield
     finally:
         _current.reset(token)
 
 
 def current_context(estimator: str) -> CreditContext:
-    """The context of the call in progress.
-
-    Raises:
-        UserError: the estimator runs under verl's own trainer, which has no entropies to pass on.
-    """
+    """The context of the call in progress; raises UserError under verl's own trainer, which has none."""
     context = _current.get()
     if context is None:
         raise UserError(
@@ -101,14 +90,9 @@ def length_penalty(
 ) -> torch.Tensor | None:
     """(B,) the length penalty of a batch; None for none.
 
-    GTPO and GRPO-S name theirs in their own settings; any other method gets the run's soft overlong penalty, as DAPO
+    GTPO and GRPO-S name theirs in their own `settings`; any other method gets the run's soft overlong penalty, as DAPO
     does. The soft one is multiplied by the run's `penalty_factor`; the group-relative one has a size of its own.
-
-    Args:
-        settings: of the method.
-        batch: B responses.
-        overlong: of the run.
-        lengths: (B,) tokens; None for those of the mask.
+    lengths: (B,) tokens; None for those of the mask.
     """
     if lengths is None:
         lengths = response_lengths(batch.response_mask)

@@ -46,14 +46,9 @@ class SharedPrompts:
     def of(cls, tokens: torch.Tensor, offsets: list[int], prompt_lengths: list[int]) -> "SharedPrompts":
         """The layout of rows, of which each is a prompt of at least one token, then a response.
 
-        Args:
-            tokens: (N,) of all rows. offsets: where each row begins, and N. prompt_lengths: of each row.
+        tokens: (N,) of all rows. offsets: where each row begins, and N. prompt_lengths: of each row.
         """
-        kept: list[int] = []
-        piece: list[int] = []
-        prompt: list[int] = []
-        predicting: list[int] = []
-        source: list[int] = []
+        kept, piece, prompt, predicting, source = columns = [list[int]() for _ in range(5)]
         known: dict[tuple[int, ...], tuple[int, int]] = {}  # a prompt: its piece, and the place of its last token
         pieces = 0
         for start, end, length in zip(offsets[:-1], offsets[1:], prompt_lengths, strict=True):
@@ -65,8 +60,7 @@ class SharedPrompts:
                 known[text] = pieces, len(kept) - 1
                 pieces += 1
             shared, last = known[text]
-            first = len(kept)
-            count = end - start - length
+            first, count = len(kept), end - start - length
             kept += range(start + length, end)
             piece += [pieces] * count
             prompt += [shared] * count
@@ -74,7 +68,7 @@ class SharedPrompts:
             if count:
                 predicting += range(start + length - 1, end - 1)
                 source += [last, *range(first, first + count - 1)]
-        return cls(len(tokens), *map(torch.tensor, (kept, piece, prompt, predicting, source)))
+        return cls(len(tokens), *map(torch.tensor, columns))
 
     def mask(self) -> torch.Tensor:
         """(1, 1, M, M) bool: which kept tokens each attends to."""
@@ -88,8 +82,7 @@ class SharedPrompts:
 class CpuFSDPEngine(FSDPEngineWithLMHead):
     """verl's engine; with `use_remove_padding` it shares prompts, and micro-batches hold the responses of whole groups.
 
-    Where the model or the batch does not allow it (another attention than sdpa, layers with a window, prompts that are
-    not known, multimodal inputs, fused kernels) it is verl's.
+    It is verl's with another attention than sdpa, layers with a window, multimodal inputs or fused kernels.
     """
 
     _layout: SharedPrompts | None = None
@@ -109,8 +102,7 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
         if lengths is None or not self._can_share(inputs, micro_batch):
             return inputs, arguments
         tokens = micro_batch["input_ids"]
-        layout = SharedPrompts.of(tokens.values(), tokens.offsets().tolist(), lengths)
-        self._layout = layout
+        self._layout = layout = SharedPrompts.of(tokens.values(), tokens.offsets().tolist(), lengths)
         inputs["input_ids"] = inputs["input_ids"][:, layout.kept]
         inputs["position_ids"] = inputs["position_ids"][:, layout.kept]
         inputs["attention_mask"] = layout.mask()

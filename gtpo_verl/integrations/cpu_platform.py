@@ -1,7 +1,7 @@
 """A ``cpu`` platform for verl, so that the whole stack runs on a machine without an accelerator.
 
-verl knows CUDA, ROCm and Ascend. This platform answers the same questions for the CPU; it is only ever chosen by name
-(``VERL_PLATFORM=cpu``), because a CPU-only Ray actor on a GPU cluster must keep verl's own choice.
+It is only ever chosen by name (``VERL_PLATFORM=cpu``), because a CPU-only Ray actor on a GPU cluster must keep verl's
+own choice.
 """
 
 import contextlib
@@ -19,8 +19,9 @@ from verl.utils import torch_functional
 from verl.utils.distributed import initialize_global_process_group_ray
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """What a CPU does where a GPU waits, frees memory or is chosen."""
+def _always(value: Any) -> Any:
+    """A method that returns this; None where a GPU waits, frees memory or is chosen."""
+    return lambda *_, **__: value
 
 
 class _CpuDeviceModule(types.ModuleType):
@@ -32,17 +33,12 @@ class _CpuDeviceModule(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    set_device = synchronize = empty_cache = ipc_collect = staticmethod(_nothing)
-    reset_peak_memory_stats = set_per_process_memory_fraction = staticmethod(_nothing)
+    current_device = _always(0)
+    get_device_name = _always("cpu")
+    empty_cache = ipc_collect = reset_peak_memory_stats = set_per_process_memory_fraction = _always(None)
+    get_rng_state = staticmethod(lambda device=None: torch.get_rng_state())
+    set_rng_state = staticmethod(lambda state, device=None: torch.set_rng_state(state))
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         memory = psutil.virtual_memory()
@@ -54,17 +50,6 @@ class _CpuDeviceModule(types.ModuleType):
 
     memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 
-    def get_device_name(self, device: Any = None) -> str:
-        return "cpu"
-
-    def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.set_rng_state(state)
-
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
-
 
 @PlatformRegistry.register(platform="cpu")
 class CpuPlatform(PlatformBase):
@@ -74,44 +59,21 @@ class CpuPlatform(PlatformBase):
     vendor_name = "cpu"
     device_module = _CpuDeviceModule()
 
-    set_device = synchronize = empty_cache = set_allocator_settings = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
-
     def is_available(self) -> bool:
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
-    def current_device(self) -> Any:
-        # verl passes this to `.to()`, where an index would mean a CUDA device.
-        return "cpu"
-
-    def device_count(self) -> int:
-        return 1
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
-    def communication_backend_name(self) -> str:
-        return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def nvtx_range(self, msg: str) -> Any:
-        return contextlib.nullcontext()
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
-
-    def ray_noset_envvars(self) -> list[str]:
-        return []
-
-    def is_ipc_supported(self) -> bool:
-        return False
+    set_device = synchronize = empty_cache = set_allocator_settings = _always(None)
+    profiler_start = profiler_stop = cudart = _always(None)
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    current_device = _always("cpu")  # verl passes it to `.to()`, where an index would mean a CUDA device
+    device_count = _always(1)
+    get_device_capability = _always((None, None))
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+    nvtx_range = _always(contextlib.nullcontext())
+    ray_resource_name = _always("GPU")
+    ray_noset_envvars = _always([])
+    is_ipc_supported = _always(False)
 
 
 class CpuWorkerMixin:
@@ -144,9 +106,8 @@ class CpuWorkerMixin:
 def together(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """verl's log-probs of labels, for all tokens of a packed batch at once.
 
-    ``stock`` goes row by row along the first axis, a sequence at a time. An engine without padding has tokens there,
-    thousands of operations of microseconds: on the embedded tasks a fifth of the worker's time in the forward passes
-    alone. On a GPU another function of verl's, flash-attn's cross-entropy, does this.
+    ``stock`` goes row by row along the first axis, a sequence at a time; an engine without padding has tokens there,
+    thousands of operations of microseconds. On a GPU flash-attn's cross-entropy takes its place.
     """
 
     @functools.wraps(stock)

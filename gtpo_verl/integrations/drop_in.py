@@ -1,8 +1,7 @@
 """The methods of this package in verl's own command (``python -m gtpo_verl.main_ppo``): credit assignment alone.
 
-verl's main starts Ray and an actor that looks up its trainer by the mode; the actor here finds that trainer with the
-credit of a step (`CreditTrainer`). Run directory, guards, dynamic sampling with a budget and seeds of
-``gtpo-verl train`` are not here.
+verl's main starts Ray and an actor that looks up its trainer by the mode; the actor here finds `CreditTrainer`. Run
+directory, guards, dynamic sampling with a budget and seeds of ``gtpo-verl train`` are not here.
 """
 
 from typing import Any, cast
@@ -17,13 +16,12 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.credit_trainer import credit_trainer_class
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.launch import verls_own
-from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
+from gtpo_verl.integrations.losses import KEY, GTPOPolicyLossConfig
 from gtpo_verl.integrations.plugin import check_registered
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.problems import evaluate, refuse
 
-LOSS = "actor_rollout_ref.actor.policy_loss"
 WITH_SETTINGS = ("grpo_s", "ce_gppo")  # losses that read what verl's settings of a loss do not have
 _TaskRunner: Any = cast(Any, main_ppo.TaskRunnerV1).__ray_actor_class__  # verl's name is that of the Ray actor
 
@@ -40,19 +38,15 @@ class CreditTaskRunner(_TaskRunner):
 
 
 def run(config: DictConfig) -> None:
-    """Train as verl's main does.
-
-    Args:
-        config: verl's, with the user's overrides; where it names a method of ours, with all settings of that.
+    """Train as verl's main does, with its configuration; where it names a method of ours, with all settings of that.
 
     Raises:
         UserError: verl refuses the configuration, or the job ended with such an error.
     """
-    method, loss = algorithm_of(config), OmegaConf.select(config, f"{LOSS}.loss_mode")
-    ours = method is not None and method.verl_estimator is None
-    if loss in WITH_SETTINGS:
-        OmegaConf.update(config, f"{LOSS}._target_", f"{GTPOPolicyLossConfig.__module__}.GTPOPolicyLossConfig")
-    if not ours:
+    method = algorithm_of(config)
+    if OmegaConf.select(config, f"{KEY}.loss_mode") in WITH_SETTINGS:
+        OmegaConf.update(config, f"{KEY}._target_", f"{GTPOPolicyLossConfig.__module__}.GTPOPolicyLossConfig")
+    if method is None or method.verl_estimator is not None:
         cast(Any, main_ppo.main).__wrapped__(config)
         return
     refuse(evaluate([verls_own], config))

@@ -10,19 +10,12 @@ from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 
 @dataclass(frozen=True)
 class EntropySource:
-    """One source of entropies.
-
-    Attributes:
-        name: the value of ``algorithm.entropy.source``.
-        column: TransferQueue's column that the advantages are computed from.
-        from_rollout: whether vLLM returns entropies beside the tokens.
-        skips_actor_pass: whether the actor's old-log-prob pass is left out (verl's bypass mode).
-    """
+    """One source of entropies."""
 
     name: str
-    column: str
-    from_rollout: bool
-    skips_actor_pass: bool
+    column: str  # TransferQueue's, that the advantages are computed from
+    from_rollout: bool  # vLLM returns entropies beside the tokens
+    skips_actor_pass: bool  # the actor's old-log-prob pass is left out (verl's bypass mode)
 
     @property
     def rollout_columns(self) -> tuple[str, ...]:
@@ -35,22 +28,16 @@ class EntropySource:
         return self.from_rollout and not self.skips_actor_pass
 
 
-SOURCES = {
-    source.name: source
-    for source in (
-        EntropySource("actor", column="entropy", from_rollout=False, skips_actor_pass=False),
-        EntropySource("rollout", column=ENTROPIES, from_rollout=True, skips_actor_pass=True),
-        EntropySource("both", column="entropy", from_rollout=True, skips_actor_pass=False),
-    )
-}
+_SOURCES = (
+    EntropySource("actor", "entropy", from_rollout=False, skips_actor_pass=False),
+    EntropySource("rollout", ENTROPIES, from_rollout=True, skips_actor_pass=True),
+    EntropySource("both", "entropy", from_rollout=True, skips_actor_pass=False),
+)
+SOURCES = {source.name: source for source in _SOURCES}
 
 
 def entropy_source(config: DictConfig) -> EntropySource:
-    """The source of a run; the actor in a configuration that does not say.
-
-    Raises:
-        UserError: there is none of this name.
-    """
+    """The source of a run, by default the actor; raises UserError where there is none of this name."""
     name = str(OmegaConf.select(config, "algorithm.entropy.source", default="actor"))
     if name not in SOURCES:
         raise UserError(

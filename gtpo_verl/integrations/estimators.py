@@ -9,7 +9,7 @@ import torch
 from omegaconf import DictConfig
 from verl.trainer.ppo.core_algos import register_adv_est
 
-from gtpo_verl.algorithms import AdvantageOutput, Algorithm, Batch, algorithms
+from gtpo_verl.algorithms import Algorithm, Batch, algorithms
 from gtpo_verl.algorithms.mixed_policy import guide_config, guided_advantages
 from gtpo_verl.integrations.context import current_context, length_penalty
 
@@ -26,10 +26,7 @@ def estimator(entry: Algorithm) -> Estimator:
     """A method in the form that verl calls."""
 
     def estimate(
-        token_level_rewards: torch.Tensor,
-        response_mask: torch.Tensor,
-        config: DictConfig,
-        index: np.ndarray,
+        token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: DictConfig, index: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """verl's contract: rewards (B, T), mask (B, T), algorithm config, group names (B,); advantages and returns (B,
         T).
@@ -52,7 +49,15 @@ def estimator(entry: Algorithm) -> Estimator:
         )
         batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong, context.lengths))
         last = context.last_output
-        out = _advantages(entry, settings, config, batch if last is None else _rows(batch, last.unique()))
+        if last is not None:
+            tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
+            of_last: dict[str, Any] = {name: value[last.unique()] for name, value in tensors.items()}
+            batch = replace(batch, **of_last)
+        if batch.guide is None:
+            out = entry.advantages(batch, settings)
+        else:
+            guide = guide_config(config.guide)
+            out = guided_advantages(entry, replace(batch, guide=None), batch.guide, guide, settings)
         context.metrics.update(out.metrics)
         advantages = out.advantages if last is None else _of_sessions(out.advantages, mask, last)
         advantages = torch.where(response_mask != 0, advantages.to(token_level_rewards.dtype), 0.0)
@@ -62,28 +67,11 @@ def estimator(entry: Algorithm) -> Estimator:
     return estimate
 
 
-def _advantages(entry: Algorithm, settings: Any, config: DictConfig, batch: Batch) -> AdvantageOutput:
-    if batch.guide is None:
-        return entry.advantages(batch, settings)
-    return guided_advantages(entry, replace(batch, guide=None), batch.guide, guide_config(config.guide), settings)
-
-
-def _rows(batch: Batch, rows: torch.Tensor) -> Batch:
-    """Some rows of a batch."""
-    of_rows: dict[str, Any] = {
-        name: value[rows] for name, value in vars(batch).items() if isinstance(value, torch.Tensor)
-    }
-    return replace(batch, **of_rows)
-
-
 def _of_sessions(advantages: torch.Tensor, mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """(B, T): the outputs of a session before its last get the mean advantage of the last, as verl's `grpo` gives them
-    its only one.
+    """(B, T) from (S, T), those of the last outputs of the S sessions in the order of their rows: the outputs before
+    the last get its mean advantage, as verl's `grpo` gives them its only one.
 
-    Args:
-        advantages: (S, T), of the last outputs of the S sessions in the order of their rows.
-        mask: (B, T), tokens of the policy.
-        last: (B,), the row of the last output of each row's session.
+    mask: (B, T), tokens of the policy. last: (B,), the row of the last output of each row's session.
     """
     rows, session = last.unique(return_inverse=True)
     means = advantages.sum(1) / (mask[rows] != 0).sum(1).clamp(min=1)

@@ -1,4 +1,5 @@
-"""The guide's rows in groups of responses (`algorithm.guide`): which they are, and who fills them.
+"""The guide's rows in groups of responses (`algorithm.guide`): which they are, who fills them, and the servers of a
+guide that answers during training (`source=server`).
 
 Rows of a group that may go to the guide are its last sessions. They wait for the verdicts on the others, and are then
 filled by the guide or by the policy. A row of the guide has a session number from `FIRST_SESSION` on: by its key it is
@@ -8,10 +9,14 @@ known everywhere, and no other column or tag says it. `integrations.step.guide` 
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import get_rollout_replica_class
 
 from gtpo_verl.algorithms.mixed_policy import GuideConfig
 from gtpo_verl.data.traces import Trace
@@ -20,6 +25,8 @@ from gtpo_verl.integrations.vllm.agent_loop import RolloutEntropyOutput
 from gtpo_verl.runs.correctness import is_correct, verdict
 
 FIRST_SESSION = 1_000_000  # of the guide's rows; those of the policy are numbered from 0
+CLIENT = "guide"  # its name among verl's clients of teachers, which reach the agent loops
+FIRST_RANK = 1000  # of its replicas: ranks are in names of Ray actors and of sockets, and the policy's begin at 0
 
 
 def is_guide(key: str) -> bool:
@@ -27,14 +34,20 @@ def is_guide(key: str) -> bool:
     return parse_key(key).session >= FIRST_SESSION
 
 
-class Reserve:
-    """The sessions of a group that wait for the verdicts on the others.
-
-    Args:
-        config: of the guide.
-        size: responses of the group.
-        threshold: ``acc`` from which a response is correct.
+class GuideServerManager(LLMServerManager):
+    """verl's manager of standalone replicas, for the guide's: no checkpoint engine knows them, so they get no weights
+    and never sleep. ``config`` is from `standalone.guide_servers`.
     """
+
+    def __init__(self, config: DictConfig, **options: Any) -> None:
+        replica: Any = get_rollout_replica_class(config.actor_rollout_ref.rollout.name)
+        named: Any = partial(replica, name_suffix=CLIENT)
+        self.rollout_replica_class = named  # verl's base class leaves it as it is
+        super().__init__(config, start_rank=FIRST_RANK, **options)
+
+
+class Reserve:
+    """The sessions of a group of ``size`` responses that wait for the verdicts on the others."""
 
     def __init__(self, config: GuideConfig, size: int, threshold: float) -> None:
         self.drop_wrong = config.drop_wrong
@@ -71,11 +84,7 @@ class Reserve:
             self._example = self._example or outputs[0]
 
     def is_correct(self, output: AgentLoopOutput) -> bool:
-        """The verdict on a scored response.
-
-        Raises:
-            UserError: it has none.
-        """
+        """The verdict on a scored response; raises UserError where it has none."""
         info = output.extra_fields.get("reward_extra_info", {})
         return is_correct(verdict(info, "on a response of a group with a guide"), self._threshold)
 
@@ -93,14 +102,13 @@ class Reserve:
 def as_output(trace: Trace, example: AgentLoopOutput) -> AgentLoopOutput:
     """A response of the guide with the columns of an own response to the same prompt, so that both fit into a batch."""
     count = len(trace.ids)
-    extra = versions_of(example)
     changes: dict[str, Any] = {
         "response_ids": trace.ids,
         "response_mask": [1] * count,
         "num_turns": 2,
         "metrics": AgentLoopMetrics(),
         "reward_score": None,
-        "extra_fields": extra | {"turn_scores": [], "tool_rewards": []},
+        "extra_fields": versions_of(example) | {"turn_scores": [], "tool_rewards": []},
     }
     if example.response_logprobs is not None:
         changes["response_logprobs"] = trace.log_probs or [0.0] * count

@@ -1,14 +1,14 @@
-"""Policy losses `grpo_s`, `ce_gppo`, `aspo`, `dcpo_clip` and `mixed` in verl's registry, averaged by verl's own
-`agg_loss`.
+"""Policy losses `grpo_s`, `ce_gppo`, `aspo`, `dcpo_clip` and `mixed` in verl's registry.
 
-verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. Handed on to
-`agg_loss`, these make the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on
+verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. With these,
+verl's `agg_loss` makes the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on
 FSDP and on Megatron.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ from gtpo_verl.errors import UserError
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 GUIDE_MASK = "guide_mask"  # TransferQueue's column, next to response_mask: 1 on the tokens of the guide's rows
+Losses = tuple[torch.Tensor, Metrics]
+
+_guided: ContextVar[dict[str, Any] | None] = ContextVar("gtpo_verl_guided", default=None)
 
 
 @dataclass
@@ -58,107 +61,6 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
             raise UserError(f"{KEY}.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
 
 
-@register_policy_loss(GRPO_S.loss)
-def grpo_s_policy_loss(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = GRPO_S.aggregation,
-    config: DictConfig | ActorConfig | None = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """The per-sequence clipped surrogate; needs advantages that are equal within a response and `loss_agg_mode:
-    seq-mean-token-mean`.
-
-    All tensors (micro-batch, T). Returns the share of this micro-batch in the loss of the global batch, and `actor/...`
-    metrics.
-    Raises UserError for another `loss_agg_mode`, for a plain `policy_loss` config and for advantages of a token-level
-    estimator.
-    """
-    assert config is not None
-    if loss_agg_mode != GRPO_S.aggregation:
-        raise UserError(
-            "policy loss grpo_s is a mean over sequences: set "
-            f"actor_rollout_ref.actor.loss_agg_mode={GRPO_S.aggregation}, not {loss_agg_mode}"
-        )
-    settings = config.policy_loss
-    if not isinstance(settings, GTPOPolicyLossConfig):
-        raise UserError(
-            "policy loss grpo_s needs its own settings: set actor_rollout_ref.actor.policy_loss._target_="
-            "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
-        )
-    guided = _guided_rows(log_prob)
-    losses, metrics = mixed_loss(
-        log_prob,
-        old_log_prob,
-        one_per_response(advantages, response_mask),
-        response_mask,
-        guided.rows,
-        settings.seq_clip_ratio_low,
-        settings.seq_clip_ratio_high,
-        clip=guided.clip,
-        shape_gamma=guided.shape_gamma,
-        ratio=settings.seq_ratio,
-    )
-    # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.
-    tokens = losses.unsqueeze(1).expand_as(log_prob)
-    return _aggregate(tokens, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
-
-
-def _register_token_loss(
-    name: str, loss: Callable[..., tuple[torch.Tensor, Metrics]], *settings: str
-) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
-    """Register a per-token loss of `algorithms.losses` with the actor's `clip_ratio_low`, `clip_ratio_high` and, unless
-    null, `clip_ratio_c`, and these settings of `policy_loss`; returns what verl calls.
-
-    All tensors (micro-batch, T). It returns the share of this micro-batch in the loss of the global batch, and
-    `actor/...` metrics.
-    """
-
-    def policy_loss(
-        old_log_prob: torch.Tensor,
-        log_prob: torch.Tensor,
-        advantages: torch.Tensor,
-        response_mask: torch.Tensor,
-        loss_agg_mode: str = "token-mean",
-        config: DictConfig | ActorConfig | None = None,
-        rollout_is_weights: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        assert config is not None
-        losses, metrics = loss(
-            log_prob,
-            old_log_prob,
-            advantages,
-            response_mask,
-            clip_ratio_low=config.clip_ratio_low,
-            clip_ratio_high=config.clip_ratio_high,
-            clip_ratio_c=config.clip_ratio_c,
-            **{key: config.policy_loss[key] for key in settings},
-        )
-        return _aggregate(losses, response_mask, loss_agg_mode, config, rollout_is_weights), _named(metrics)
-
-    register_policy_loss(name)(policy_loss)
-    return policy_loss
-
-
-_register_token_loss("ce_gppo", ce_gppo_loss, "beta1", "beta2")
-_register_token_loss("aspo", aspo_loss)
-_register_token_loss("dcpo_clip", dcpo_clip_loss)
-
-
-@dataclass(frozen=True)
-class _Guided:
-    """What verl does not pass to a policy loss: (micro-batch,) bool, the guide's rows, and how they are clipped."""
-
-    rows: torch.Tensor
-    clip: str
-    shape_gamma: float | None
-
-
-_guided: ContextVar[_Guided | None] = ContextVar("gtpo_verl_guided", default=None)
-
-
 def guided_ppo_loss(
     config: ActorConfig,
     model_output: dict[str, Any],
@@ -174,7 +76,7 @@ def guided_ppo_loss(
     column `guide_mask`, (T_i,) a row.
     """
     rows = data[GUIDE_MASK].to_padded_tensor(0).bool().any(1)
-    token = _guided.set(_Guided(rows, clip, shape_gamma))
+    token = _guided.set({"guide": rows, "clip": clip, "shape_gamma": shape_gamma})
     try:
         loss, metrics = ppo_loss(config, model_output, data, dp_group)
     finally:
@@ -182,34 +84,48 @@ def guided_ppo_loss(
     return loss, metrics
 
 
-def _guided_rows(log_prob: torch.Tensor) -> _Guided:
-    """What `guided_ppo_loss` says of this micro-batch, on its device; without it, all rows are the policy's own."""
-    guided = _guided.get() or _Guided(torch.zeros(len(log_prob), dtype=torch.bool), "dapo", None)
-    return replace(guided, rows=guided.rows.to(log_prob.device))
+def _of_guide(log_prob: torch.Tensor) -> dict[str, Any]:
+    """What `guided_ppo_loss` says of this micro-batch, for `mixed_loss`; without it, all rows are the policy's own."""
+    found = _guided.get() or {"guide": torch.zeros(len(log_prob), dtype=torch.bool)}
+    return found | {"guide": found["guide"].to(log_prob.device)}
 
 
-def _mixed_loss(
+def _grpo_s(
     log_prob: torch.Tensor,
     old_log_prob: torch.Tensor,
     advantages: torch.Tensor,
     response_mask: torch.Tensor,
-    **clip_ratios: Any,
-) -> tuple[torch.Tensor, Metrics]:
-    """`mixed_loss` of the rows that `guided_ppo_loss` says are the guide's."""
-    guided = _guided_rows(log_prob)
-    return mixed_loss(
+    loss_agg_mode: str,
+    config: DictConfig | ActorConfig,
+) -> Losses:
+    """The per-sequence clipped surrogate.
+
+    Raises UserError for another `loss_agg_mode` than a mean over sequences, for a plain `policy_loss` config and for
+    advantages of a token-level estimator.
+    """
+    if loss_agg_mode != GRPO_S.aggregation:
+        raise UserError(
+            "policy loss grpo_s is a mean over sequences: set "
+            f"actor_rollout_ref.actor.loss_agg_mode={GRPO_S.aggregation}, not {loss_agg_mode}"
+        )
+    settings = config.policy_loss
+    if not isinstance(settings, GTPOPolicyLossConfig):
+        raise UserError(
+            "policy loss grpo_s needs its own settings: set actor_rollout_ref.actor.policy_loss._target_="
+            "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
+        )
+    losses, metrics = mixed_loss(
         log_prob,
         old_log_prob,
-        advantages,
+        one_per_response(advantages, response_mask),
         response_mask,
-        guided.rows,
-        clip=guided.clip,
-        shape_gamma=guided.shape_gamma,
-        **clip_ratios,
+        clip_ratio_low=settings.seq_clip_ratio_low,
+        clip_ratio_high=settings.seq_clip_ratio_high,
+        ratio=settings.seq_ratio,
+        **_of_guide(log_prob),
     )
-
-
-_register_token_loss("mixed", _mixed_loss)
+    # The mean over the tokens of a response gives its loss back, and agg_loss leaves empty responses out.
+    return losses.unsqueeze(1).expand_as(log_prob), metrics
 
 
 def one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
@@ -225,26 +141,61 @@ def one_per_response(advantages: torch.Tensor, response_mask: torch.Tensor) -> t
     return values.squeeze(1)
 
 
-def _aggregate(
-    losses: torch.Tensor,
-    response_mask: torch.Tensor,
+def _of_tokens(
+    loss: Callable[..., Losses],
+    *tensors: torch.Tensor,
     loss_agg_mode: str,
     config: DictConfig | ActorConfig,
-    rollout_is_weights: torch.Tensor | None,
-) -> torch.Tensor:
-    if rollout_is_weights is not None:
-        losses = losses * rollout_is_weights
-    return agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    settings: Sequence[str] = (),
+) -> Losses:
+    """A per-token loss of `algorithms.losses` with the actor's clip ratios, and these settings of `policy_loss`."""
+    clips = {key: config[key] for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    return loss(*tensors, **clips, **{key: config.policy_loss[key] for key in settings})
+
+
+def _mixed(log_prob: torch.Tensor, *others: Any, **clips: Any) -> Losses:
+    loss: Callable[..., Losses] = mixed_loss
+    return loss(log_prob, *others, **_of_guide(log_prob), **clips)
+
+
+def _register(name: str, loss: Callable[..., Losses]) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
+    """Register a loss whose tensors are (micro-batch, T); returns what verl calls.
+
+    That returns the share of the micro-batch in the loss of the global batch, and `actor/...` metrics.
+    """
+
+    def policy_loss(
+        old_log_prob: torch.Tensor,
+        log_prob: torch.Tensor,
+        advantages: torch.Tensor,
+        response_mask: torch.Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: DictConfig | ActorConfig | None = None,
+        rollout_is_weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        assert config is not None
+        losses, metrics = loss(
+            log_prob, old_log_prob, advantages, response_mask, loss_agg_mode=loss_agg_mode, config=config
+        )
+        if rollout_is_weights is not None:
+            losses = losses * rollout_is_weights
+        mean = agg_loss(
+            loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+        )
+        return mean, _named(metrics)
+
+    register_policy_loss(name)(policy_loss)
+    return policy_loss
 
 
 def _named(metrics: Metrics) -> dict[str, float]:
     """verl's names where verl has the metric."""
-    return {f"actor/{_VERL_NAMES.get(name, name)}": value.item() for name, value in metrics.items()}
+    named = {f"pg_{name}" if name.startswith("clipfrac") else name: value for name, value in metrics.items()}
+    return {f"actor/{name}": value.item() for name, value in named.items()}
 
 
-_VERL_NAMES = {
-    "clipfrac": "pg_clipfrac",
-    "clipfrac_low": "pg_clipfrac_low",
-    "clipfrac_high": "pg_clipfrac_high",
-    "clipfrac_lower": "pg_clipfrac_lower",
-}
+grpo_s_policy_loss = _register(GRPO_S.loss, _grpo_s)
+_register("ce_gppo", partial(_of_tokens, ce_gppo_loss, settings=("beta1", "beta2")))
+_register("aspo", partial(_of_tokens, aspo_loss))
+_register("dcpo_clip", partial(_of_tokens, dcpo_clip_loss))
+_register("mixed", partial(_of_tokens, _mixed))

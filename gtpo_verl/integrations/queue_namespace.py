@@ -1,8 +1,8 @@
 """A TransferQueue of its own for every job of a Ray cluster.
 
 TransferQueue finds its controller by one name in one namespace, both literals in ``interface.py``: a second job of the
-cluster would attach to the queue of the first, and whichever job ends first would kill the controller of both. Here
-every process of a job looks in the job's namespace, and only the process that made a controller ends it.
+cluster would attach to the queue of the first, and whichever ends first would end both. Here every process of a job
+looks in the job's namespace, and only the process that made a controller ends it.
 """
 
 import time
@@ -71,22 +71,19 @@ class QueueWatch:
             UserError: one has ended, or the queue has not been made in ``START_TIMEOUT`` seconds.
         """
         if interface._TQ_CLIENT is None:
-            self._check_deadline()
+            if time.monotonic() > self._deadline:
+                raise UserError(
+                    f"TransferQueue did not start within {START_TIMEOUT:.0f} s: each of its storage units takes a CPU, "
+                    "and Ray has none for one of them. transfer_queue.backend.SimpleStorage.num_data_storage_units is "
+                    "their number."
+                )
             return
         storage: dict[str, Any] = (interface._TQ_STORAGE or {}).get("SimpleStorage") or {}
         actors = {"TransferQueueController": interface._TQ_CONTROLLER} | storage
         dead = ended_actors({name: actor.__ray_ready__.remote() for name, actor in actors.items() if actor is not None})
         if dead:
             raise UserError(
-                f"TransferQueue died ({'; '.join(dead)}): it was killed, for "
-                "lack of memory or by hand, or its node is gone. Repeat the command: a training goes on from the last "
-                "checkpoint in its trainer.run_dir, an evaluation from its last problem."
-            )
-
-    def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise UserError(
-                f"TransferQueue did not start within {START_TIMEOUT:.0f} s: each of its storage units takes a CPU, and "
-                "Ray has none for one of them. transfer_queue.backend.SimpleStorage.num_data_storage_units is their "
-                "number."
+                f"TransferQueue died ({'; '.join(dead)}): it was killed, for lack of memory or by hand, or its node is "
+                "gone. Repeat the command: a training goes on from the last checkpoint in its trainer.run_dir, an "
+                "evaluation from its last problem."
             )

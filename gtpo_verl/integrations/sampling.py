@@ -33,9 +33,7 @@ class BudgetSpentError(UserError):
 class BudgetedReplayBuffer(ReplayBuffer):
     """verl's synchronous replay buffer with a budget; groups that it discards and responses that failed are counted.
 
-    Args:
-        stock: the buffer as verl built it; ``sampler_kwargs.poll_interval`` (seconds) is honoured here.
-        config: of the run.
+    It takes over the buffer that verl has built, and honours ``sampler_kwargs.poll_interval`` (seconds).
 
     Attributes:
         last_step: groups with contrast, and groups generated, in the last step that generated any.

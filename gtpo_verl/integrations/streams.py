@@ -1,4 +1,5 @@
-"""Every response is sampled from a random stream of its own, which follows from the run's seed.
+"""Every prompt has a name that follows from its place in the training, and every response a random stream of its own,
+which follows from that name and the run's seed.
 
 The trainer gives each prompt a seed, the agent loop worker (`agent_loops`) makes one of it for each response, and the
 client of the servers one for each request: vLLM starts the stream of a request at its seed.
@@ -10,11 +11,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tensordict import TensorDict
+from verl.utils import tensordict_utils
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from gtpo_verl.integrations.transfer_queue import is_prompt, listed
 from gtpo_verl.seeds import derived
 
 COLUMN = "sampling_seed"
@@ -22,30 +25,51 @@ COLUMN = "sampling_seed"
 _lengths: ContextVar[Counter[int] | None] = ContextVar("gtpo_verl_request_lengths", default=None)
 
 
+class PromptNames:
+    """Names prompts by their step and their number in it, in place of verl's random names.
+
+    They are the same in every run of the same seed, also where a step is repeated after a restart.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self._step = 0
+        self._next = 0  # number of the next prompt in the step
+
+    def assign(self, prompts: TensorDict, step: int) -> None:
+        """Name prompts that are about to be submitted, and give them their random streams."""
+        names = self.names(len(prompts), step)
+        tensordict_utils.assign_non_tensor_stack(prompts, "uid", names)
+        assign_streams(prompts, self._config, "train", names)
+
+    def names(self, count: int, step: int) -> list[str]:
+        """The names of the next prompts."""
+        prefix = f"{step:06d}-"
+        if step != self._step:
+            # Groups of this very step wait where its first attempt ended with a spent budget.
+            waiting = [key for key, tag in listed("train").items() if is_prompt(tag) and key.startswith(prefix)]
+            taken = [int(key.removeprefix(prefix)) for key in waiting]
+            self._step, self._next = step, max(taken, default=-1) + 1
+        first, self._next = self._next, self._next + count
+        return [f"{prefix}{number:06d}" for number in range(first, first + count)]
+
+
 def assign_streams(prompts: TensorDict, config: DictConfig, partition_id: str, names: Iterable[str | int]) -> None:
-    """Give each prompt the seed from which those of its responses are made, as a column (B,) int64.
+    """Give each of B prompts, on their way to the agent loops, the seed of its responses, as a column (B,) int64: they
+    are the same wherever a prompt has the same of B names, and the model is the same.
 
     Without ``trainer.seed_requests`` there is no such column, and vLLM draws from one stream for all requests.
-
-    Args:
-        prompts: B prompts, on their way to the agent loops.
-        config: of the run.
-        partition_id: ``train`` or ``val``.
-        names: B names. The responses to a prompt are the same wherever it has the same name, and the model is the same.
     """
-    if not OmegaConf.select(config, "trainer.seed_requests", default=True):  # a run recorded earlier has no such key
+    if not config.trainer.seed_requests:
         return
     prompts[COLUMN] = torch.tensor([derived(config.seed, partition_id, name) for name in names], dtype=torch.int64)
 
 
 def with_stream(sampling_params: dict[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of one response, with a seed of its own where its prompt has one.
+    """The sampling parameters of one response from those of its group, with a seed of its own where its prompt has one.
 
-    To be called in the asyncio task of the response, whose requests are counted from here on.
-
-    Args:
-        sampling_params: of its group.
-        columns: those of its prompt and its ``session_id``; the seed is taken out, or it would be written to the rows.
+    To be called in the asyncio task of the response, whose requests are counted from here on. The seed is taken out of
+    the columns of the prompt, or it would be written to the rows.
     """
     seed = columns.pop(COLUMN, None)
     if seed is None:

@@ -22,12 +22,8 @@ from gtpo_verl.seeds import seed_process
 
 @contextmanager
 def with_queue(config: DictConfig, bundles: Sequence[Bundle], check: Callable[[], None]) -> Iterator[None]:
-    """TransferQueue for the block of an admitted job, which ends where a process of the job has ended.
-
-    Args:
-        config: of the job.
-        bundles: what it was admitted with.
-        check: called now and then; raises if something else of the job has ended.
+    """TransferQueue for the block of a job that was admitted with ``bundles``; the block ends where a process of the
+    job has ended, or ``check``, called now and then, raises.
     """
     placement, queue = Placement(bundles), QueueWatch()
 
@@ -53,13 +49,11 @@ class TaskRunner:
     """Sets up TransferQueue, the trainer and the agent loops, and trains; see :class:`TaskRunnerClass`."""
 
     def run(self, config: DictConfig) -> None:
-        """Run the job to its end.
-
-        Args:
-            config: the composed configuration.
-        """
+        """Run the job of a composed configuration to its end."""
+        from verl.utils.import_utils import load_class_from_fqn
         from verl.utils.logging_utils import configure_verl_logging
 
+        from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager
         from gtpo_verl.integrations.trainer import trainer_class
 
         configure_verl_logging()
@@ -82,34 +76,25 @@ class TaskRunner:
             with with_queue(config, training_bundles(config), check):
                 trainer = trainer_class(config.trainer.v1.trainer_mode)(config=config)
                 trainer.init()
-                trainer.fit(self._agent_loops(config, trainer))
+                name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
+                manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else SeededAgentLoopManager
+                agent_loops = manager.create(
+                    config=config,
+                    llm_client=trainer.get_llm_client(),
+                    teacher_client=trainer.get_teacher_client(),
+                    reward_loop_worker_handles=trainer.get_reward_handles(),
+                )
+                trainer.fit(agent_loops)
             succeeded = True
         finally:
             tracking = getattr(trainer, "logger", None)
             if tracking is not None:
                 tracking.finish(exit_code=0 if succeeded else 1)
 
-    @staticmethod
-    def _agent_loops(config: DictConfig, trainer: Any) -> Any:
-        from verl.utils.import_utils import load_class_from_fqn
-
-        from gtpo_verl.integrations.agent_loops import SeededAgentLoopManager
-
-        name = config.actor_rollout_ref.rollout.agent.get("agent_loop_manager_class")
-        manager: Any = load_class_from_fqn(name, "AgentLoopManager") if name else SeededAgentLoopManager
-        return manager.create(
-            config=config,
-            llm_client=trainer.get_llm_client(),
-            teacher_client=trainer.get_teacher_client(),
-            reward_loop_worker_handles=trainer.get_reward_handles(),
-        )
-
 
 class TaskRunnerClass:
-    """The task runner in the form that verl's ``run_ppo`` takes and, once Ray is up, makes an actor of.
-
-    Args:
-        before: called before the actor is made.
+    """The task runner in the form that verl's ``run_ppo`` takes and, once Ray is up and ``before`` has been called,
+    makes an actor of.
     """
 
     def __init__(self, before: Callable[[], object]) -> None:

@@ -11,8 +11,7 @@ from omegaconf import DictConfig
 def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Set ``owner.name`` inside the block, and restore it afterwards, also when the block fails.
 
-    verl reads some settings from its configuration and calls some methods on objects of its own, with no argument to
-    say otherwise.
+    For what verl reads from its configuration, or calls on its objects, and has no argument for.
     """
     inherited = not isinstance(owner, DictConfig) and name not in vars(owner)  # a method of the class, for instance
     before = getattr(owner, name)

@@ -1,8 +1,7 @@
 """verl's V1 trainers in a run of ``gtpo-verl train``: credit assignment, and what a run needs around it.
 
-`CreditTrainer` has the credit of a step. Here are the run's directory and records, checkpoints that nothing is lost
-with, guards, a guiding policy, dynamic sampling with a budget, and names of prompts: verl's methods hand over to a
-module of `integrations.step` each.
+`CreditTrainer` has the credit of a step; for what is here, verl's methods hand over to a module of `integrations.step`
+each.
 """
 
 import logging
@@ -23,17 +22,16 @@ from gtpo_verl.errors import StepGivenUpError
 from gtpo_verl.integrations.agent_loops import last_failure
 from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_trainer import CreditTrainer
-from gtpo_verl.integrations.guide_server import CLIENT, GuideServerManager
+from gtpo_verl.integrations.guide import CLIENT, GuideServerManager
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.step.checkpoints import Checkpoints
 from gtpo_verl.integrations.step.health import BoundedWait, Health
 from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
-from gtpo_verl.integrations.step.prompts import PromptNames
 from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.step.samples import CreditFiles
-from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient
+from gtpo_verl.integrations.streams import PromptNames, SeedingClient, SeedingFullyAsyncClient
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import put_zeros
 from gtpo_verl.integrations.validation import ValidatingTrainer
@@ -52,27 +50,20 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     guide_servers: LLMServerManager | None = None
 
     def __init__(self, config: DictConfig) -> None:
-        guards = config.guards
-        self.run_dir = Path(config.trainer.run_dir)
         self.health = Health(config, self)
         self.records = Records(config)
         self.prompts = PromptNames(config)
-        self.not_finite = NotFinite(
-            self.run_dir,
-            guards.not_finite,
-            guards.max_skipped_steps,
-            applied=config.actor_rollout_ref.actor.strategy == "megatron",
-        )
+        self.not_finite = NotFinite(config)
         self._skips_update = False  # the current batch has values that are not finite
         self._in_training = False
         super().__init__(config)
-        self.checkpoints = Checkpoints(config, self.records, from_rollout=self.old_log_probs.source.from_rollout)
+        self.checkpoints = Checkpoints(config, self.records)
         self.credit_files = CreditFiles(config, self.parameter_sync_step)
 
     # ---------------------------------------------------------------- set-up
 
     def _setup(self) -> None:
-        record_phase(self.run_dir, 0, "starting")
+        record_phase(Path(self.config.trainer.run_dir), 0, "starting")
         with temporarily(trainer_base, "RewardLoopManager", BoundedRewardLoopManager):
             super()._setup()
         if self.guide.on:
@@ -174,7 +165,15 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        self._skips_update = self._inputs_are_not_finite()
+        names = ["rm_scores", "old_log_probs", self.credit.entropies]
+        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            names.append("rollout_log_probs")
+        try:
+            self._skips_update = self.not_finite.batch(self.global_steps, self.update, names)
+        except NotFiniteError:
+            if self.trainer_mode == "sync":  # elsewhere, earlier updates of this step may have changed the weights
+                self._save_step_before()
+            raise
         if self._skips_update:
             put_zeros(batch, "advantages", "returns")  # verl logs them
             return batch
@@ -183,22 +182,6 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         last = self.global_steps == self.total_training_steps
         self.credit_files.keep(self.update, self.global_steps, self.local_trigger_step, self.tokenizer, last=last)
         return batch
-
-    def _inputs_are_not_finite(self) -> bool:
-        """Look for NaN and infinite values in what advantages are made of; returns whether to skip the update.
-
-        Raises:
-            NotFiniteError: there are some, and the run is to stop. The weights are those of the step before.
-        """
-        names = ["rm_scores", "old_log_probs", self.credit.entropies]
-        if self.config.actor_rollout_ref.rollout.calculate_log_probs:
-            names.append("rollout_log_probs")
-        try:
-            return self.not_finite.batch(self.global_steps, self.update, names)
-        except NotFiniteError:
-            if self.trainer_mode == "sync":  # elsewhere, earlier updates of this step may have changed the weights
-                self._save_step_before()
-            raise
 
     def _update_critic(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         return batch if self._skips_update else super()._update_critic(batch, metrics)
@@ -220,14 +203,10 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
             self._save_checkpoint()  # first: sending the weights wakes the engines, and saving needs their memory
         self.health.begin(self.global_steps, "sending weights to the engines")
         super().on_step_end()
-        if not stopping:
-            return
-        logger.warning(
-            "Stopping after step %d on request; its checkpoint is in %s.",
-            self.global_steps,
-            self.config.trainer.default_local_dir,
-        )
-        self.total_training_steps = self.global_steps
+        if stopping:
+            folder = self.config.trainer.default_local_dir
+            logger.warning("Stopping after step %d on request; its checkpoint is in %s.", self.global_steps, folder)
+            self.total_training_steps = self.global_steps
 
     # ---------------------------------------------------------------- what is kept of a run
 

@@ -47,10 +47,9 @@ def is_prompt(tag: Mapping[str, Any]) -> bool:
     return bool(tag.get("is_prompt", False))
 
 
-def prompt_keys(partition_id: str) -> list[str]:
-    """Uids of the prompts in TransferQueue, in the order in which they were submitted."""
-    listed = (tq.kv_list(partition_id) or {}).get(partition_id, {})
-    return [key for key, tag in listed.items() if is_prompt(tag)]
+def listed(partition_id: str) -> dict[str, dict[str, Any]]:
+    """{key: tag} of the rows in TransferQueue; prompts are in the order in which they were submitted."""
+    return dict((tq.kv_list(partition_id) or {}).get(partition_id, {}))
 
 
 def real_rows(batch: KVBatchMeta) -> dict[str, dict[str, Any]]:

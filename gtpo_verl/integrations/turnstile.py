@@ -36,13 +36,8 @@ class Turnstile:
         return self.job
 
 
-def enter(wait: bool, say: Callable[[str], object], stopped: Callable[[], bool] = lambda: False) -> Any:
-    """Take the turnstile, after the job that holds it; returns the actor.
-
-    Args:
-        wait: whether to queue behind a job that waits for devices.
-        say: takes a line when there is something to wait for.
-        stopped: whether this job was asked to stop, which ends the waiting.
+def enter(wait: bool, say: Callable[[str], object], stopped: Callable[[], bool]) -> Any:
+    """Take the turnstile, after the job that holds it; returns the actor. Arguments as of `admission.admit`.
 
     Raises:
         UserError: the holder waits for devices, and ``wait`` is off.
@@ -55,7 +50,10 @@ def enter(wait: bool, say: Callable[[str], object], stopped: Callable[[], bool] 
             _held["turnstile"] = actor.remote(ray.get_runtime_context().get_job_id())
             return _held["turnstile"]
         except ValueError:  # the name is taken
-            waits = _holder_waits()
+            pass
+        waits = False
+        with suppress(ValueError, RayActorError):  # it has just left
+            waits = bool(ray.get(ray.get_actor(NAME, namespace=NAMESPACE).is_waiting.remote()))
         if waits and not wait:
             raise UserError(
                 "no room for this run: another one waits for devices of this cluster. --wait queues this run behind it."
@@ -66,15 +64,6 @@ def enter(wait: bool, say: Callable[[str], object], stopped: Callable[[], bool] 
         if stopped():
             raise KeyboardInterrupt
         time.sleep(POLL)
-
-
-def _holder_waits() -> bool:
-    """Whether the job in the turnstile waits for devices; False where it has just left."""
-    try:
-        holder = ray.get_actor(NAME, namespace=NAMESPACE)
-        return bool(ray.get(holder.is_waiting.remote()))
-    except (ValueError, RayActorError):
-        return False
 
 
 def leave() -> None:

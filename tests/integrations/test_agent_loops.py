@@ -25,8 +25,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.integrations.agent_loops import SeededAgentLoopWorker
-from gtpo_verl.integrations.guide import FIRST_SESSION
-from gtpo_verl.integrations.guide_server import CLIENT
+from gtpo_verl.integrations.guide import CLIENT, FIRST_SESSION
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager, Scorable
 from gtpo_verl.integrations.step.guide import GuideRows
 from gtpo_verl.integrations.streams import COLUMN

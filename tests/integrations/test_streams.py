@@ -12,16 +12,20 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.integrations import streams
-from gtpo_verl.integrations.step import prompts as prompt_names
-from gtpo_verl.integrations.step.prompts import PromptNames
-from gtpo_verl.integrations.streams import SeedingClient, SeedingFullyAsyncClient, assign_streams, with_stream
+from gtpo_verl.integrations.streams import (
+    PromptNames,
+    SeedingClient,
+    SeedingFullyAsyncClient,
+    assign_streams,
+    with_stream,
+)
 from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.seeds import derived, seed_process
 
 
 def prompts(seed: int, names: list[str], partition: str = "train") -> list[int]:
     batch = get_tensordict({"uid": names})
-    assign_streams(batch, OmegaConf.create({"seed": seed}), partition, names)
+    assign_streams(batch, OmegaConf.create({"seed": seed, "trainer": {"seed_requests": True}}), partition, names)
     return [int(value) for value in batch[streams.COLUMN]]
 
 
@@ -42,7 +46,7 @@ def test_without_seed_requests_no_prompt_has_a_seed() -> None:
 def test_a_step_that_is_repeated_finds_its_names_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And does not give the name of a group that waits, found by a first attempt before the budget was spent."""
     waiting: list[str] = ["000002-000009"]
-    monkeypatch.setattr(prompt_names, "prompt_keys", lambda partition_id: waiting)
+    monkeypatch.setattr(streams, "listed", lambda partition_id: {key: {"is_prompt": True} for key in waiting})
 
     def names(run: PromptNames, step: int, *counts: int) -> list[str]:
         return [name for count in counts for name in run.names(count, step)]

@@ -27,7 +27,7 @@ from gtpo_verl.integrations.context import CreditContext
 from gtpo_verl.integrations.sampling import BudgetSpentError
 from gtpo_verl.integrations.step.checkpoints import restore_groups
 from gtpo_verl.integrations.step.columns import Step
-from gtpo_verl.integrations.step.not_finite import NotFinite, NotFiniteError
+from gtpo_verl.integrations.step.not_finite import NotFiniteError
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import MetricsRecorder
 
@@ -196,8 +196,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(
         return batch
 
     monkeypatch.setattr(PPOTrainer, "_update_actor", update)
-    trainer = run_trainer(tmp_path, "algo=dapo", f"guards.not_finite={action}")
-    trainer.not_finite = NotFinite(tmp_path, action, 1, applied=strategy == "megatron")
+    trainer = run_trainer(tmp_path, "algo=dapo", f"guards.not_finite={action}", "guards.max_skipped_steps=1")
+    trainer.not_finite._applied = strategy == "megatron"
     batch, metrics = to_advantages(trainer, put(trainer, ROWS))
     if ends is None:
         trainer._update_actor(batch, metrics)

@@ -108,12 +108,13 @@ def test_buffer_and_agents_are_unchanged_after_a_validation() -> None:
     agents: Any = Agents()
     prompt = [{"role": "user", "content": "1?"}]
     columns = {"uid": ["u", "v"], "raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "1"}] * 2}
-    with recorded(buffer, agents, OmegaConf.create({"seed": 0})) as found:
+    config = OmegaConf.create({"seed": 0, "trainer": {"seed_requests": True}})
+    with recorded(buffer, agents, config) as found:
         assert agents.generate_sequences(get_tensordict(columns)) == 2
         assert buffer.sample(batch_size=2) == (batch, {"seen": 2})
     assert found == Validated(dict.fromkeys("uv", Problem(problem_key(prompt, "1"))), [])
     assert not {*vars(buffer), *vars(agents)}
-    with pytest.raises(RuntimeError, match="torn"), recorded(buffer, agents, OmegaConf.create({"seed": 0})):
+    with pytest.raises(RuntimeError, match="torn"), recorded(buffer, agents, config):
         raise RuntimeError("torn")
     assert not {*vars(buffer), *vars(agents)}
 

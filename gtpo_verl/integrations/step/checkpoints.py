@@ -16,10 +16,11 @@ from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_atomically
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.transfer_queue import is_prompt, uid_of
+from gtpo_verl.integrations.transfer_queue import is_prompt, listed, uid_of
 from gtpo_verl.integrations.vllm.names import ENTROPIES
 from gtpo_verl.runs.checkpoints import link_model, prune
 from gtpo_verl.runs.directory import restore_step
@@ -30,19 +31,13 @@ SAMPLING_FILE = "sampling.pt"
 
 
 class Checkpoints:
-    """Saves and restores what verl does not.
+    """Saves and restores what verl does not."""
 
-    Args:
-        config: composed.
-        records: of the run's steps.
-        from_rollout: whether the rollouts return entropies.
-    """
-
-    def __init__(self, config: DictConfig, records: Records, *, from_rollout: bool) -> None:
+    def __init__(self, config: DictConfig, records: Records) -> None:
         self._trainer = config.trainer
         self._run_dir = Path(config.trainer.run_dir)
         self._records = records
-        self._from_rollout = from_rollout
+        self._from_rollout = entropy_source(config).from_rollout
         self._saved: int | None = None  # the last step whose checkpoint is complete
 
     def folder(self, number: int) -> Path:
@@ -54,12 +49,8 @@ class Checkpoints:
         return self._saved == number
 
     def save(self, number: int, sampling: BudgetedReplayBuffer | None, verls: Callable[[], Any]) -> None:
-        """Save a step.
-
-        Args:
-            number: of the step.
-            sampling: the buffer of dynamic sampling, where it is ours.
-            verls: saves verl's part, and ends by naming the checkpoint the latest.
+        """Save a step: the groups that wait in the buffer of dynamic sampling, where it is ours, and then verl's part,
+        which ends by naming the checkpoint the latest.
         """
         trainer = self._trainer
         keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.get("max_actor_ckpt_to_keep")
@@ -101,9 +92,9 @@ class Checkpoints:
 
 def save_groups(directory: Path, partition_id: str, last_step: tuple[int, int]) -> int:
     """Save the groups that are in TransferQueue, and the yield of the last step; returns the number of groups."""
-    listed = (tq.kv_list(partition_id) or {}).get(partition_id, {})
-    prompts = {key: tag for key, tag in listed.items() if is_prompt(tag)}
-    rows = {key: tag for key, tag in listed.items() if key not in prompts and uid_of(key) in prompts}
+    there = listed(partition_id)
+    prompts = {key: tag for key, tag in there.items() if is_prompt(tag)}
+    rows = {key: tag for key, tag in there.items() if key not in prompts and uid_of(key) in prompts}
     fields = tq.kv_batch_get(keys=list(rows), partition_id=partition_id) if rows else None
     state = {"last_step": last_step, "prompts": prompts, "rows": rows, "fields": fields}
     write_atomically(directory / SAMPLING_FILE, lambda path: torch.save(state, path))
@@ -113,16 +104,9 @@ def save_groups(directory: Path, partition_id: str, last_step: tuple[int, int]) 
 def restore_groups(directory: Path, partition_id: str, *, with_entropies: bool) -> tuple[int, tuple[int, int]]:
     """Put the groups of :func:`save_groups` back into TransferQueue, in their order and with their steps.
 
-    Args:
-        directory: the checkpoint from which the run resumes.
-        partition_id: TransferQueue's name for the training data.
-        with_entropies: whether this run's rollouts return entropies; every row of a batch must have the same columns.
-
-    Returns:
-        The number of groups, and ``last_step``; 0 and (1, 1) where the checkpoint has no such file.
-
-    Raises:
-        UserError: the groups of the file and this run's have different columns.
+    with_entropies: whether this run's rollouts return entropies; every row of a batch must have the same columns.
+    Returns the number of groups, and ``last_step``; 0 and (1, 1) where the checkpoint has no such file.
+    Raises UserError where the groups of the file and this run's have different columns.
     """
     file = directory / SAMPLING_FILE
     if not file.is_file():

@@ -32,14 +32,10 @@ _MISSING = {
 
 
 class Step:
-    """The R responses of one update, without the rows that verl adds to fill a batch.
-
-    Args:
-        batch: verl's, B rows; their tags have the lengths.
-        threshold: ``acc`` from which a response is correct.
+    """The R responses of one update, without the rows that verl adds to fill a batch of B.
 
     Attributes:
-        batch: as given.
+        batch: verl's.
         keys: R names of the rows, in the order of the batch.
         lengths: R tokens after the prompt, those of tools included; N in all.
     """
@@ -132,11 +128,7 @@ class Step:
 
     @cached_property
     def correct(self) -> torch.Tensor:
-        """(R,) bool: the verifier's verdicts.
-
-        Raises:
-            UserError: it gave none on a response.
-        """
+        """(R,) bool: the verifier's verdicts; raises UserError where it gave none on a response."""
         judged = zip(self.keys, self.infos, strict=True)
         return torch.tensor([is_correct(verdict(info, f"on response {key}"), self._threshold) for key, info in judged])
 

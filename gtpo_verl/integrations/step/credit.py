@@ -36,13 +36,7 @@ class Credit:
         self.entropies = entropy_source(config).column
 
     def context(self, step: Step, number: int, *, guide: bool) -> CreditContext:
-        """What the estimator needs and verl does not pass it.
-
-        Args:
-            step: the responses of an update.
-            number: of the training step, from 1.
-            guide: whether the run has a guiding policy.
-        """
+        """What the estimator needs in training step ``number`` (from 1) and verl does not pass it."""
         method = algorithm_of(self._config)
         reads_log_probs = method is not None and "old_log_probs" in method.needs
         (entropies,) = step.fetch(self.entropies)
@@ -114,14 +108,7 @@ class Credit:
 
 def verifier_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Shares of the responses for which the verifier failed to give a verdict, by reason, and of those that keep the
-    rules of their task, right or wrong.
-
-    Args:
-        infos: what the reward function returned for each response.
-
-    Returns:
-        ``verifier/failure_share`` and ``verifier/timeout_share``, ``memory_share``, ``crash_share``, ``error_share``,
-        where it says ``verifier_failure``; ``training/legal_share``, where it says ``legal``.
+    rules of their task, right or wrong; each where the reward function returned ``verifier_failure`` or ``legal``.
     """
     found = {}
     reasons = [info["verifier_failure"] for info in infos if "verifier_failure" in info]

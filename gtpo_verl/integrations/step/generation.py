@@ -29,31 +29,20 @@ class GroupVerdict(NamedTuple):
 class Generation:
     """The groups that one step generates; a group is the responses to one prompt.
 
-    Attributes:
-        number: the training step.
-        partition_id: TransferQueue's.
-        carried_in: groups that waited when it began.
-        expired: groups that had waited too long by then.
-        missing: groups with contrast to be found beside them.
-        last_step: groups with contrast, and groups generated, in the last step that generated any.
-        window: prompts in flight at most.
-        budget: prompts in all at most; None for no limit.
-        prompts: those submitted in this step, in the order of the data.
-        verdicts: of those that have ended.
-        unfiltered_until, ended_at: when the last prompt ended that a step without a filter would have generated, and
-            the last of all (seconds).
+    unfiltered_until, ended_at: when the last prompt ended that a step without a filter would have generated, and the
+    last of all (seconds).
     """
 
-    number: int
-    partition_id: str
-    carried_in: int
-    expired: int = 0
-    missing: int
-    last_step: tuple[int, int]
-    window: int
-    budget: int | None
-    prompts: list[str] = field(default_factory=list)
-    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)
+    number: int  # of the training step
+    partition_id: str  # TransferQueue's
+    carried_in: int  # groups that waited when it began
+    expired: int = 0  # groups that had waited too long by then
+    missing: int  # groups with contrast to be found
+    last_step: tuple[int, int]  # groups with contrast, and groups generated, in the last step that generated any
+    window: int  # prompts in flight at most
+    budget: int | None  # prompts in all at most
+    prompts: list[str] = field(default_factory=list)  # those submitted in this step, in the order of the data
+    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)  # of those that have ended
     unfiltered_until: float | None = None
     ended_at: float = 0.0
 

@@ -23,12 +23,7 @@ from gtpo_verl.integrations.transfer_queue import put_rows
 
 
 class GuideRows:
-    """The guide's rows of a run's batches.
-
-    Attributes:
-        config: of the guide.
-        on: whether the run has one.
-    """
+    """The guide's rows of a run's batches; ``on``: whether the run has a guide."""
 
     def __init__(self, config: DictConfig) -> None:
         self.config = guide_of(config)
@@ -50,24 +45,23 @@ class GuideRows:
         by the other, leaves these rows alone.
         """
         numbers = step.of_guide.nonzero()[:, 0].tolist()
+        self._log_probs = {}
         if not numbers:
-            self._log_probs = {}
             return
         policy = step.rows(step.fetch("old_log_probs")[0])
         self._log_probs = {number: policy[number] for number in numbers}
-        has_rollout = self._run.actor_rollout_ref.rollout.calculate_log_probs
-        if has_rollout:
+        columns = ["old_log_probs"]
+        if self._run.actor_rollout_ref.rollout.calculate_log_probs:
+            columns.append("rollout_log_probs")
             metrics.update(_agreement_of_own_rows(step))
+        denominators = self._log_probs
         if self.config.ratio == "phi":
             of_rollout = step.rows(step.fetch("rollout_log_probs")[0])
             denominators = {number: of_rollout[number] for number in numbers}
         elif self.config.ratio == "one":
             denominators = {number: torch.zeros_like(row) for number, row in self._log_probs.items()}
-        else:
-            denominators = self._log_probs
-        step.put("old_log_probs", denominators)
-        if has_rollout:
-            step.put("rollout_log_probs", denominators)
+        for column in columns:
+            step.put(column, denominators)
 
     def mark(self, batch: KVBatchMeta) -> None:
         """Write the column that tells the loss which rows are the guide's, those of padding included."""
@@ -128,7 +122,6 @@ def _agreement_of_own_rows(step: Step) -> dict[str, Any]:
     names = ("rollout_log_probs", "old_log_probs", "responses")
     columns = dict(zip(names, map(step.padded, step.fetch(*names)), strict=True))
     columns["response_mask"] = step.padded(step.own_mask)
-    found: dict[str, Any] = calculate_debug_metrics(
-        DataProto(batch=TensorDict(columns, batch_size=len(step.batch.keys)))
-    )
+    batch = TensorDict(columns, batch_size=len(step.batch.keys))
+    found: dict[str, Any] = calculate_debug_metrics(DataProto(batch=batch))
     return found

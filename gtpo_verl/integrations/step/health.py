@@ -30,12 +30,7 @@ WORKERS = {  # beside engines and TransferQueue: where the trainer keeps their R
 
 
 class Health:
-    """Of one training.
-
-    Args:
-        config: composed.
-        trainer: verl's, whose processes are looked up at every check: they are made one after the other.
-    """
+    """Of one training; the trainer's processes are looked up at every check, as they are made one after the other."""
 
     def __init__(self, config: DictConfig, trainer: Any) -> None:
         self._run_dir = Path(config.trainer.run_dir)
@@ -58,11 +53,8 @@ class Health:
         return (self._run_dir / STOP_FILE).exists()
 
     def check(self) -> None:
-        """Check, from another thread, that the engines, the agent loops, the reward workers and actor ranks are alive,
-        and that no phase lasts too long.
-
-        Raises:
-            UserError: one is dead, or a phase does.
+        """Raise UserError, from another thread, where an engine, agent loop, reward worker or actor rank is dead, or a
+        phase lasts too long.
         """
         self.check_servers()
         asked: dict[str, Any] = {}
@@ -84,11 +76,7 @@ class Health:
             )
 
     def check_servers(self) -> None:
-        """Check that the engine of every rollout server, and of every server of the guide, is alive.
-
-        Raises:
-            UserError: one is dead.
-        """
+        """Raise UserError where the engine of a rollout server, or of a server of the guide, is dead."""
         managers = self._trainer._rollout_server_managers()
         self._check_servers("vLLM died", [server for manager in managers for server in manager.server_handles])
         guide = self._trainer.guide_servers
@@ -111,10 +99,7 @@ class Health:
 class BoundedWait:
     """Takes the place of a buffer's ``_wait_for_next_poll``; every change in TransferQueue starts the time again.
 
-    Args:
-        buffer: verl's, of any mode.
-        health: of the training.
-        limit: seconds without a response or an ended group after which the run ends; None for no limit.
+    limit: seconds without a response or an ended group after which the run ends; None for no limit.
     """
 
     def __init__(self, buffer: ReplayBuffer, health: Health, limit: float | None) -> None:

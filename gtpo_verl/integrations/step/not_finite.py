@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.step.columns import Step
@@ -31,32 +32,21 @@ class NotFiniteError(UserError):
 
 
 class NotFinite:
-    """Decides about batches and updates with such values, and counts those that were skipped.
+    """Decides about batches and updates with such values, and counts those that were skipped."""
 
-    Args:
-        run_dir: where the batches are kept.
-        action: ``stop``, or ``skip`` the update.
-        max_skipped: updates that may be skipped; one more ends the run.
-        applied: whether the actor applies a gradient that is not finite, as Megatron does; FSDP leaves it out.
-    """
-
-    def __init__(self, run_dir: Path, action: str, max_skipped: int, *, applied: bool = False) -> None:
-        self._run_dir = run_dir
-        self._action = action
-        self._max_skipped = max_skipped
-        self._applied = applied
+    def __init__(self, config: DictConfig) -> None:
+        self._directory = Path(config.trainer.run_dir) / DIRECTORY
+        self._guards = config.guards
+        # whether the actor applies a gradient that is not finite; FSDP leaves it out
+        self._applied = config.actor_rollout_ref.actor.strategy == "megatron"
         self.skipped = 0
 
     def batch(self, number: int, step: Step, names: Sequence[str]) -> bool:
-        """Look at columns of a batch before its update; returns whether to skip it.
-
-        Args:
-            number: of the training step.
-            step: the responses.
-            names: of the columns; of the first one with such values at a token of the policy the cause is named.
+        """Look at columns of a batch before its update; returns whether to skip it. Of the first column with such
+        values at a token of the policy the cause is named.
 
         Raises:
-            NotFiniteError: it has NaN or infinite values, and the run is to stop.
+            NotFiniteError: there is one, and the run is to stop.
         """
         for name, values in zip(names, step.fetch(*names), strict=True):
             bad = ~values.isfinite() & step.mask
@@ -90,7 +80,7 @@ class NotFinite:
         self._decide(f"{problem}. FSDP did not apply it. {kept}")
 
     def _keep(self, number: int, step: Step, names: Sequence[str]) -> Path:
-        file = self._run_dir / DIRECTORY / f"{number}.pt"
+        file = self._directory / f"{number}.pt"
         file.parent.mkdir(parents=True, exist_ok=True)
         columns = {name: step.padded(values) for name, values in zip(names, step.fetch(*names), strict=True)}
         responses = dict(zip(step.keys, step.rows(step.fetch("responses")[0]), strict=True))
@@ -99,10 +89,10 @@ class NotFinite:
         return file
 
     def _decide(self, problem: str) -> None:
-        if self._action == "stop":
+        if self._guards.not_finite == "stop":
             raise NotFiniteError(f"{problem}. {RESUMES}; guards.not_finite=skip leaves such updates out.")
         self.skipped += 1
-        if self.skipped > self._max_skipped:
-            most = f"guards.max_skipped_steps={self._max_skipped}"
-            raise NotFiniteError(f"{problem}. More than {most} were skipped. {RESUMES}.")
+        most = self._guards.max_skipped_steps
+        if self.skipped > most:
+            raise NotFiniteError(f"{problem}. More than guards.max_skipped_steps={most} were skipped. {RESUMES}.")
         logger.warning("%s. Its update is skipped, the %d. of this attempt.", problem, self.skipped)

@@ -31,11 +31,7 @@ class OldLogProbs:
     ) -> KVBatchMeta:
         """Write ``old_log_probs``, and the actor's ``entropy`` where its pass is run.
 
-        Args:
-            verls: verl's pass; in bypass mode it takes the rollout's log-probs.
-            step: the responses of an update.
-            number: of the training step, from 1.
-            metrics: of the update.
+        verls: verl's pass; in bypass mode it takes the rollout's log-probs. number: of the training step, from 1.
         """
         if not self.source.from_rollout:
             return verls()
@@ -102,15 +98,10 @@ def agreement(
     asynchronous training other tokens were sampled by older weights: there the difference is how far the policy has
     moved, not an error.
 
-    Args:
-        rollout, actor: (N,) float, nats.
-        mask: (N,) bool, tokens of the policy.
-        current: (N,) bool, tokens sampled by the actor's current weights.
-
-    Returns:
-        ``rollout_entropy/abs_diff_mean``, ``abs_diff_max`` (nats) over current tokens, where there are any, and their
-        ``correlation`` where they differ from each other;
-        ``stale_share`` of the tokens, and their ``stale_abs_diff_mean`` where there are any.
+    rollout, actor: (N,) float, nats. mask: (N,) bool, tokens of the policy. current: (N,) bool, tokens sampled by the
+    actor's current weights. Returns ``rollout_entropy/abs_diff_mean`` and ``abs_diff_max`` of current tokens, where
+    there are any, and their ``correlation`` where they differ from each other; ``stale_share`` of the tokens, and their
+    ``stale_abs_diff_mean`` where there are any.
     """
     fresh, stale = mask & current, mask & ~current
     found = {"stale_share": 1 - int(fresh.sum()) / int(mask.sum())}

@@ -15,11 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Records:
-    """The files of a run's steps. Its batches are those that all updates of a step were made on.
-
-    Attributes:
-        metrics: ``metrics.jsonl``.
-    """
+    """The files of a run's steps. Its batches are those that all updates of a step were made on."""
 
     def __init__(self, config: DictConfig) -> None:
         self._run_dir = Path(config.trainer.run_dir)

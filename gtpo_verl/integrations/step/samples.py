@@ -20,12 +20,7 @@ PAIRS = 4  # of a step
 
 
 class CreditFiles:
-    """Keeps responses with their advantages.
-
-    Args:
-        config: of the run.
-        updates: of a step (``parameter_sync_step``).
-    """
+    """Keeps responses with their advantages; ``updates``: of a step (``parameter_sync_step``)."""
 
     def __init__(self, config: DictConfig, updates: int) -> None:
         self._run_dir = Path(config.trainer.run_dir)
@@ -41,12 +36,7 @@ class CreditFiles:
     def keep(self, step: Step, number: int, update: int, tokenizer: Any, *, last: bool) -> None:
         """Write the batch every ``trainer.credit_dump_freq`` steps, and pairs of responses in steps that validate.
 
-        Args:
-            step: the responses of an update, with their advantages.
-            number: of the training step.
-            update: its number in the step, from 0.
-            tokenizer: of the policy.
-            last: whether the training ends with this step.
+        number: of the training step, of which this is update ``update`` (from 0). last: whether the training ends here.
         """
         if self._dump_every > 0 and number % self._dump_every == 0:
             self._dump(step, f"{number}" + (f"-{update}" if self._updates > 1 else ""))
@@ -103,11 +93,7 @@ def contrasting_pairs(
     These are the groups with two of each verdict: a response alone with its verdict has the same credit on every token,
     whatever its entropies. Otherwise the order follows from the prompts, so that runs keep the same.
 
-    Args:
-        groups: R names, the group of each response.
-        prompts: R texts.
-        correct: (R,) bool.
-        own: (R,) bool, responses of the policy.
+    groups: R names, the group of each response. prompts: R texts. correct, own: (R,) bool, the latter the policy's.
     """
     rows: dict[str, dict[bool, list[int]]] = {}
     for row, group in enumerate(groups):
