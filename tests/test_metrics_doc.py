@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from metrics_doc import documented, undocumented
+from omegaconf import OmegaConf
 
 from gtpo_verl.algorithms import Batch
 from gtpo_verl.algorithms.losses import aspo_loss, sequence_loss, token_loss
@@ -18,7 +19,7 @@ from gtpo_verl.integrations.losses import _named
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.credit import verifier_metrics
 from gtpo_verl.integrations.step.generation import Generation, GroupVerdict
-from gtpo_verl.integrations.step.old_log_probs import ActorPass, agreement
+from gtpo_verl.integrations.step.old_log_probs import OldLogProbs, agreement
 from gtpo_verl.verifiers import FAILURES
 
 PACKAGE = Path(__file__).parents[1] / "gtpo_verl"
@@ -49,7 +50,10 @@ def test_metrics_of_the_losses() -> None:
 def test_metrics_of_the_rollouts_entropies() -> None:
     rollout, mask = torch.rand(6), torch.ones(6, dtype=torch.bool)
     current = torch.tensor([True] * 3 + [False] * 3)
-    names = [*agreement(rollout, rollout + 0.1 * torch.rand(6), mask, current), *ActorPass(1).ran(1.0, 10)]
+    names = [
+        *agreement(rollout, rollout + 0.1 * torch.rand(6), mask, current),
+        *OldLogProbs(OmegaConf.create()).ran(1.0, 10),
+    ]
     assert len(names) == 7
     assert undocumented(names) == set()
 

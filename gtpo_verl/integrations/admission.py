@@ -1,8 +1,7 @@
 """How several jobs share the devices of one Ray cluster: one starts at a time, and only when its devices are free.
 
-verl compares what is free with what it needs, and then waits for Ray's placement groups without a limit: two jobs that
-start together find the same devices free. So a job passes the turnstile, and keeps it until its placement groups are
-there.
+verl waits for Ray's placement groups without a limit, and two jobs that start together find the same devices free. So
+a job passes the turnstile, and keeps it until its placement groups are there.
 """
 
 import time
@@ -190,11 +189,7 @@ class Placement:
         self._complete = False
 
     def check(self) -> None:
-        """Leave the turnstile when all placement groups are there.
-
-        Raises:
-            DevicesTakenError: one has been pending for too long.
-        """
+        """Leave the turnstile when all placement groups are there; DevicesTakenError where one is pending too long."""
         if self._complete:
             return
         job = ray.get_runtime_context().get_job_id()  # the end of the ids of its groups

@@ -1,7 +1,5 @@
-"""What an estimator needs and verl does not pass it: entropies, verdicts, rewards, and a place for metrics.
-
-verl calls an advantage estimator with rewards, mask, group index and its config. The trainer puts the rest here for the
-duration of that one call.
+"""What an estimator needs beside the rewards, mask, group index and config that verl passes it: entropies, verdicts,
+scores, and a place for metrics. The trainer puts it here for the duration of one call.
 """
 
 from collections.abc import Iterator
@@ -91,8 +89,7 @@ def length_penalty(
     """(B,) the length penalty of a batch; None for none.
 
     GTPO and GRPO-S name theirs in their own `settings`; any other method gets the run's soft overlong penalty, as DAPO
-    does. The soft one is multiplied by the run's `penalty_factor`; the group-relative one has a size of its own.
-    lengths: (B,) tokens; None for those of the mask.
+    does, times the run's `penalty_factor`. lengths: (B,) tokens; None for those of the mask.
     """
     if lengths is None:
         lengths = response_lengths(batch.response_mask)

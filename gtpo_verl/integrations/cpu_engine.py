@@ -1,9 +1,8 @@
 """verl's FSDP engine on a CPU, which computes only what a loss reads: every prompt of a micro-batch once, and logits
 where they predict a token of a response.
 
-verl packs the rows of a micro-batch into one (`use_remove_padding`); with flash-attention each is prompt and response
-alone. Here the responses of a prompt share it: each token attends to its own response and to its prompt, by a mask of
-all pairs. What comes out is what verl computes row by row, up to the order of sums.
+verl packs the rows of a micro-batch into one (`use_remove_padding`). Here the responses of a prompt share it: each
+token attends to its own response and to its prompt, by a mask of all pairs.
 """
 
 import inspect
@@ -146,9 +145,7 @@ def entropies(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def by_prompt(data: TensorDict, dp_group: Any = None, **options: Any) -> tuple[list[TensorDict], Rows | None]:
-    """verl's micro-batches; dynamic ones of packed rows keep the responses of a prompt together, so that a prompt is
-    computed as rarely as can be.
-    """
+    """verl's micro-batches; dynamic ones of packed rows keep the responses of a prompt together."""
     lengths = prompt_lengths(data)
     packed = tu.get_non_tensor_data(data=data, key="use_remove_padding", default=True)
     dynamic = tu.get_non_tensor_data(data=data, key="use_dynamic_bsz", default=True)

@@ -104,10 +104,8 @@ class CpuWorkerMixin:
 
 
 def together(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """verl's log-probs of labels, for all tokens of a packed batch at once.
-
-    ``stock`` goes row by row along the first axis, a sequence at a time; an engine without padding has tokens there,
-    thousands of operations of microseconds. On a GPU flash-attn's cross-entropy takes its place.
+    """verl's log-probs of labels, for all tokens of a packed batch at once: ``stock`` goes row by row along the first
+    axis, where an engine without padding has tokens, thousands of operations of microseconds.
     """
 
     @functools.wraps(stock)

@@ -1,8 +1,7 @@
 """verl's V1 trainers with credit assignment by entropy, and nothing else.
 
-verl's old-log-prob pass writes the policy's entropies to TransferQueue, and the rollout's arrive beside the tokens; the
-advantage step fetches neither. The mixin fetches both, with the verifier's verdicts, and passes them to the estimator.
-It reads ``config.algorithm`` and the settings of the rollout, all of which verl's own configuration has or may lack.
+The mixin fetches entropies and the verifier's verdicts from TransferQueue and passes them to the estimator. It reads
+``config.algorithm`` and the settings of the rollout, all of which verl's own configuration has or may lack.
 """
 
 from collections import Counter
@@ -33,13 +32,9 @@ SUMMED = (
 
 
 class CreditTrainer(PPOTrainer):
-    """Goes before one of verl's trainers in the bases of a class.
+    """Goes before one of verl's trainers in the bases of a class."""
 
-    Attributes:
-        update: the responses of the current update.
-    """
-
-    update: Step
+    update: Step  # the responses of the current update
 
     def __init__(self, config: DictConfig) -> None:
         self.credit = Credit(config)

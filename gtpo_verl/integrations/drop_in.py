@@ -38,11 +38,7 @@ class CreditTaskRunner(_TaskRunner):
 
 
 def run(config: DictConfig) -> None:
-    """Train as verl's main does, with its configuration; where it names a method of ours, with all settings of that.
-
-    Raises:
-        UserError: verl refuses the configuration, or the job ended with such an error.
-    """
+    """Train as verl's main does, with its configuration; where it names a method of ours, with all settings of that."""
     method = algorithm_of(config)
     if OmegaConf.select(config, f"{KEY}.loss_mode") in WITH_SETTINGS:
         OmegaConf.update(config, f"{KEY}._target_", f"{GTPOPolicyLossConfig.__module__}.GTPOPolicyLossConfig")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError, did_you_mean
-from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
+from gtpo_verl.integrations.vllm.names import ENTROPIES
 
 
 @dataclass(frozen=True)
@@ -16,16 +16,6 @@ class EntropySource:
     column: str  # TransferQueue's, that the advantages are computed from
     from_rollout: bool  # vLLM returns entropies beside the tokens
     skips_actor_pass: bool  # the actor's old-log-prob pass is left out (verl's bypass mode)
-
-    @property
-    def rollout_columns(self) -> tuple[str, ...]:
-        """TransferQueue's columns that the rollout adds to every response."""
-        return (ENTROPIES, VERSIONS) if self.from_rollout else ()
-
-    @property
-    def compares(self) -> bool:
-        """Whether every step has the entropies of both, rollout and actor."""
-        return self.from_rollout and not self.skips_actor_pass
 
 
 _SOURCES = (

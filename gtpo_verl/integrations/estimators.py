@@ -28,11 +28,9 @@ def estimator(entry: Algorithm) -> Estimator:
     def estimate(
         token_level_rewards: torch.Tensor, response_mask: torch.Tensor, config: DictConfig, index: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """verl's contract: rewards (B, T), mask (B, T), algorithm config, group names (B,); advantages and returns (B,
-        T).
+        """Advantages and returns (B, T) from rewards (B, T), mask (B, T), algorithm config and group names (B,).
 
-        The token rewards are not read, since they include the overlong penalty: scores and penalty come apart in the
-        context.
+        Of the rewards, which include the overlong penalty, nothing is read: the context has scores and penalty apart.
         """
         context = current_context(entry.name)
         settings, _ = entry.configure(config.get(entry.name) or {})

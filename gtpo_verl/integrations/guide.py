@@ -2,8 +2,7 @@
 guide that answers during training (`source=server`).
 
 Rows of a group that may go to the guide are its last sessions. They wait for the verdicts on the others, and are then
-filled by the guide or by the policy. A row of the guide has a session number from `FIRST_SESSION` on: by its key it is
-known everywhere, and no other column or tag says it. `integrations.step.guide` is what the trainer does with them.
+filled by the guide or by the policy. A row of the guide is known by its session number, from `FIRST_SESSION` on.
 """
 
 import asyncio
@@ -119,8 +118,6 @@ def as_output(trace: Trace, example: AgentLoopOutput) -> AgentLoopOutput:
 
 
 def versions_of(example: AgentLoopOutput) -> dict[str, Any]:
-    """The versions of the weights of an own response, for one of the guide: it has none, and verl's metrics need
-    numbers.
-    """
+    """The versions of an own response's weights, for one of the guide: it has none, and verl's metrics need numbers."""
     names = ("global_steps", "min_global_steps", "max_global_steps")
     return {name: example.extra_fields.get(name) for name in names}

@@ -1,8 +1,7 @@
 """Whether the processes of a run live.
 
-verl treats a request that failed because its engine died like any failed request, and an engine that dies during a
-weight sync leaves the actor's worker, and the trainer waiting for it, in a blocking read. So a thread asks the
-processes, and interrupts the trainer (`watched`).
+An engine that dies during a weight sync leaves the actor's worker, and the trainer waiting for it, in a blocking read.
+So a thread asks the processes, and interrupts the trainer (`watched`).
 """
 
 import signal
@@ -25,10 +24,8 @@ ANSWER_TIMEOUT = 10.0  # seconds
 def watched(check: Callable[[], None], interval: float = INTERVAL) -> Iterator[None]:
     """Call ``check`` in a thread every ``interval`` seconds; an exception in it ends the ``with`` block, even if hung.
 
-    To be used in the main thread, the only one that can be interrupted in ``ray.get`` or a system call.
-
-    Raises:
-        Exception: what ``check`` raised.
+    To be used in the main thread, the only one that can be interrupted in ``ray.get`` or a system call. Raises what
+    ``check`` raised.
     """
     found: list[Exception] = []
     ended = threading.Event()
@@ -63,11 +60,9 @@ def watched(check: Callable[[], None], interval: float = INTERVAL) -> Iterator[N
 
 
 def ended_actors(asked: Mapping[str, Any]) -> list[str]:
-    """Which actors have ended, and why: ``NAME: REASON`` of each.
+    """Which actors have ended, and why: ``NAME: REASON`` of each; one that is too busy to answer has not.
 
-    Args:
-        asked: by name of an actor, the reference to its answer; a string is a reason to take it for ended. An actor
-            that is too busy to answer has not ended.
+    asked: by name of an actor, the reference to its answer; a string is a reason to take it for ended.
     """
     answers = list(asked.values())
     answered, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT) if answers else ([], [])

@@ -1,8 +1,7 @@
 """Policy losses `grpo_s`, `ce_gppo`, `aspo`, `dcpo_clip` and `mixed` in verl's registry.
 
-verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`. With these,
-verl's `agg_loss` makes the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch, on
-FSDP and on Megatron.
+verl calls them for every micro-batch with the sizes of the global batch in `config.global_batch_info`, with which its
+`agg_loss` makes the sum over micro-batches and the mean over data-parallel ranks the loss of the whole batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +17,13 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils.losses import ppo_loss
 
+from gtpo_verl.algorithms import losses as surrogates
 from gtpo_verl.algorithms.grpo_s import GRPO_S
-from gtpo_verl.algorithms.losses import (
-    Metrics,
-    aspo_loss,
-    ce_gppo_loss,
-    dcpo_clip_loss,
-    mixed_loss,
-)
 from gtpo_verl.errors import UserError
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 GUIDE_MASK = "guide_mask"  # TransferQueue's column, next to response_mask: 1 on the tokens of the guide's rows
-Losses = tuple[torch.Tensor, Metrics]
+Losses = tuple[torch.Tensor, surrogates.Metrics]
 
 _guided: ContextVar[dict[str, Any] | None] = ContextVar("gtpo_verl_guided", default=None)
 
@@ -40,8 +33,7 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
     """verl's policy loss settings and those of `grpo_s` and `ce_gppo`; selected by
     `actor_rollout_ref.actor.policy_loss._target_`.
 
-    seq_clip_ratio_low, seq_clip_ratio_high: clip range of the sequence ratio. It has keys of its own because the mean
-    over a response stays so close to 1 that one may want a range far below that of tokens.
+    seq_clip_ratio_low, seq_clip_ratio_high: clip range of the sequence ratio, closer to 1 than a token's.
     seq_ratio: `arithmetic` (GRPO-S) or `geometric` (GSPO's ratio).
     beta1, beta2: of `ce_gppo`, the gradient that clipped tokens of negative and of positive advantage keep.
     """
@@ -98,11 +90,7 @@ def _grpo_s(
     loss_agg_mode: str,
     config: DictConfig | ActorConfig,
 ) -> Losses:
-    """The per-sequence clipped surrogate.
-
-    Raises UserError for another `loss_agg_mode` than a mean over sequences, for a plain `policy_loss` config and for
-    advantages of a token-level estimator.
-    """
+    """The per-sequence clipped surrogate; raises UserError for settings and advantages that are not of sequences."""
     if loss_agg_mode != GRPO_S.aggregation:
         raise UserError(
             "policy loss grpo_s is a mean over sequences: set "
@@ -114,7 +102,7 @@ def _grpo_s(
             "policy loss grpo_s needs its own settings: set actor_rollout_ref.actor.policy_loss._target_="
             "gtpo_verl.integrations.losses.GTPOPolicyLossConfig"
         )
-    losses, metrics = mixed_loss(
+    losses, metrics = surrogates.mixed_loss(
         log_prob,
         old_log_prob,
         one_per_response(advantages, response_mask),
@@ -154,14 +142,13 @@ def _of_tokens(
 
 
 def _mixed(log_prob: torch.Tensor, *others: Any, **clips: Any) -> Losses:
-    loss: Callable[..., Losses] = mixed_loss
+    loss: Callable[..., Losses] = surrogates.mixed_loss
     return loss(log_prob, *others, **_of_guide(log_prob), **clips)
 
 
 def _register(name: str, loss: Callable[..., Losses]) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
-    """Register a loss whose tensors are (micro-batch, T); returns what verl calls.
-
-    That returns the share of the micro-batch in the loss of the global batch, and `actor/...` metrics.
+    """Register a loss whose tensors are (micro-batch, T), and return what verl calls. That returns the share of the
+    micro-batch in the loss of the global batch, and `actor/...` metrics.
     """
 
     def policy_loss(
@@ -188,14 +175,14 @@ def _register(name: str, loss: Callable[..., Losses]) -> Callable[..., tuple[tor
     return policy_loss
 
 
-def _named(metrics: Metrics) -> dict[str, float]:
+def _named(metrics: surrogates.Metrics) -> dict[str, float]:
     """verl's names where verl has the metric."""
     named = {f"pg_{name}" if name.startswith("clipfrac") else name: value for name, value in metrics.items()}
     return {f"actor/{name}": value.item() for name, value in named.items()}
 
 
 grpo_s_policy_loss = _register(GRPO_S.loss, _grpo_s)
-_register("ce_gppo", partial(_of_tokens, ce_gppo_loss, settings=("beta1", "beta2")))
-_register("aspo", partial(_of_tokens, aspo_loss))
-_register("dcpo_clip", partial(_of_tokens, dcpo_clip_loss))
+_register("ce_gppo", partial(_of_tokens, surrogates.ce_gppo_loss, settings=("beta1", "beta2")))
+_register("aspo", partial(_of_tokens, surrogates.aspo_loss))
+_register("dcpo_clip", partial(_of_tokens, surrogates.dcpo_clip_loss))
 _register("mixed", partial(_of_tokens, _mixed))

@@ -1,8 +1,7 @@
 """A TransferQueue of its own for every job of a Ray cluster.
 
-TransferQueue finds its controller by one name in one namespace, both literals in ``interface.py``: a second job of the
-cluster would attach to the queue of the first, and whichever ends first would end both. Here every process of a job
-looks in the job's namespace, and only the process that made a controller ends it.
+TransferQueue finds its controller by one name in one namespace: a second job of the cluster would attach to the queue
+of the first. Here every process looks in its job's namespace, and only the one that made a controller ends it.
 """
 
 import time
@@ -65,10 +64,8 @@ class QueueWatch:
         self._deadline = time.monotonic() + START_TIMEOUT
 
     def check(self) -> None:
-        """Without controller or storage units, every process waits for an answer that never comes.
-
-        Raises:
-            UserError: one has ended, or the queue has not been made in ``START_TIMEOUT`` seconds.
+        """Raise UserError where controller or a storage unit has ended, for whose answer every process would wait
+        without end, or has not been made in ``START_TIMEOUT`` seconds.
         """
         if interface._TQ_CLIENT is None:
             if time.monotonic() > self._deadline:

@@ -1,7 +1,6 @@
 """Dynamic sampling with a budget and without waste, on verl's V1 replay buffer (DAPO eq. 11).
 
-verl refills every group that its filter evicts without limit, and discards what a step generated beyond a batch. Here a
-step generates at most ``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says, and groups left
+A step generates at most ``max_num_gen_batches`` batches of prompts and then does what ``on_budget`` says; groups left
 over may wait for a later step (``carry_over.max_age``). Which prompts a step generates, and which groups it trains on,
 follows from the order of the data and the verdicts, not from who finished first.
 """
@@ -31,21 +30,17 @@ class BudgetSpentError(UserError):
 
 
 class BudgetedReplayBuffer(ReplayBuffer):
-    """verl's synchronous replay buffer with a budget; groups that it discards and responses that failed are counted.
+    """verl's synchronous replay buffer, taken over as verl has built it, with a budget.
 
-    It takes over the buffer that verl has built, and honours ``sampler_kwargs.poll_interval`` (seconds).
-
-    Attributes:
-        last_step: groups with contrast, and groups generated, in the last step that generated any.
-        why: says which response failed last, and why.
+    It honours ``sampler_kwargs.poll_interval`` (seconds), and counts the groups that it discards and failed responses.
     """
 
     def __init__(self, stock: ReplayBuffer, config: DictConfig) -> None:
         vars(self).update(vars(stock))
         options: Any = self.sampler_kwargs
         self.poll_interval = float(options.get("poll_interval", self.poll_interval))
-        self.last_step = (1, 1)
-        self.why: Callable[[], str] = lambda: "its traceback is in the run's log"
+        self.last_step = (1, 1)  # groups with contrast, and groups generated, in the last step that generated any
+        self.why: Callable[[], str] = lambda: "its traceback is in the run's log"  # the last response failed
         self._limits = config.algorithm.filter_groups
         self._max_age = self._limits.carry_over.max_age
         self._threshold = config.algorithm.correct_threshold
@@ -55,11 +50,6 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._failed = 0  # responses of the groups that ended in this step
         self._with_contrast: set[str] = set()  # groups whose verdicts have been read
         self._generation: Generation | None = None
-
-    @property
-    def filters(self) -> bool:
-        """Whether dynamic sampling is on."""
-        return self.filter_groups_metric is not None
 
     def begin_step(self, global_steps: int, partition_id: str, batch_size: int) -> int:
         """Begin a step; returns the prompts to submit: for the groups that are missing, at the last step's yield."""
@@ -88,7 +78,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         """
         if partition_id == "val":
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
-        if not self.filters:
+        if self.filter_groups_metric is None:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
             return batch, metrics | {FAILED: self._failed}
         step = self._generation

@@ -1,8 +1,8 @@
 """Every prompt has a name that follows from its place in the training, and every response a random stream of its own,
 which follows from that name and the run's seed.
 
-The trainer gives each prompt a seed, the agent loop worker (`agent_loops`) makes one of it for each response, and the
-client of the servers one for each request: vLLM starts the stream of a request at its seed.
+The trainer gives each prompt a seed, `agent_loops` makes one of it for each response, and the client one for each
+request, at which vLLM starts its stream.
 """
 
 from collections import Counter
@@ -26,10 +26,7 @@ _lengths: ContextVar[Counter[int] | None] = ContextVar("gtpo_verl_request_length
 
 
 class PromptNames:
-    """Names prompts by their step and their number in it, in place of verl's random names.
-
-    They are the same in every run of the same seed, also where a step is repeated after a restart.
-    """
+    """Names prompts by their step and their number in it, the same where a step is repeated."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
@@ -99,8 +96,7 @@ class SegmentClient(LLMServerClient):
     """verl's client, with a stream for each segment of an answer, and without the text of the answer.
 
     A response of several turns, or one that a weight update interrupted, is several segments, each with a longer prompt
-    than the one before; with one seed for all, tokens far apart would be drawn with the same random numbers. verl takes
-    the tokens of an answer and drops its text, which vLLM decodes token by token; only strings to stop at need it.
+    than the one before. verl drops the text, which vLLM decodes token by token; only strings to stop at need it.
     """
 
     async def generate(

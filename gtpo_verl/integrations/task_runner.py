@@ -22,9 +22,7 @@ from gtpo_verl.seeds import seed_process
 
 @contextmanager
 def with_queue(config: DictConfig, bundles: Sequence[Bundle], check: Callable[[], None]) -> Iterator[None]:
-    """TransferQueue for the block of a job that was admitted with ``bundles``; the block ends where a process of the
-    job has ended, or ``check``, called now and then, raises.
-    """
+    """TransferQueue for a job admitted with ``bundles``, until a process of it has ended or ``check`` raises."""
     placement, queue = Placement(bundles), QueueWatch()
 
     def check_all() -> None:
@@ -93,9 +91,7 @@ class TaskRunner:
 
 
 class TaskRunnerClass:
-    """The task runner in the form that verl's ``run_ppo`` takes and, once Ray is up and ``before`` has been called,
-    makes an actor of.
-    """
+    """The task runner in the form that verl's ``run_ppo`` takes and, once Ray is up, makes an actor of."""
 
     def __init__(self, before: Callable[[], object]) -> None:
         self._before = before

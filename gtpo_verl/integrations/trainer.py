@@ -1,7 +1,5 @@
-"""verl's V1 trainers in a run of ``gtpo-verl train``: credit assignment, and what a run needs around it.
-
-`CreditTrainer` has the credit of a step; for what is here, verl's methods hand over to a module of `integrations.step`
-each.
+"""verl's V1 trainers in a run of ``gtpo-verl train``: credit assignment, and what a run needs around it; their methods
+hand over to the modules of `integrations.step`.
 """
 
 import logging
@@ -41,11 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunTrainer(ValidatingTrainer, CreditTrainer):
-    """Goes before one of verl's trainers in the bases of a class; see :func:`trainer_class`.
-
-    Attributes:
-        guide_servers: verl's manager of the servers that hold the guide, where it has any.
-    """
+    """Goes before one of verl's trainers in the bases of a class; see :func:`trainer_class`."""
 
     guide_servers: LLMServerManager | None = None
 
@@ -90,7 +84,8 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _sampling(self) -> BudgetedReplayBuffer | None:
         """The replay buffer where dynamic sampling is ours and switched on."""
         buffer = self.replay_buffer
-        return buffer if isinstance(buffer, BudgetedReplayBuffer) and buffer.filters else None
+        filters = isinstance(buffer, BudgetedReplayBuffer) and buffer.filter_groups_metric is not None
+        return buffer if filters else None
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
@@ -199,7 +194,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
 
     def on_step_end(self) -> None:
         stopping = self.health.stopping()
-        if stopping and not self.checkpoints.is_saved(self.global_steps):
+        if stopping and self.checkpoints.saved != self.global_steps:
             self._save_checkpoint()  # first: sending the weights wakes the engines, and saving needs their memory
         self.health.begin(self.global_steps, "sending weights to the engines")
         super().on_step_end()
@@ -225,7 +220,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         self.global_steps -= 1  # nothing was trained in this step
         if self.global_steps == 0:
             return
-        if not self.checkpoints.is_saved(self.global_steps):
+        if self.checkpoints.saved != self.global_steps:
             self._save_checkpoint()
             return
         # The weights are saved. The data has advanced since, and groups wait that the checkpoint does not have.

@@ -15,19 +15,17 @@ def run_with(source: str) -> DictConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "column", "from_rollout", "skips", "compares"),
+    ("name", "column", "from_rollout", "skips"),
     [
-        ("actor", "entropy", False, False, False),
-        ("rollout", "rollout_entropies", True, True, False),
-        ("both", "entropy", True, False, True),
+        ("actor", "entropy", False, False),
+        ("rollout", "rollout_entropies", True, True),
+        ("both", "entropy", True, False),
     ],
 )
-def test_what_a_source_means(name: str, column: str, from_rollout: bool, skips: bool, compares: bool) -> None:
+def test_what_a_source_means(name: str, column: str, from_rollout: bool, skips: bool) -> None:
     source = entropy_source(run_with(name))
     assert source is SOURCES[name]
-    assert (source.column, source.from_rollout) == (column, from_rollout)
-    assert (source.skips_actor_pass, source.compares) == (skips, compares)
-    assert source.rollout_columns == (("rollout_entropies", "rollout_versions") if from_rollout else ())
+    assert (source.column, source.from_rollout, source.skips_actor_pass) == (column, from_rollout, skips)
 
 
 def test_an_unknown_source_is_refused_with_the_closest_name() -> None:

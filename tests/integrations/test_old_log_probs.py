@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from gtpo_verl.integrations.step.old_log_probs import ActorPass, agreement
+from gtpo_verl.integrations.step.old_log_probs import OldLogProbs, agreement
 
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
 NOW = torch.ones_like(MASK)  # every token is of the actor's present weights
@@ -62,8 +63,12 @@ def test_a_batch_of_older_weights_alone_says_nothing_about_agreement():
     }
 
 
+def passes(every: int) -> OldLogProbs:
+    return OldLogProbs(OmegaConf.create({"algorithm": {"entropy": {"source": "rollout", "check_every": every}}}))
+
+
 def test_the_actors_pass_runs_twice_at_first_and_then_every_so_many_steps():
-    actor_pass = ActorPass(every=4)
+    actor_pass = passes(every=4)
     due = []
     for step in range(1, 14):
         if actor_pass.is_due(step):
@@ -73,7 +78,7 @@ def test_the_actors_pass_runs_twice_at_first_and_then_every_so_many_steps():
 
 
 def test_after_a_resume_it_runs_twice_again():
-    actor_pass = ActorPass(every=4)
+    actor_pass = passes(every=4)
     assert actor_pass.is_due(7)
     actor_pass.ran(1.0, 100)
     assert actor_pass.is_due(8)
@@ -82,11 +87,11 @@ def test_after_a_resume_it_runs_twice_again():
 
 
 def test_never_is_never():
-    assert not any(ActorPass(every=0).is_due(step) for step in range(1, 50))
+    assert not any(passes(every=0).is_due(step) for step in range(1, 50))
 
 
 def test_time_saved_follows_the_last_pass_that_was_warm():
-    actor_pass = ActorPass(every=4)
+    actor_pass = passes(every=4)
     assert actor_pass.ran(60.0, tokens=100) == {"rollout_entropy/check_s": 60.0, "rollout_entropy/time_saved_s": 0.0}
     assert actor_pass.skipped(100) == {}, "the first pass compiles"
     actor_pass.ran(2.0, tokens=100)

@@ -405,7 +405,7 @@ def test_a_stop_is_saved_once_and_before_the_engines_wake(
     saving.on_step_end()
     assert (done, saving.total_training_steps) == (["weights sent"], 9)
     (tmp_path / "STOP").touch()
-    saving.checkpoints._saved = 2 if saved else 1
+    saving.checkpoints.saved = 2 if saved else 1
     saving.on_step_end()
     assert done[1:] == (["weights sent"] if saved else ["saved", "weights sent"])
     assert saving.total_training_steps == 2

@@ -38,15 +38,10 @@ class Checkpoints:
         self._run_dir = Path(config.trainer.run_dir)
         self._records = records
         self._from_rollout = entropy_source(config).from_rollout
-        self._saved: int | None = None  # the last step whose checkpoint is complete
+        self.saved: int | None = None  # the last step whose checkpoint is complete
 
     def folder(self, number: int) -> Path:
-        """Of a step's checkpoint."""
         return Path(self._trainer.default_local_dir) / f"global_step_{number}"
-
-    def is_saved(self, number: int) -> bool:
-        """Whether the last complete checkpoint is this step's."""
-        return self._saved == number
 
     def save(self, number: int, sampling: BudgetedReplayBuffer | None, verls: Callable[[], Any]) -> None:
         """Save a step: the groups that wait in the buffer of dynamic sampling, where it is ours, and then verl's part,
@@ -65,12 +60,10 @@ class Checkpoints:
             verls()
         prune(Path(trainer.default_local_dir), keep)
         link_model(self._run_dir)  # now, because the run may be killed
-        self._saved = number
+        self.saved = number
 
     def save_later_prompts(self, number: int, sampling: BudgetedReplayBuffer | None, position: dict[str, Any]) -> None:
-        """Bring a complete checkpoint up to prompts that were generated since: their groups, and the position in the
-        data.
-        """
+        """Add the prompts generated since to a complete checkpoint: their groups, and the position in the data."""
         write_atomically(self.folder(number) / "data.pt", lambda path: torch.save(position, path))
         if sampling is not None:
             save_groups(self.folder(number), "train", sampling.last_step)
@@ -80,7 +73,7 @@ class Checkpoints:
         trainer = self._trainer
         folder = Path(trainer.resume_from_path) if trainer.resume_mode == "resume_path" else self.folder(number)
         if folder.resolve() == self.folder(number).resolve() and not trainer.del_local_ckpt_after_load:
-            self._saved = number
+            self.saved = number
         if restore_step(self._run_dir, folder):
             logger.warning("Step %d had not been logged when the run ended: restored from %s.", number, folder)
         if sampling is None:

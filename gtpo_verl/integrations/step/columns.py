@@ -1,7 +1,6 @@
 """The responses of one update and their columns in TransferQueue: fetched once, and kept ragged.
 
-A column of N tokens is one tensor (N,), response after response; `Step.rows` splits it, and `Step.padded` makes (B, T)
-of it where an estimator needs that. Padding is most of (B, T).
+A column of N tokens is one tensor (N,), response after response; `Step.padded` makes (B, T) of it, most of it padding.
 """
 
 from collections.abc import Mapping
@@ -32,12 +31,10 @@ _MISSING = {
 
 
 class Step:
-    """The R responses of one update, without the rows that verl adds to fill a batch of B.
+    """The R responses of one update, without the rows that verl adds to fill its batch of B.
 
-    Attributes:
-        batch: verl's.
-        keys: R names of the rows, in the order of the batch.
-        lengths: R tokens after the prompt, those of tools included; N in all.
+    keys: R names of the rows, in the order of the batch. lengths: R tokens after the prompt, those of tools included; N
+    in all.
     """
 
     def __init__(self, batch: KVBatchMeta, threshold: float) -> None:
@@ -52,11 +49,7 @@ class Step:
     # ---------------------------------------------------------------- columns
 
     def fetch(self, *names: str) -> tuple[torch.Tensor, ...]:
-        """Columns (N,), from TransferQueue where they have not been fetched.
-
-        Raises:
-            UserError: a column is missing, or has not a value for each token.
-        """
+        """Columns (N,), fetched once; raises UserError where one is missing, or has not a value for each token."""
         new = [name for name in names if name not in self._columns]
         if new:
             data = tq.kv_batch_get(keys=self.keys, partition_id=self.batch.partition_id, select_fields=new)
@@ -134,9 +127,7 @@ class Step:
 
     @cached_property
     def scores(self) -> torch.Tensor | None:
-        """(R,) the verifier's scores, without the overlong penalty that verl's reward manager adds; None where it has
-        none.
-        """
+        """(R,) the verifier's scores, without verl's overlong penalty; None where it has none."""
         if any("score" not in info for info in self.infos):
             return None
         return torch.tensor([float(info["score"]) for info in self.infos])

@@ -23,15 +23,11 @@ GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized")
 
 
 class Credit:
-    """The settings of credit assignment in a run, and what they make of a step.
-
-    Attributes:
-        threshold: ``acc`` from which a response is correct.
-        entropies: TransferQueue's column that the advantages are computed from.
-    """
+    """The settings of credit assignment in a run, and what they make of a step."""
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
+        # `acc` from which a response is correct, and the column that the advantages are computed from
         self.threshold = float(OmegaConf.select(config, "algorithm.correct_threshold", default=1.0))
         self.entropies = entropy_source(config).column
 
@@ -63,8 +59,7 @@ class Credit:
     def zero_lone_responses(self, step: Step) -> int:
         """Set the advantage of the only response of a group to 0, as GTPO and GRPO-S do; returns how many there are.
 
-        Failed rollouts leave such groups. verl's estimators compare a lone response with 0 instead of a mean, so its
-        advantage would be its whole reward.
+        verl's estimators compare it with 0 instead of a mean, so its advantage would be its whole reward.
         """
         if self._config.algorithm.adv_estimator in GROUP_MEAN_ESTIMATORS:
             zeros = {number: torch.zeros(step.lengths[number]) for number in step.lone.nonzero()[:, 0].tolist()}
@@ -74,10 +69,7 @@ class Credit:
 
     @contextmanager
     def without_truncated(self, step: Step, metrics: dict[str, Any]) -> Iterator[None]:
-        """Empty the masks of truncated responses inside the block, under ``algorithm.overlong_filtering``.
-
-        Metrics of the step are of all responses.
-        """
+        """Empty the masks of truncated responses inside the block, under ``algorithm.overlong_filtering``."""
         if not OmegaConf.select(self._config, "algorithm.overlong_filtering", default=False):
             yield
             return

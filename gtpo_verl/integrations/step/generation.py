@@ -58,16 +58,14 @@ class Generation:
             self.unfiltered_until = self.ended_at
 
     def count(self, outcome: Outcome) -> int:
-        """Groups that have ended like this."""
         return sum(verdict.outcome == outcome for verdict in self.verdicts.values())
 
     def target(self) -> int:
         """Prompts that the step submits in all, as far as is known by now.
 
         After each prompt, in the order of the data, as many more are called for as are expected to fill the batch at
-        the yield up to there, this step's and the last one's; the step submits the most that is called for after any of
-        them. Groups that have not ended are taken to have contrast, so verdicts can only raise the number, and where it
-        ends does not depend on the order in which they come.
+        the yield up to there, this step's and the last one's; the most counts. Groups that have not ended are taken to
+        have contrast, so verdicts can only raise the number, whatever the order in which they come.
         """
 
         def called_for(with_contrast: int, generated: int) -> int:
@@ -85,7 +83,6 @@ class Generation:
         return target if self.budget is None else min(target, self.budget)
 
     def describe(self) -> str:
-        """In words."""
         carried = f", and {self.carried_in} carried over" if self.carried_in else ""
         return (
             f"{len(self.prompts)} groups generated: {self.count('mixed')} mixed, {self.count('all_correct')} all "
@@ -114,11 +111,9 @@ class Generation:
 
 
 def groups_to_train(kept: int, batch_size: int, mini_batch_size: int) -> int:
-    """How many of the ``kept`` groups with contrast a step trains on.
+    """How many of the ``kept`` groups with contrast a step trains on: whole mini-batches, or all if there is not one.
 
-    verl fills a batch up to whole mini-batches with padding rows. A mini-batch of one group and padding would be an
-    optimizer step like any other, and under a token mean each of its tokens would weigh many times as much. So a short
-    batch is cut to whole mini-batches; only where there is not even one of them, all groups make one update.
+    verl would fill the last mini-batch with padding rows, and under a token mean its tokens would weigh more.
     """
     if kept >= batch_size:
         return batch_size
@@ -129,8 +124,7 @@ def groups_to_generate(missing: int, expected_yield: float) -> int:
     """How many groups to generate so that, more than four times in five, ``missing`` of them (1 or more) have contrast.
 
     With a share y = ``expected_yield`` in (0, 1], the number with contrast among n has mean n·y and standard deviation
-    √(n·y·(1-y)); n is the least for which the mean is one standard deviation above ``missing``. A second round of
-    generation costs a step the time of its longest response, a few groups too many cost little.
+    √(n·y·(1-y)); n is the least for which the mean is one standard deviation above ``missing``.
     """
     root = (math.sqrt(1 - expected_yield) + math.sqrt(1 - expected_yield + 4 * missing)) / 2
     return math.ceil(root**2 / expected_yield - 1e-9)

@@ -36,6 +36,7 @@ class Health:
         self._run_dir = Path(config.trainer.run_dir)
         self._guide_model = config.algorithm.guide.model
         self._limit = config.guards.phase_timeout
+        self._go_on = f"The same command with trainer.run_dir={self._run_dir} resumes from the last checkpoint."
         self._trainer = trainer
         self._phase, self._since = "starting", time.monotonic()
 
@@ -65,7 +66,7 @@ class Health:
         if dead:
             raise UserError(
                 f"{'; '.join(dead)}. It was killed, for lack of memory or by hand, or its node is gone; the run's log "
-                f"may say more. {self._go_on()}"
+                f"may say more. {self._go_on}"
             )
         lasts = time.monotonic() - self._since
         if self._limit is not None and lasts > self._limit:
@@ -89,11 +90,8 @@ class Health:
         if dead:
             raise UserError(
                 f"{what} ({'; '.join([*dead, *more])}). See the engine's traceback in the run's log; if there is none, "
-                f"it was probably killed for lack of memory. {self._go_on()}"
+                f"it was probably killed for lack of memory. {self._go_on}"
             )
-
-    def _go_on(self) -> str:
-        return f"The same command with trainer.run_dir={self._run_dir} resumes from the last checkpoint."
 
 
 class BoundedWait:
@@ -113,11 +111,8 @@ class BoundedWait:
         vars(buffer)["_wait_for_next_poll"] = self
 
     def __call__(self, partition_id: str, last_debug_time: float) -> float:
-        """Wait for the next poll.
-
-        Raises:
-            UserError: nothing has changed for the limit, and what is waited for.
-            StepGivenUpError: the run was asked to stop, and nothing has changed for `STOP_PATIENCE`.
+        """Wait for the next poll; raises UserError where nothing has changed for the limit, and StepGivenUpError where
+        the run was asked to stop and nothing has for `STOP_PATIENCE`.
         """
         self._health.polled()
         buffer, now = self._buffer, time.monotonic()

@@ -42,11 +42,8 @@ class NotFinite:
         self.skipped = 0
 
     def batch(self, number: int, step: Step, names: Sequence[str]) -> bool:
-        """Look at columns of a batch before its update; returns whether to skip it. Of the first column with such
-        values at a token of the policy the cause is named.
-
-        Raises:
-            NotFiniteError: there is one, and the run is to stop.
+        """Look at columns of a batch before its update; returns whether to skip it. Raises NotFiniteError, with the
+        cause of the first column with such values at a token of the policy, where the run is to stop.
         """
         for name, values in zip(names, step.fetch(*names), strict=True):
             bad = ~values.isfinite() & step.mask
@@ -61,10 +58,8 @@ class NotFinite:
         return False
 
     def update(self, number: int, step: Step, metrics: Mapping[str, Any]) -> None:
-        """Look at the metrics of an update.
-
-        Raises:
-            NotFiniteError: one is NaN or infinite, and the run is to stop, or the actor has applied the gradient.
+        """Look at the metrics of an update; raises NotFiniteError where one is NaN or infinite, and the run is to stop
+        or the actor has applied the gradient.
         """
         looked_at = [name for name in ("actor/grad_norm", "actor/loss", "actor/pg_loss") if name in metrics]
         found = [name for name in looked_at if not torch.as_tensor(metrics[name]).isfinite().all()]

@@ -17,14 +17,16 @@ from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 class OldLogProbs:
     """Runs verl's old-log-prob pass, once or twice.
 
-    Attributes:
-        source: of the run's entropies.
+    Under ``algorithm.entropy.source=rollout`` the actor's pass is run to compare entropies: on the first two batches of
+    a process (the first is warm-up and is not timed) and in the steps 1, 1 + ``check_every``, and so on; with 0 never.
     """
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
         self.source = entropy_source(config)
-        self.actor_pass = ActorPass(OmegaConf.select(config, "algorithm.entropy.check_every", default=0))
+        self._every = OmegaConf.select(config, "algorithm.entropy.check_every", default=0)
+        self._runs = 0
+        self._seconds_per_token: float | None = None
 
     def compute(
         self, verls: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any]
@@ -36,10 +38,10 @@ class OldLogProbs:
         if not self.source.from_rollout:
             return verls()
         tokens = sum(tag["seq_len"] for tag in step.batch.tags)  # of prompts and responses, padding included
-        if self.source.compares:
+        if not self.source.skips_actor_pass:
             return self._compared(verls, step, number, metrics, tokens)
-        if not self.actor_pass.is_due(number):
-            metrics.update(self.actor_pass.skipped(tokens))
+        if not self.is_due(number):
+            metrics.update(self.skipped(tokens))
             return verls()
         with temporarily(self._config.algorithm.rollout_correction, "bypass_mode", False):
             self._compared(verls, step, number, metrics, tokens)
@@ -52,31 +54,18 @@ class OldLogProbs:
         """Run the actor's pass, time it, and compare its entropies with the rollout's."""
         started = time.perf_counter()
         batch = verls()
-        metrics.update(self.actor_pass.ran(time.perf_counter() - started, tokens))
+        metrics.update(self.ran(time.perf_counter() - started, tokens))
         actor, rollout, versions = step.fetch("entropy", ENTROPIES, VERSIONS)
         # Weights are sent at the end of a step, with its number; old log-probs are always of those weights.
         metrics.update(agreement(rollout, actor, step.own_mask, current=versions == number - 1))
         return batch
 
-
-class ActorPass:
-    """Schedules the actor's old-log-prob pass under ``algorithm.entropy.source=rollout``, and times it.
-
-    There the pass is run to compare entropies: on the first two batches of a process (the first is warm-up and is not
-    timed) and in the steps 1, 1 + ``every``, 1 + 2 ``every``, and so on; ``every`` = 0 is never.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._runs = 0
-        self._seconds_per_token: float | None = None
-
     def is_due(self, step: int) -> bool:
         """Whether the batch of this step (from 1) is compared."""
-        return self.every > 0 and (self._runs < 2 or (step - 1) % self.every == 0)
+        return self._every > 0 and (self._runs < 2 or (step - 1) % self._every == 0)
 
     def ran(self, seconds: float, tokens: int) -> dict[str, float]:
-        """Note a pass over so many tokens (prompts and responses) and return its metrics."""
+        """Note an actor's pass over so many tokens (prompts and responses) and return its metrics."""
         self._runs += 1
         if self._runs > 1:
             self._seconds_per_token = seconds / tokens
@@ -94,9 +83,7 @@ def agreement(
 ) -> dict[str, float]:
     """How well the rollout's entropies agree with the actor's.
 
-    Both are entropies of the same policy only where the token was sampled by the weights that the actor has now. In
-    asynchronous training other tokens were sampled by older weights: there the difference is how far the policy has
-    moved, not an error.
+    Of tokens that older weights sampled, the difference is how far the policy has moved, not an error.
 
     rollout, actor: (N,) float, nats. mask: (N,) bool, tokens of the policy. current: (N,) bool, tokens sampled by the
     actor's current weights. Returns ``rollout_entropy/abs_diff_mean`` and ``abs_diff_max`` of current tokens, where

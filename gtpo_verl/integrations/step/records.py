@@ -35,11 +35,7 @@ class Records:
             keep_step(checkpoint, number, *self._trained)
 
     def log(self, number: int, metrics: dict[str, Any], batch: KVBatchMeta) -> None:
-        """Log a step.
-
-        Raises:
-            UserError: a metric is outside its bounds (``guards.bounds``) and the run is to stop.
-        """
+        """Log a step; raises UserError where a metric is outside its ``guards.bounds`` and the run is to stop."""
         lengths = [tag["response_len"] for tag in real_rows(batch).values()]
         truncated = sum(length >= self._limit for length in lengths)
         metrics["response_length/truncated_share"] = truncated / len(lengths)

@@ -13,6 +13,7 @@ from gtpo_verl.files import append_json_line
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.transfer_queue import uid_of
+from gtpo_verl.integrations.vllm.names import ENTROPIES, VERSIONS
 from gtpo_verl.runs.directory import SAMPLES_FILE
 
 MOST_TOKENS = 1000  # of a response, which is then some 30 kB
@@ -29,7 +30,9 @@ class CreditFiles:
         self._updates = updates
         source = entropy_source(config)
         self._entropies = source.column
-        self._columns = ["old_log_probs", "responses", *source.rollout_columns]
+        self._columns = ["old_log_probs", "responses"]
+        if source.from_rollout:
+            self._columns += [ENTROPIES, VERSIONS]
         if config.actor_rollout_ref.rollout.calculate_log_probs:
             self._columns.append("rollout_log_probs")
 
@@ -90,9 +93,8 @@ def contrasting_pairs(
 ) -> list[tuple[int, int]]:
     """The first correct and the first wrong response of each group that has both, the groups for a report first.
 
-    These are the groups with two of each verdict: a response alone with its verdict has the same credit on every token,
-    whatever its entropies. Otherwise the order follows from the prompts, so that runs keep the same.
-
+    These have two of each verdict: a response alone with its verdict has the same credit on every token, whatever its
+    entropies. Otherwise the order follows from the prompts, so that runs keep the same.
     groups: R names, the group of each response. prompts: R texts. correct, own: (R,) bool, the latter the policy's.
     """
     rows: dict[str, dict[bool, list[int]]] = {}
