@@ -62,9 +62,12 @@ class CpuPlatform(PlatformBase):
     def is_available(self) -> bool:
         return os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu"
 
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
     set_device = synchronize = empty_cache = set_allocator_settings = _always(None)
     profiler_start = profiler_stop = cudart = _always(None)
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
     current_device = _always("cpu")  # verl passes it to `.to()`, where an index would mean a CUDA device
     device_count = _always(1)
     get_device_capability = _always((None, None))

@@ -84,8 +84,9 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     def _sampling(self) -> BudgetedReplayBuffer | None:
         """The replay buffer where dynamic sampling is ours and switched on."""
         buffer = self.replay_buffer
-        filters = isinstance(buffer, BudgetedReplayBuffer) and buffer.filter_groups_metric is not None
-        return buffer if filters else None
+        if not isinstance(buffer, BudgetedReplayBuffer) or buffer.filter_groups_metric is None:
+            return None
+        return buffer
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()

@@ -521,8 +521,7 @@ def test_the_trainers_reward_workers_have_a_limit(monkeypatch: pytest.MonkeyPatc
     made = []
     monkeypatch.setattr(get_trainer_cls(mode), "_setup", lambda self: made.append(trainer_base.RewardLoopManager))
     trainer = object.__new__(trainer_class(mode))
-    trainer.run_dir = tmp_path
-    trainer.config = compose_config(["algo=dapo"])
+    trainer.config = compose_config(["algo=dapo", f"trainer.run_dir={tmp_path}"])
     trainer.guide = GuideRows(trainer.config)
     trainer._setup()
     assert made == [BoundedRewardLoopManager]
