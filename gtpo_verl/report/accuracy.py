@@ -135,9 +135,7 @@ def _accuracies(validations: Sequence[Validation], prompts: Sequence[str]) -> Fl
 
 
 def _clusters(validations: Sequence[Validation], prompts: Sequence[str]) -> list[str]:
-    """The cluster of each prompt, as any of the validations names it: an older dump may name none."""
     named: dict[str, str] = {}
     for validation in validations:
-        pairs = zip(validation.prompts, validation.clusters, strict=True)
-        named |= {prompt: cluster for prompt, cluster in pairs if cluster != prompt}
-    return [named.get(prompt, prompt) for prompt in prompts]
+        named |= zip(validation.prompts, validation.clusters, strict=True)
+    return [named[prompt] for prompt in prompts]

@@ -211,13 +211,6 @@ def test_intervals_are_over_clusters_where_the_data_names_them(runs):
     assert "clusters of similar prompts" in " ".join(notes_of(runs.root / "clustered"))
 
 
-def test_an_older_validation_without_clusters_takes_those_of_the_others(tmp_path: Path):
-    arm = write_arm(tmp_path / "gtpo", {0: {}, 9: {}})
-    write_samples(arm, 0, *[{"input": str(n), "gts": "", "acc": 0} for n in range(6)])
-    write_samples(arm, 9, *[{"input": str(n), "gts": "", "acc": n % 2, "cluster": f"c{n % 3}"} for n in range(6)])
-    assert only(results_of(arm)[0]).change.clusters == 3
-
-
 def test_arms_are_named_by_their_configuration_and_logs_without_one_by_their_file(runs):
     runs.arm(runs.root / "mine", algorithm="gtpo", bare=True)
     runs.arm(runs.root / "grpo_s", config=False, bare=True)
