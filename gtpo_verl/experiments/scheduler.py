@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ def unfinished(sweep: Sweep) -> list[str]:
     return [name for name in sweep.runs if not state_of(sweep.run_dir(name)).is_complete]
 
 
+@dataclass(eq=False, kw_only=True)
 class Scheduler:
     """Starts runs, waits for them, and starts those again that failed.
 
@@ -72,28 +73,19 @@ class Scheduler:
         show: called after every look at the runs.
         ended: called with the name of a run whose attempt has ended; `attempts` says how.
         least_space: see `LEAST_SPACE`.
-        stops: 1 to stop what runs instead of training, 2 at once.
+        stops: 1 to stop what runs after its step instead of training, 2 at once.
     """
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        launcher: Launcher,
-        *,
-        announce: Callable[[str], object],
-        show: Callable[[], object] = lambda: None,
-        ended: Callable[[str], object] = lambda name: None,
-        least_space: int = LEAST_SPACE,
-        stops: int = 0,
-    ) -> None:
-        self.sweep = sweep
-        self.launcher = launcher
-        self.announce = announce
-        self.show = show
-        self.ended = ended
-        self.least_space = least_space
-        self.stops = stops  # asked to stop: 1 after the step, 2 at once
-        self.attempts = defaultdict(Attempts, read_attempts(sweep.directory))
+    sweep: Sweep = field(kw_only=False)
+    launcher: Launcher = field(kw_only=False)
+    announce: Callable[[str], object]
+    show: Callable[[], object] = lambda: None
+    ended: Callable[[str], object] = lambda name: None
+    least_space: int = LEAST_SPACE
+    stops: int = 0
+
+    def __post_init__(self) -> None:
+        self.attempts = defaultdict(Attempts, read_attempts(self.sweep.directory))
         self._begun: set[str] = set()  # runs whose attempt the launcher knows
         self._announced_stop = 0  # as `stops`
         self._trouble: float | None = None  # since when the cluster does not answer

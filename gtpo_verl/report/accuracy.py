@@ -48,9 +48,15 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """One training minus another on common prompts: ``after``, accuracies at ``step``, and ``gain``, gains up to it."""
+class Comparison:
+    """A training minus that of its baseline with the same seed, by name, on the common prompts of a data source.
 
+    ``after``: accuracies at ``step``, the last that both validated; ``gain``: gains up to it.
+    """
+
+    arm: str
+    baseline: str
+    source: str
     step: int
     after: Estimate
     gain: Estimate
@@ -75,9 +81,9 @@ def accuracies(training: Training) -> dict[str, Accuracy]:
     return found
 
 
-def difference(training: Accuracy, baseline: Accuracy) -> Difference | None:
-    """The training minus the baseline at the last step that both validated; None without a common step or prompt."""
-    pair = (baseline, training)
+def comparison(arm: str, training: Accuracy, baseline: str, of_baseline: Accuracy) -> Comparison | None:
+    """The training minus the baseline; None without a common step or prompt."""
+    pair = (of_baseline, training)
     by_step = [{validation.step: validation for validation in one.validations} for one in pair]
     step = max(set.intersection(*(set(validations) for validations in by_step)), default=None)
     if step is None or any(step == min(validations) for validations in by_step):
@@ -90,7 +96,7 @@ def difference(training: Accuracy, baseline: Accuracy) -> Difference | None:
     after = _accuracies(lasts, prompts)
     gain = after - _accuracies(firsts, prompts)
     at_end, gained = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
-    return Difference(step, at_end, gained, len(prompts), len(set(clusters)))
+    return Comparison(arm, baseline, training.source, step, at_end, gained, len(prompts), len(set(clusters)))
 
 
 def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:
@@ -129,9 +135,7 @@ def _accuracies(validations: Sequence[Validation], prompts: Sequence[str]) -> Fl
 
 
 def _clusters(validations: Sequence[Validation], prompts: Sequence[str]) -> list[str]:
-    """The cluster of each prompt, as any of the validations names it: an older dump may name none."""
     named: dict[str, str] = {}
     for validation in validations:
-        pairs = zip(validation.prompts, validation.clusters, strict=True)
-        named |= {prompt: cluster for prompt, cluster in pairs if cluster != prompt}
-    return [named.get(prompt, prompt) for prompt in prompts]
+        named |= zip(validation.prompts, validation.clusters, strict=True)
+    return [named[prompt] for prompt in prompts]

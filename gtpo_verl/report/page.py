@@ -22,8 +22,9 @@ from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
 from gtpo_verl.report import charts, figures, results, seeds, tables, words
+from gtpo_verl.report.accuracy import Comparison
 from gtpo_verl.report.figures import ReportFigure
-from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
+from gtpo_verl.report.results import ArmResult, TrainingResult
 from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.runs.design import Design, design, setting_differences
@@ -334,22 +335,18 @@ def _summary(report: Report) -> dict[str, Any]:
             {"name": arm.name, "method": arm.arm.method, "trainings": [_training_summary(one) for one in arm.trainings]}
             for arm in report.arms
         ],
-        "over_prompts": [_merged(asdict(one), "difference") for one in report.comparisons],
+        "over_prompts": [asdict(one) for one in report.comparisons],
         "over_seeds": {
             "final": [asdict(final) for final in report.finals],
             "comparisons": [
-                {"verdict": words.seed_verdict(one), **_merged(asdict(one), "paired")} for one in report.over_seeds
+                {**{key: value for key, value in asdict(one).items() if key != "paired"}, **asdict(one.paired)}
+                | {"verdict": words.seed_verdict(one)}
+                for one in report.over_seeds
             ],
         },
         "missing": list(report.missing),
         "notes": list(report.notes),
     }
-
-
-def _merged(values: dict[str, Any], inner: str) -> dict[str, Any]:
-    """A dict with the content of one of its values in that value's place."""
-    content = values.pop(inner)
-    return values | content
 
 
 def _training_summary(result: TrainingResult) -> dict[str, Any]:

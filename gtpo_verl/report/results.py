@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gtpo_verl.report.accuracy import Accuracy, Difference, accuracies, difference
+from gtpo_verl.report.accuracy import Accuracy, Comparison, accuracies, comparison
 from gtpo_verl.runs.design import Arm, Design
 from gtpo_verl.runs.reader import Run, Training
 
@@ -66,16 +66,6 @@ class ArmResult:
         return tuple(result for result in self.trainings if result.complete) or self.trainings
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A training of an arm minus that of its baseline with the same seed, by name, on the prompts of a data source."""
-
-    arm: str
-    baseline: str
-    source: str
-    difference: Difference
-
-
 def arm_results(design: Design, runs: Sequence[Run]) -> tuple[ArmResult, ...]:
     """A result for each arm of a design, in its order."""
     run_of = {training: run.name for run in runs for training in run.trainings}
@@ -119,13 +109,12 @@ def comparisons(design: Design, arms: Sequence[ArmResult]) -> tuple[Comparison, 
     found = []
     for arm, baseline in design.pairs:
         for seed, result in by_arm[arm].items():
-            partner = by_arm[baseline].get(seed)
-            for source in sorted(result.accuracies.keys() & (partner.accuracies.keys() if partner else set())):
-                assert partner is not None
-                change = difference(result.accuracies[source], partner.accuracies[source])
-                if change:
-                    found.append(Comparison(result.name, partner.name, source, change))
-    return tuple(found)
+            if partner := by_arm[baseline].get(seed):
+                found += [
+                    comparison(result.name, result.accuracies[source], partner.name, partner.accuracies[source])
+                    for source in sorted(result.accuracies.keys() & partner.accuracies.keys())
+                ]
+    return tuple(filter(None, found))
 
 
 def _step_seconds(training: Training) -> dict[str, float]:

@@ -26,7 +26,7 @@ class Token:
 
 @dataclass(frozen=True)
 class CreditSample:
-    """A response of an arm at a step; ``group``: how many of its group are correct and wrong, 0 if unknown.
+    """A response of an arm at a step; ``group``: how many of its group are correct and wrong.
 
     ``left_out``: tokens behind those that were kept. ``alone``: whether no other of its group has its verdict: its
     tokens then have one credit, whatever their entropies.
@@ -93,8 +93,8 @@ def _sample(arm: str, step: int, found: dict[str, Any]) -> CreditSample:
     shades = [0.15 + 0.85 * distance for distance in distances] if any(distances) else [0.5] * len(advantages)
     columns = (found["tokens"], advantages, entropies, shades, _relative(entropies))
     tokens = tuple(Token(*one) for one in zip(*columns, strict=True))
-    left_out = int(found.get("length", len(tokens))) - len(tokens)
-    right, wrong = found.get("group", (0, 0))
+    left_out = int(found["length"]) - len(tokens)
+    right, wrong = found["group"]
     correct, alone = bool(found["correct"]), (right if found["correct"] else wrong) == 1
     return CreditSample(arm, int(step), found["prompt"], correct, (right, wrong), tokens, left_out, alone)
 

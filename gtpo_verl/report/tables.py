@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gtpo_verl.report.accuracy import Accuracy
+from gtpo_verl.report.accuracy import Accuracy, Comparison
 from gtpo_verl.report.figures import metric_line
-from gtpo_verl.report.results import ArmResult, Comparison, TrainingResult
+from gtpo_verl.report.results import ArmResult, TrainingResult
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.report.words import interval_text, number_range, p_text, percent, points, share_interval
 
@@ -52,13 +52,11 @@ def change_table(results: Sequence[TrainingResult], sources: Sequence[str]) -> T
 def comparison_table(comparisons: Sequence[Comparison], sources: Sequence[str], *, intervals: bool) -> Table:
     """One row per pair of trainings and data source; intervals over prompts where there are several seeds as well."""
     rows = []
-    for comparison in comparisons:
-        found = comparison.difference
+    for found in comparisons:
         cells = [str(found.step)]
         for estimate in (found.after, found.gain):
             cells += [points(estimate.value), *([interval_text(estimate.interval)] if intervals else [])]
-        names = f"{comparison.arm} − {comparison.baseline}"
-        rows.append((names, comparison.source, [*cells, f"{found.prompts:,}"]))
+        rows.append((f"{found.arm} − {found.baseline}", found.source, [*cells, f"{found.prompts:,}"]))
     interval = ("95 % interval",) if intervals else ()
     return _by_source("Arms", ("Step", "After", *interval, "Gain", *interval, "Prompts"), rows, sources)
 

@@ -139,8 +139,7 @@ def status_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str | None:
 def _end_of(training: Training) -> str:
     """How a training ended that is not complete: its status, its last step, and the recorded reason."""
     ends = {"interrupted": "was interrupted", "running": "has not finished"}
-    attempts = training.record.get("attempts") or [{}]
-    reason = training.record.get("reason") or attempts[-1].get("exit_reason")
+    reason = training.record.get("reason")
     planned = training.config.get("trainer.total_training_steps")
     where = f"step {training.last_step}" + (f" of {planned}" if planned else "")
     return f"{ends.get(str(training.status), str(training.status))} after {where}" + (f" ({reason})" if reason else "")

@@ -23,11 +23,10 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 @dataclass(frozen=True)
 class Logged:
-    """Metrics by step, the configuration where the logger keeps it, and what was left out."""
+    """Metrics by step, and the configuration where the logger keeps it."""
 
     metrics: Mapping[int, Mapping[str, float]]
     config: Mapping[str, Any]
-    notes: tuple[str, ...]
 
 
 def read_logger(path: Path) -> Logged | None:
@@ -63,7 +62,7 @@ def _tensorboard(directory: Path) -> Logged:
         for event in events.Scalars(key):
             if math.isfinite(event.value):
                 metrics.setdefault(event.step, {})[key] = event.value
-    return Logged(metrics, {}, ())
+    return Logged(metrics, {})
 
 
 def _wandb_file(path: Path) -> Path | None:
@@ -94,7 +93,7 @@ def _wandb(file: Path) -> Logged:
             if isinstance(value, int | float) and math.isfinite(value) and not key.startswith("_"):
                 metrics.setdefault(record.history.step.num, {})[key] = float(value)
     config.pop("_wandb", None)
-    return Logged(metrics, config, ())
+    return Logged(metrics, config)
 
 
 def _frames(file: Path) -> Iterator[bytes]:

@@ -104,7 +104,7 @@ class Training:
     validations: Mapping[str, tuple[Validation, ...]]
     config: Mapping[str, Any]
     method: "Algorithm | None"
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
     axes: Mapping[str, str] = field(default_factory=dict)
 
@@ -200,7 +200,7 @@ def read_run(path: Path) -> Run:
         raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
     if logged := read_logger(path):
         config = dict(flatten(logged.config))
-        training = Training(name, path, logged.metrics, {}, config, _method(config), logged.notes)
+        training = Training(name, path, logged.metrics, {}, config, _method(config))
         return Run(name, path, (training,), record={})
     if path.is_file():
         raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")

@@ -110,16 +110,16 @@ def test_comparisons_are_paired(tmp_path: Path):
     two = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [1], "c": [0]}, 9: {"a": [1], "b": [1], "c": [0]}})
     (comparison,) = comparisons(one, two)
     assert (comparison.arm, comparison.baseline) == ("GTPO", "DAPO")
-    assert comparison.difference.prompts == 3
-    assert comparison.difference.after.value == pytest.approx(1 / 3)
-    assert comparison.difference.gain.value == 0
+    assert comparison.prompts == 3
+    assert comparison.after.value == pytest.approx(1 / 3)
+    assert comparison.gain.value == 0
 
 
 def test_arms_of_different_length_are_compared_at_the_last_common_step(tmp_path: Path):
     one = write_arm(tmp_path / "dapo", {0: {"a": [0], "b": [0]}, 5: {"a": [0], "b": [1]}, 9: {"a": [1], "b": [1]}})
     two = write_arm(tmp_path / "gtpo", {0: {"a": [0], "b": [0]}, 5: {"a": [1], "b": [1]}})
     (comparison,) = comparisons(one, two)
-    found = comparison.difference
+    found = comparison
     assert (found.step, found.after.value, found.gain.value) == (5, 0.5, 0.5)
 
 
@@ -177,7 +177,7 @@ def test_a_single_validation_is_before_or_after_training(tmp_path: Path, step: i
 def test_comparisons_are_per_source(runs):
     path = runs.run(arms=["dapo", "gtpo"], sources=("aime", "math"), gains=(1.5, -0.8), bare=True)
     assert [comparison.source for comparison in comparisons(path)] == ["aime", "math"]
-    assert {comparison.difference.prompts for comparison in comparisons(path)} == {250}
+    assert {comparison.prompts for comparison in comparisons(path)} == {250}
 
 
 def test_samples_that_name_no_source_are_not_pooled_over_several(runs):
@@ -209,13 +209,6 @@ def test_intervals_are_over_clusters_where_the_data_names_them(runs):
     assert width(first) > 2 * width(other)
     assert "a clear gain on 500 prompts in 50 clusters" in verdict(only(clustered))
     assert "clusters of similar prompts" in " ".join(notes_of(runs.root / "clustered"))
-
-
-def test_an_older_validation_without_clusters_takes_those_of_the_others(tmp_path: Path):
-    arm = write_arm(tmp_path / "gtpo", {0: {}, 9: {}})
-    write_samples(arm, 0, *[{"input": str(n), "gts": "", "acc": 0} for n in range(6)])
-    write_samples(arm, 9, *[{"input": str(n), "gts": "", "acc": n % 2, "cluster": f"c{n % 3}"} for n in range(6)])
-    assert only(results_of(arm)[0]).change.clusters == 3
 
 
 def test_arms_are_named_by_their_configuration_and_logs_without_one_by_their_file(runs):

@@ -224,6 +224,7 @@ class RunWriter:
                 }
             ],
             "status": status,
+            **({} if status == "running" else {"reason": reasons.get(status, "all steps were trained")}),
         }
 
     def _step(self, step: int, algorithm: str, progress: float) -> dict[str, float]:
