@@ -117,11 +117,7 @@ def flattened(node: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's parser.
-
-    Raises:
-        UserError: one does not parse.
-    """
+    """Parse overrides with Hydra's parser. Raises UserError: one does not parse."""
     with hydras_errors("parse"):
         return OverridesParser.create().parse_overrides(list(overrides))
 
@@ -152,10 +148,8 @@ def quoted(value: object) -> str:
 
 
 def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[str]:
-    """Put a directory of a user's own configuration on Hydra's search path, by the override `hydra.searchpath`.
-
-    Raises:
-        UserError: there is no such directory.
+    """Put a directory of a user's own configuration on Hydra's search path, by the override `hydra.searchpath`. Raises
+    UserError: there is no such directory.
     """
     if directory is None:
         return list(overrides)
@@ -350,11 +344,9 @@ def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass.
-
-    Raises:
-        UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
-            ``rules.ranges`` to name.
+    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass. Raises
+    UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
+    ``rules.ranges`` to name.
     """
     if any("${" in override for override in overrides):
         with hydras_errors("compose"):  # one may take its value from a key that does not exist
@@ -428,9 +420,7 @@ def _name_run(config: DictConfig, algo: str) -> None:
 
 def check_path_in_job(name: str, path: str | Path | None) -> None:
     """Refuse a place for results that would be in Ray's temporary directory, the working directory of a submitted job.
-
-    Raises:
-        UserError: this process is the entry point of such a job, and the path is missing or relative.
+    Raises UserError: this process is the entry point of such a job, and the path is missing or relative.
     """
     if IN_RAY_JOB in os.environ and not (path and Path(path).expanduser().is_absolute()):
         raise UserError(

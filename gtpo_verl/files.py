@@ -83,10 +83,8 @@ def write_json(file: Path, value: Any) -> None:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """In the block a file of ours is read and taken apart: whatever is wrong with its content is one line.
-
-    Raises:
-        UserError: names the file; the error behind it is its cause.
+    """In the block a file of ours is read and taken apart: whatever is wrong with its content is one line. Raises
+    UserError: names the file; the error behind it is its cause.
     """
     try:
         yield
@@ -98,11 +96,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> Any:
-    """Read a JSON file; None where there is none.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Read a JSON file; None where there is none. Raises ValueError: it is not JSON."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:  # not asked before: another process may remove it in between

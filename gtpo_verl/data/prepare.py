@@ -61,10 +61,8 @@ class Request:
 
 
 def prepare(request: Request) -> "Summary":
-    """Write the parquet file and its manifest.
-
-    Raises:
-        UserError: the hub cannot be reached, a file is not what it should be, or no problem is left.
+    """Write the parquet file and its manifest. Raises UserError: the hub cannot be reached, a file is not what it
+    should be, or no problem is left.
     """
     dataset, files, commit = request.dataset, list(request.files), None
     if not files:
@@ -104,10 +102,8 @@ def is_current(request: Request) -> bool:
 
 
 def download(dataset: Dataset, revision: str) -> tuple[list[Path], str]:
-    """Get the files of a data set from the hub or its cache, and the commit they belong to.
-
-    Raises:
-        UserError: the hub cannot be reached, or refuses the request.
+    """Get the files of a data set from the hub or its cache, and the commit they belong to. Raises UserError: the hub
+    cannot be reached, or refuses the request.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

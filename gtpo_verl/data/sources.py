@@ -68,10 +68,8 @@ class Layout:
 
     @classmethod
     def of(cls, file: Path, columns: Sequence[str], problem: str | None = None, answer: str | None = None) -> "Layout":
-        """Find the layout from the column names; ``problem`` and ``answer`` are names given by the user.
-
-        Raises:
-            UserError: no layout matches, or a given column does not exist.
+        """Find the layout from the column names; ``problem`` and ``answer`` are names given by the user. Raises
+        UserError: no layout matches, or a given column does not exist.
         """
         if problem is None and answer is None and {"prompt", "reward_model"} <= set(columns):
             return cls(None, None)
@@ -102,9 +100,7 @@ def read(
     guide_column: str | None = None,
 ) -> Iterator[Row]:
     """Read the rows of a parquet or JSONL file, one at a time; ``guide_column`` has responses of a guiding policy.
-
-    Raises:
-        UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
+    Raises UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
     """
     layout: Layout | None = None
     for number, values in enumerate(_records(file)):

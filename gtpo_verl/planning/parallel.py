@@ -35,10 +35,8 @@ class Parallelism:
 
 
 def parallelism(config: DictConfig) -> Parallelism:
-    """Read the parallel sizes from a composed run.
-
-    Raises:
-        UserError: sizes do not divide; the message names the keys to change.
+    """Read the parallel sizes from a composed run. Raises UserError: sizes do not divide; the message names the keys to
+    change.
     """
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node

@@ -107,11 +107,7 @@ def default_assumptions(config: DictConfig, gpu: str) -> Assumptions:
 
 
 def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
-    """Reject values out of range.
-
-    Raises:
-        UserError: the value and its range.
-    """
+    """Reject values out of range. Raises UserError: the value and its range."""
     for name, item in assumptions.items():
         share = item.unit.startswith("of ")
         zero = item.value == 0 and name != "other_share"
@@ -285,11 +281,7 @@ def _guide_wait(decoder: _Decoder, parallel: Parallelism, step: Step, generate: 
 
 
 def given_assumptions(assumptions: Assumptions, given: dict[str, float]) -> Assumptions:
-    """Replace assumptions by the user's ``--assume NAME=VALUE``.
-
-    Raises:
-        UserError: no assumption has that name.
-    """
+    """Replace assumptions by the user's ``--assume NAME=VALUE``. Raises UserError: no assumption has that name."""
     found = dict(assumptions)
     for name, number in given.items():
         if name not in found:
