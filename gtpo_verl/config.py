@@ -147,6 +147,11 @@ def quoted(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
+def written(value: object) -> str:
+    """A single value as an override has it: `null`, `true`, a number or a word."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
 def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[str]:
     """Put a directory of a user's own configuration on Hydra's search path, by the override `hydra.searchpath`. Raises
     UserError: there is no such directory.
