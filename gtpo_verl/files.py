@@ -25,13 +25,8 @@ def local_path(text: str) -> Path:
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``file``, then rename it: readers see the old content or the new.
 
-    Args:
-        file: its directory is made if need be.
-        write: takes the path to write to, for example ``lambda path: torch.save(state, path)``. What it raises is
-            passed on, and ``file`` is as it was.
-
-    Raises:
-        UserError: something else than a file is there, such as a device.
+    The directory is made if need be. What ``write`` raises is passed on, and ``file`` is as it was. Raises UserError:
+    something else than a file is there, such as a device.
     """
     if file.exists() and not (file.is_file() or file.is_symlink()):
         raise UserError(f"{file} is no file that could be replaced: choose another.")
@@ -46,10 +41,7 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
 
 
 def obstacle(directory: Path) -> str | None:
-    """What keeps files from being written to a directory that need not be there yet, in words; None where nothing does.
-
-    Nothing stays behind: the first place that exists is tried with a temporary file.
-    """
+    """What keeps files from being written to a directory that need not be there yet, in words; None: nothing does."""
     place = next(place for place in (directory, *directory.parents) if place.exists())
     if not place.is_dir():
         return f"{place} is a file, not a directory"
@@ -66,14 +58,14 @@ def check_writable(directory: Path, place: str) -> None:
         raise UserError(f"{place}: {blocked}.")
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write text as UTF-8, atomically."""
-    write_atomically(file, lambda path: path.write_text(text, encoding="utf-8"))
-
-
 def write_bytes(file: Path, content: bytes) -> None:
     """Write bytes, atomically."""
     write_atomically(file, lambda path: path.write_bytes(content))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write text as UTF-8, atomically."""
+    write_bytes(file, text.encode())
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -83,10 +75,8 @@ def write_json(file: Path, value: Any) -> None:
 
 @contextmanager
 def reading(file: Path) -> Iterator[None]:
-    """In the block a file of ours is read and taken apart: whatever is wrong with its content is one line.
-
-    Raises:
-        UserError: names the file; the error behind it is its cause.
+    """In the block a file of ours is read and taken apart: whatever is wrong with its content is one line. Raises
+    UserError: names the file; the error behind it is its cause.
     """
     try:
         yield
@@ -98,11 +88,7 @@ def reading(file: Path) -> Iterator[None]:
 
 
 def read_json(file: Path) -> Any:
-    """Read a JSON file; None where there is none.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
+    """Read a JSON file; None where there is none. Raises ValueError: it is not JSON."""
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:  # not asked before: another process may remove it in between
@@ -139,13 +125,9 @@ def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:
 
 
 def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list[Any]:
-    """Move lines of a file to the end of another one. Killed in between, a line is in both.
+    """Move lines of a file to the end of another one, and return their values. Killed in between, a line is in both.
 
-    Args:
-        chosen: whether to move the line with this value, None for one that is not JSON.
-
-    Returns:
-        The values of the lines that were moved; none, and nothing is changed, where there is no such file.
+    chosen: whether to move the line with this value, None for one that is not JSON.
     """
     kept, moved, values = [], [], []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
@@ -163,11 +145,8 @@ def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list
 
 
 def read_lines_from(file: Path, offset: int) -> tuple[list[str], int]:
-    """Read the complete lines behind ``offset`` (bytes) of a file that is still being written.
-
-    Returns:
-        These lines, and the offset to go on from. Nothing, and the same offset, where there is no such file yet. A file
-        that has become shorter is read from its end on.
+    """The complete lines behind ``offset`` (bytes) of a file that is still being written, or not there yet; and the
+    offset to go on from. A file that has become shorter is read from its end on.
     """
     if not file.is_file():
         return [], offset

@@ -19,10 +19,8 @@ CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
 
 
 def arguments(given: Sequence[str]) -> list[str]:
-    """The arguments of the command as Hydra gets them.
-
-    Settings of ours are added to verl's configuration, which has no such keys; a relative ``--config-path`` is from
-    verl's main, as in verl's own scripts.
+    """The arguments of the command as Hydra gets them: settings of ours are added to verl's configuration, which has no
+    such keys; a relative ``--config-path`` is from verl's main, as in verl's own scripts.
     """
     from gtpo_verl.algorithms import algorithms
 
@@ -45,13 +43,8 @@ def _from_verl(path: str) -> str:
 
 
 def prepare(config: DictConfig) -> None:
-    """Fill in the settings of a method of ours that the user has not given, and check that it can be used.
-
-    They are those of ``gtpo-verl train algo=NAME``, with the entropies of the actor. For an estimator of verl's nothing
-    is done.
-
-    Raises:
-        UserError: everything that does not go together.
+    """Fill in the settings of a method of ours that the user has not given, those of ``gtpo-verl train algo=NAME`` with
+    the entropies of the actor, and raise UserError for all that does not go together.
     """
     from gtpo_verl.algorithms import algorithm_of
     from gtpo_verl.integrations.entropy_source import entropy_source

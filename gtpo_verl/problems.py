@@ -57,11 +57,7 @@ def errors_of(problems: Iterable[Problem]) -> list[str]:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Print warnings and notes, and raise all errors together.
-
-    Raises:
-        UserError: there are errors.
-    """
+    """Print warnings and notes, and raise all errors together. Raises UserError: there are errors."""
     found = list(problems)
     for problem in found:
         if problem.severity != "error":

@@ -41,10 +41,8 @@ def tested_range(tested: tuple[str, str]) -> str:
 
 
 def check_vllm(version: str) -> None:
-    """Check that this version of vLLM may have rollout entropies.
-
-    Raises:
-        UserError: it is older than all that were tested.
+    """Check that this version of vLLM may have rollout entropies. Raises UserError: it is older than all that were
+    tested.
     """
     if is_older(version, VLLM_TESTED):
         raise UserError(
@@ -54,11 +52,7 @@ def check_vllm(version: str) -> None:
 
 
 def check_verl() -> str:
-    """Return verl's installed version.
-
-    Raises:
-        UserError: verl is missing, or older than all that were tested.
-    """
+    """Return verl's installed version. Raises UserError: verl is missing, or older than all that were tested."""
     version = installed_version("verl")
     if version is None:
         raise UserError("verl is not installed: run `gtpo-verl setup --cpu`, or install the `gpu` extra.")

@@ -89,13 +89,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def train_and_report(sweep: Sweep, launcher: Launcher, console: Console) -> int:
-    """Train every arm and report, also after each arm; the first failure stops the others.
-
-    Returns:
-        The exit code: 0, or 130 when it was stopped.
-
-    Raises:
-        UserError: an arm failed.
+    """Train every arm and report, also after each arm; the first failure stops the others and raises UserError. Returns
+    the exit code, 130 when it was stopped.
     """
 
     def ended(scheduler: Scheduler, arm: str) -> None:
@@ -137,14 +132,11 @@ def _common(args: argparse.Namespace, place: Path) -> list[str]:
 
 
 def _sweep(output: Path, arms: Sequence[str], common: Sequence[str], *, fresh: bool) -> tuple[Sweep, bool]:
-    """The arms as a sweep in a new directory, or in the last one if that is the same and unfinished; and which it is.
-
-    A run is not tried again: what fails in a quickstart fails again.
-    """
+    """The arms as a sweep in a new directory, or the last one if that is the same and unfinished; and whether it is."""
     axes = {"algo": tuple(arms)}
     last = next(filter(None, map(read, sorted(output.glob("quickstart-*"), reverse=True))), None)
     if last is not None and not fresh and (last.axes, last.common) == (axes, tuple(common)) and unfinished(last):
-        return replace(last, retries=0), True
+        return replace(last, retries=0), True  # what fails in a quickstart fails again
     directory = _new_directory(output)
     about = {
         "created": now(),

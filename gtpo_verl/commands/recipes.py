@@ -20,10 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, copy, or say where they are; returns the exit code.
-
-    Raises:
-        UserError: the directory has a recipe/ or scripts/ already, which may have been adapted.
+    """List, copy, or say where they are; returns the exit code. Raises UserError: the directory has a recipe/ or
+    scripts/ already, which may have been adapted.
     """
     if args.action == "path":
         print(root())

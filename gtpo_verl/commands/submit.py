@@ -105,9 +105,7 @@ def submit(args: argparse.Namespace) -> int:
 
 def follow(jobs: Jobs, name: str) -> int:
     """Print the log of a job until it ends, and of one that was stopped how far it is; returns 0 if it succeeded.
-
-    Raises:
-        UserError: it failed, with its last error; or it is unknown.
+    Raises UserError: it failed, with its last error; or it is unknown.
     """
     jobs.known(name)
     unfinished, step, stopped = "", "", False
@@ -131,10 +129,8 @@ def follow(jobs: Jobs, name: str) -> int:
 
 
 def variables(given: Iterable[str], script: Path | None) -> dict[str, str]:
-    """The variables for a job: the exports of a script, then those given as NAME or NAME=VALUE.
-
-    Raises:
-        UserError: a variable is not set here, or acts only when a process starts.
+    """The variables for a job: the exports of a script, then those given as NAME or NAME=VALUE. Raises UserError: a
+    variable is not set here, or acts only when a process starts.
     """
     found = exports(script) if script else {}
     for item in given:

@@ -33,10 +33,8 @@ class Generated:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any], int]:
-    """Generator, settings and seed of ``NAME,key=value``; `seed` is 0 and `size` 2,000 if not given.
-
-    Raises:
-        UserError: a part is not key=value.
+    """Generator, settings and seed of ``NAME,key=value``; `seed` is 0 and `size` 2,000 if not given. Raises UserError:
+    a part is not key=value.
     """
     name, *parts = _SETTING.split(text)
     if "," in name:

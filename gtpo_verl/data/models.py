@@ -84,10 +84,8 @@ def prepare_model(name: str, directory: Path, source: str | None = None, revisio
 
 
 def convert(file: Path, directory: Path) -> None:
-    """Write the model of a GGUF file in float32, with its tokenizer, whose end of sequence becomes the model's.
-
-    Raises:
-        UserError: see `prepare_model`.
+    """Write the model of a GGUF file in float32, with its tokenizer, whose end of sequence becomes the model's. Raises
+    UserError: see `prepare_model`.
     """
     architecture, parameters = _header(file)
     from transformers import AutoModelForCausalLM, AutoTokenizer

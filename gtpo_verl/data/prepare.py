@@ -61,16 +61,16 @@ class Request:
 
 
 def prepare(request: Request) -> "Summary":
-    """Write the parquet file and its manifest.
-
-    Raises:
-        UserError: the hub cannot be reached, a file is not what it should be, or no problem is left.
+    """Write the parquet file and its manifest. Raises UserError: the hub cannot be reached, a file is not what it
+    should be, or no problem is left.
     """
     dataset, files, commit = request.dataset, list(request.files), None
     if not files:
         assert dataset is not None
         files, commit = download(dataset, request.revision)
-    rows = (row for file in files for row in _read_with_progress(file, request))
+    columns = (request.problem_column, request.answer_column)
+    options = {"aime": dataset is not None and dataset.aime, "guide_column": request.guide_column}
+    rows = (row for file in files for row in _with_progress(file, read(file, *columns, **options)))
     seen = {loose_key(row.problem) for file in request.against for row in read(file)}
     prepared, summary = select(rows, seen, conflicts=request.conflicts)
     if not prepared:
@@ -104,10 +104,8 @@ def is_current(request: Request) -> bool:
 
 
 def download(dataset: Dataset, revision: str) -> tuple[list[Path], str]:
-    """Get the files of a data set from the hub or its cache, and the commit they belong to.
-
-    Raises:
-        UserError: the hub cannot be reached, or refuses the request.
+    """Get the files of a data set from the hub or its cache, and the commit they belong to. Raises UserError: the hub
+    cannot be reached, or refuses the request.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -121,14 +119,6 @@ def download(dataset: Dataset, revision: str) -> tuple[list[Path], str]:
             f"from huggingface.co/datasets/{dataset.repository} on a machine with a network, and pass --from FILE."
         ) from error
     return files, files[0].parts[files[0].parts.index("snapshots") + 1]
-
-
-# -------------------------------------------------------------------- checks
-
-
-def strict_key(problem: str) -> str:
-    """A key in which white space and Unicode composition do not count."""
-    return " ".join(unicodedata.normalize("NFC", problem).split())
 
 
 def loose_key(problem: str) -> str:
@@ -153,12 +143,8 @@ class Summary:
 
 
 def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list[Row], Summary]:
-    """Keep the first row of every problem, except for what the checks reject, and count.
-
-    Args:
-        rows: read once; only the kept ones stay in memory.
-        seen: loose keys of the problems to leave out.
-        conflicts: ``drop`` or ``first``, for a problem that occurs with different answers.
+    """Keep the first row of every problem (white space and Unicode composition do not count), except for what is
+    rejected; ``seen``: loose keys of the problems to leave out.
     """
     summary = Summary()
     first: dict[str, Row] = {}
@@ -169,13 +155,12 @@ def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list
         if row.answer is None or (isinstance(row.answer, str) and not row.answer.strip()):
             summary.without_answer += 1
             continue
-        key = strict_key(row.problem)
+        key = " ".join(unicodedata.normalize("NFC", row.problem).split())
         times[key] = times.get(key, 0) + 1
         if first.setdefault(key, row).answer != row.answer:
             conflicting.add(key)
     overlapping = {key for key in first if seen and loose_key(key) in seen}
-    summary.overlapping = len(overlapping)
-    summary.conflicting = len(conflicting)
+    summary.overlapping, summary.conflicting = len(overlapping), len(conflicting)
     summary.conflict_examples = sorted(key[:100] for key in conflicting)[:3]
     dropped = overlapping | (conflicting if conflicts == "drop" else set())
     kept = [key for key in first if key not in dropped]
@@ -183,9 +168,6 @@ def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list
     if kept:
         summary.repetitions = (min(times[key] for key in kept), max(times[key] for key in kept))
     return [first[key] for key in kept], summary
-
-
-# -------------------------------------------------------------------- output
 
 
 def _table(
@@ -216,10 +198,8 @@ def _table(
         record["extra_info"] = extra | {"index": index} | ({"id": row.identity} if named else {})
         records.append(record)
     names = list(dict.fromkeys(name for record in records for name in record))
-    return (
-        {name: count for name, count in styles.items() if count},
-        {name: [record.get(name) for record in records] for name in names},
-    )
+    found = {name: count for name, count in styles.items() if count}
+    return found, {name: [record.get(name) for record in records] for name in names}
 
 
 def _write_parquet(output: Path, columns: dict[str, list[Any]]) -> None:
@@ -243,9 +223,7 @@ def _checksum(file: Path) -> dict[str, Any]:
     return {"file": file.name, "bytes": file.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def _read_with_progress(file: Path, request: Request) -> Iterator[Row]:
+def _with_progress(file: Path, rows: Iterator[Row]) -> Iterable[Row]:
     from rich.progress import track
 
-    aime = request.dataset is not None and request.dataset.aime
-    rows = read(file, request.problem_column, request.answer_column, aime=aime, guide_column=request.guide_column)
-    return iter(track(rows, f"Reading {file.name}", total=row_count(file), transient=True))
+    return track(rows, f"Reading {file.name}", total=row_count(file), transient=True)

@@ -34,10 +34,8 @@ def unwrap(prompt: str) -> tuple[str, str | None]:
 
 
 def restyle(prompt: str, style: str | None) -> str:
-    """The prompt in another style; with None, unchanged.
-
-    Raises:
-        UserError: the prompt has an unknown instruction, which cannot be removed.
+    """The prompt in another style; with None, unchanged. Raises UserError: the prompt has an unknown instruction, which
+    cannot be removed.
     """
     if style is None:
         return prompt

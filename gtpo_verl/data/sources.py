@@ -1,21 +1,21 @@
 """The data sets known by name, and readers for the layouts they come in."""
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gtpo_verl.data.table import reading_parquet
+from gtpo_verl.data.prompts import unwrap
+from gtpo_verl.data.table import ParquetFile, reading_parquet
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json_lines
 
 PROBLEM_COLUMNS = ("problem", "question")  # case-insensitive; the first that exists
 ANSWER_COLUMNS = ("answer",)
 ID_COLUMNS = ("unique_id", "id", "problem_idx")
 
 _AIME_ANSWER = re.compile(r"\$?0*([0-9]{1,3})(?:\^\\circ|\^\{\\circ\}|°)?\$?")
-_BATCH = 2048
 
 
 @dataclass(frozen=True)
@@ -58,41 +58,6 @@ class Row:
     guide: list[Any] | None = None
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The columns of the problem, the answer and the identifier; the first two are None for verl's schema."""
-
-    problem: str | None
-    answer: str | None
-    identity: str | None = None
-
-    @classmethod
-    def of(cls, file: Path, columns: Sequence[str], problem: str | None = None, answer: str | None = None) -> "Layout":
-        """Find the layout from the column names; ``problem`` and ``answer`` are names given by the user.
-
-        Raises:
-            UserError: no layout matches, or a given column does not exist.
-        """
-        if problem is None and answer is None and {"prompt", "reward_model"} <= set(columns):
-            return cls(None, None)
-        for option, name in (("--problem-column", problem), ("--answer-column", answer)):
-            if name is not None and name not in columns:
-                raise UserError(f"{option} {name}: {file} has no such column; it has {', '.join(columns)}.")
-        problem = problem or _find(columns, PROBLEM_COLUMNS)
-        answer = answer or _find(columns, ANSWER_COLUMNS)
-        if problem is None or answer is None:
-            raise UserError(
-                f"{file} has neither verl's columns (prompt, reward_model) nor a problem and an answer: name them with "
-                f"--problem-column and --answer-column. It has {', '.join(columns)}."
-            )
-        return cls(problem, answer, _find(columns, ID_COLUMNS))
-
-
-def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
-    by_name = {column.lower(): column for column in columns}
-    return next((by_name[name] for name in wanted if name in by_name), None)
-
-
 def read(
     file: Path,
     problem_column: str | None = None,
@@ -103,77 +68,91 @@ def read(
 ) -> Iterator[Row]:
     """Read the rows of a parquet or JSONL file, one at a time; ``guide_column`` has responses of a guiding policy.
 
-    Raises:
-        UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
+    Raises UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
     """
-    layout: Layout | None = None
+    wanted = "verl's schema: prompt, a list of {role, content}, and reward_model with ground_truth"
     for number, values in enumerate(_records(file)):
-        if layout is None:
-            layout = Layout.of(file, list(values), problem_column, answer_column)
+        place = f"{file}, row {number}"
+        if number == 0:
+            columns = _columns(file, list(values), problem_column, answer_column)
+            if columns:
+                wanted = f"the columns {columns[0]} and {columns[1]}"
         try:
-            row = _from_verl(values) if layout.problem is None else _from_columns(values, layout)
+            row = _from_columns(values, *columns) if columns else _from_verl(values)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise UserError(
-                f"{file}, row {number}: {type(error).__name__}: {error}; expected {_expected(layout)}."
-            ) from error
+            raise UserError(f"{place}: {type(error).__name__}: {error}; expected {wanted}.") from error
         if guide_column is not None:
-            row.guide = _responses(values, guide_column, f"{file}, row {number}")
+            row.guide = _responses(values, guide_column, place)
             row.rest.pop(guide_column, None)  # under its new name alone
         if aime:
-            row.answer = _aime_answer(row.answer, f"{file}, row {number}")
+            match = _AIME_ANSWER.fullmatch(_text(row.answer))
+            if match is None:
+                raise UserError(
+                    f"{place}: the answer of an AIME problem is an integer from 0 to 999, this is {row.answer!r}."
+                )
+            row.answer = match[1]
         yield row
-
-
-def _expected(layout: Layout) -> str:
-    if layout.problem is None:
-        return "verl's schema: prompt, a list of {role, content}, and reward_model with ground_truth"
-    return f"the columns {layout.problem} and {layout.answer}"
 
 
 def row_count(file: Path) -> int | None:
     """The number of rows of a parquet file, from its footer; None for a JSONL file."""
-    return _parquet(file).metadata.num_rows if file.suffix == ".parquet" else None
+    return len(_parquet(file)) if file.suffix == ".parquet" else None
 
 
-def _parquet(file: Path) -> Any:
-    import pyarrow.parquet as pq
+def _columns(
+    file: Path, columns: Sequence[str], problem: str | None, answer: str | None
+) -> tuple[str, str, str | None] | None:
+    """The columns of the problem, the answer and the identifier, the first two perhaps given; None: verl's schema."""
+    if problem is None and answer is None and {"prompt", "reward_model"} <= set(columns):
+        return None
+    for option, name in (("--problem-column", problem), ("--answer-column", answer)):
+        if name is not None and name not in columns:
+            raise UserError(f"{option} {name}: {file} has no such column; it has {', '.join(columns)}.")
+    problem = problem or _find(columns, PROBLEM_COLUMNS)
+    answer = answer or _find(columns, ANSWER_COLUMNS)
+    if problem is None or answer is None:
+        raise UserError(
+            f"{file} has neither verl's columns (prompt, reward_model) nor a problem and an answer: name them with "
+            f"--problem-column and --answer-column. It has {', '.join(columns)}."
+        )
+    return problem, answer, _find(columns, ID_COLUMNS)
 
+
+def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
+    by_name = {column.lower(): column for column in columns}
+    return next((by_name[name] for name in wanted if name in by_name), None)
+
+
+def _parquet(file: Path) -> ParquetFile:
     with reading_parquet(file):
-        return pq.ParquetFile(file)
+        return ParquetFile(str(file))
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
     if file.suffix == ".parquet":
-        with reading_parquet(file):
-            for batch in _parquet(file).iter_batches(batch_size=_BATCH):
-                yield from batch.to_pylist()
+        table = _parquet(file)
+        yield from table.rows(table.schema.names)
         return
     if file.suffix != ".jsonl":
         raise UserError(f"{file}: expected a .parquet or a .jsonl file.")
-    _check_text(file)
-    for number, values in read_json_lines(file):
-        if values is None:
-            raise UserError(f"{file}, line {number} is not JSON.")
-        if not isinstance(values, dict):
-            raise UserError(f"{file}, line {number}: expected an object, the values of a row by column name.")
-        yield values
-
-
-def _check_text(file: Path) -> None:
-    """Refuse what is not UTF-8: its characters would be replaced in prompts and answers."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
             try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
+                values = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:  # a replacement would be in prompts and answers
                 raise UserError(f"{file}, line {number} is not UTF-8 ({error.reason}): convert the file.") from error
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"{file}, line {number} is not JSON.") from error
+            if not isinstance(values, dict):
+                raise UserError(f"{file}, line {number}: expected an object, the values of a row by column name.")
+            yield values
 
 
 def _from_verl(values: dict[str, Any]) -> Row:
-    from gtpo_verl.data.prompts import unwrap
-
     prompt = [{"role": str(message["role"]), "content": str(message["content"])} for message in values["prompt"]]
     question = next((message["content"] for message in reversed(prompt) if message["role"] == "user"), None)
     if question is None:
@@ -183,12 +162,11 @@ def _from_verl(values: dict[str, Any]) -> Row:
     return Row(unwrap(question)[0], values["reward_model"]["ground_truth"], identity, prompt, dict(values))
 
 
-def _from_columns(values: dict[str, Any], layout: Layout) -> Row:
-    problem, answer = values[layout.problem], values[layout.answer]  # type: ignore[index]
-    if not isinstance(problem, str):
-        raise TypeError(f"{layout.problem} is {type(problem).__name__}")
-    identity = values.get(layout.identity) if layout.identity else None
-    return Row(problem.strip(), _text(answer), None if identity is None else str(identity))
+def _from_columns(values: dict[str, Any], problem: str, answer: str, identity: str | None) -> Row:
+    if not isinstance(values[problem], str):
+        raise TypeError(f"{problem} is {type(values[problem]).__name__}")
+    name = values.get(identity) if identity else None
+    return Row(values[problem].strip(), _text(values[answer]), None if name is None else str(name))
 
 
 def _responses(values: dict[str, Any], column: str, place: str) -> list[Any]:
@@ -211,10 +189,3 @@ def _text(answer: Any) -> str:
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # a column of integers with missing values is read as floats
     return str(answer).strip()
-
-
-def _aime_answer(answer: Any, place: str) -> str:
-    match = _AIME_ANSWER.fullmatch(_text(answer))
-    if match is None:
-        raise UserError(f"{place}: the answer of an AIME problem is an integer from 0 to 999, this is {answer!r}.")
-    return match[1]

@@ -13,11 +13,7 @@ ROWS_AT_ONCE = 256
 
 @contextmanager
 def reading_parquet(file: object) -> Iterator[None]:
-    """In the block a parquet file is read.
-
-    Raises:
-        UserError: it is damaged, or none.
-    """
+    """In the block a parquet file is read. Raises UserError: it is damaged, or none."""
     import pyarrow as pa
 
     try:
@@ -119,10 +115,8 @@ class JsonFile:
 
 
 def open_table(file: str) -> ParquetFile | JsonFile:
-    """The rows of a local data file.
-
-    Raises:
-        UserError: verl does not read files of this kind, or its content is of another.
+    """The rows of a local data file. Raises UserError: verl does not read files of this kind, or its content is of
+    another.
     """
     if not file.endswith(FORMATS):
         raise UserError(f"{file}: verl reads files whose names end with {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")

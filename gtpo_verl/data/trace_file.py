@@ -33,15 +33,9 @@ class Answers:
 
 
 class TraceFile:
-    """The answers that were sampled so far.
+    """The answers that were sampled so far with these settings, in a file that is made if need be; fresh: discard them.
 
-    Args:
-        file: made if need be.
-        settings: flat, all that the answers depend on.
-        fresh: discard what is there.
-
-    Raises:
-        UserError: the file that is there has other settings; it names them. Or it is damaged.
+    Raises UserError: the file has other settings, which are named; or it is damaged.
     """
 
     def __init__(self, file: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
@@ -49,20 +43,17 @@ class TraceFile:
         self.answers: dict[int, Answers] = {}
         if file.is_file() and not fresh:
             with reading(file):
-                self._read(json.loads(json.dumps(settings)))
+                lines = [line for _, line in read_json_lines(file) if line is not None]
+                changed = differences(lines[0]["settings"], json.loads(json.dumps(settings)))
+                if changed:
+                    raise UserError(
+                        f"{file} was sampled with other settings ({changed}): name another --output, or "
+                        "discard it with --fresh."
+                    )
+                self.answers = {line["row"]: Answers(**line) for line in lines[1:]}
             end_torn_line(file)
         else:
             write_text(file, json.dumps({"settings": dict(settings)}) + "\n")
-
-    def _read(self, settings: Mapping[str, Any]) -> None:
-        lines = [line for _, line in read_json_lines(self.file) if line is not None]
-        changed = differences(lines[0]["settings"], settings)
-        if changed:
-            raise UserError(
-                f"{self.file} was sampled with other settings ({changed}): name another --output, or "
-                "discard it with --fresh."
-            )
-        self.answers = {line["row"]: Answers(**line) for line in lines[1:]}
 
     def add(self, answers: Answers) -> None:
         """Keep the answers to a prompt."""
@@ -80,11 +71,9 @@ def write_with_traces(source: Path, output: Path, answers: Iterable[Answers]) ->
 
     table = pq.read_table(source)
     by_row = {each.row: each for each in answers}
-    columns = {
-        RESPONSES: ([by_row[row].responses if row in by_row else [] for row in range(len(table))], pa.int32()),
-        LOG_PROBS: ([by_row[row].log_probs if row in by_row else [] for row in range(len(table))], pa.float32()),
-    }
-    for name, (values, kind) in columns.items():
+    columns = ((RESPONSES, "responses", pa.int32()), (LOG_PROBS, "log_probs", pa.float32()))
+    for name, field, kind in columns:
+        values = [getattr(by_row[row], field) if row in by_row else [] for row in range(len(table))]
         if name in table.column_names:
             table = table.drop_columns([name])
         table = table.append_column(name, pa.array(values, type=pa.list_(pa.list_(kind))))

@@ -8,7 +8,7 @@ temperature.
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +57,16 @@ def traces_of(
     Raises:
         UserError: a response cannot be used.
     """
+    responses, log_probs = columns.get(RESPONSES), columns.get(LOG_PROBS)
+    if responses is None:
+        return []
+    if log_probs is not None and len(log_probs) != len(responses):
+        raise UserError(
+            f"{LOG_PROBS} has {len(log_probs)} lists for {len(responses)} responses of the guide: each needs one"
+        )
     found = []
-    for response, theirs in _pairs(columns.get(RESPONSES), columns.get(LOG_PROBS)):
+    for number, response in enumerate(responses):
+        theirs = None if log_probs is None or log_probs[number] is None else list(log_probs[number])
         trace = Trace(token_ids(response, tokenizer), theirs)
         if with_log_probs and theirs is None:
             raise UserError(f"a response of the guide has no log-probabilities in {LOG_PROBS}: leave it out")
@@ -118,19 +126,6 @@ def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any 
     return prompts, with_response
 
 
-def _pairs(responses: Any, log_probs: Any) -> Iterator[tuple[Any, list[float] | None]]:
-    """Each response of a prompt with its log-probabilities, or None where there are none."""
-    if responses is None:
-        return
-    if log_probs is not None and len(log_probs) != len(responses):
-        raise UserError(
-            f"{LOG_PROBS} has {len(log_probs)} lists for {len(responses)} responses of the guide: each needs one"
-        )
-    for number, response in enumerate(responses):
-        theirs = None if log_probs is None else log_probs[number]
-        yield response, None if theirs is None else list(theirs)
-
-
 def _problem(trace: Trace, limit: int, vocabulary: int) -> str:
     """What is wrong with a response; empty where nothing is."""
     ids, log_probs = trace.ids, trace.log_probs
@@ -153,14 +148,13 @@ def _fits(column: str, kind: "pa.DataType") -> bool:
     """Whether a column is a list of lists of numbers, or, for responses, of texts."""
     import pyarrow as pa
 
-    def inside(outer: "pa.DataType") -> "pa.DataType | None":
-        return outer.value_type if pa.types.is_list(outer) or pa.types.is_large_list(outer) else None
+    def is_list(outer: "pa.DataType") -> bool:
+        return bool(pa.types.is_list(outer) or pa.types.is_large_list(outer))
 
-    inner = inside(kind)
-    if inner is None:
+    if not is_list(kind):
         return False
-    if column == RESPONSES and (pa.types.is_string(inner) or pa.types.is_large_string(inner)):
-        return True
+    inner = kind.value_type
+    if pa.types.is_string(inner) or pa.types.is_large_string(inner):
+        return column == RESPONSES
     wanted = pa.types.is_integer if column == RESPONSES else pa.types.is_floating
-    values = inside(inner)
-    return values is not None and bool(wanted(values))
+    return is_list(inner) and bool(wanted(inner.value_type))

@@ -21,10 +21,7 @@ PHASES = ("gen", "old_log_prob", "adv", "update_actor")  # as verl names them in
 
 def read_steps(run_dir: Path) -> tuple[Any, pd.DataFrame]:
     """The configuration of a run, and what its training steps logged, a row each; the first step is left out where
-    there are others, because it warms up.
-
-    Raises:
-        UserError: it is not a run directory, or no training step is finished.
+    there are others, because it warms up. Raises UserError: it is not a run directory, or no training step is finished.
     """
     if not (run_dir / METRICS_FILE).is_file() or not (run_dir / "config.yaml").is_file():
         raise UserError(

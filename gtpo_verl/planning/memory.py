@@ -7,11 +7,11 @@ largest one decides.
 """
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.planning.parallel import Parallelism
@@ -79,49 +79,34 @@ class Memory:
         }
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Memory of the model on one GPU during an update, in bytes."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    gathered: float
-
-
 def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Memory:
-    """Estimate the memory of one GPU.
-
-    Args:
-        config: a composed run whose batches divide.
-        shape, parallel: its model and its groups of GPUs.
-        capacity: bytes of one GPU.
-    """
+    """Estimate the memory of one GPU of ``capacity`` bytes, for a composed run whose batches divide."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     engine_config = actor.megatron if parallel.megatron else actor.fsdp_config
-    held = _megatron(config, shape, parallel) if parallel.megatron else _fsdp(config, shape, parallel)
+    parameters, gradients, optimizer, gathered = (_megatron if parallel.megatron else _fsdp)(config, shape, parallel)
     always = bool(engine_config.get("offload_policy", False))  # offloaded to host memory while the engine generates
     parameters_away, optimizer_away = engine_config.param_offload or always, engine_config.optimizer_offload or always
     # Megatron's gradient buffers stay unless parameters are offloaded; FSDP's gradients are gone after the update
-    buffers = held.gradients if parallel.megatron and not parameters_away else 0.0
+    buffers = gradients if parallel.megatron and not parameters_away else 0.0
     engine = engine_of(config, shape, parallel, capacity)
     asleep = float(ASLEEP) if rollout.free_cache_engine else engine.budget
 
     generate = {
         "context": float(CONTEXT),
-        "parameters": 0.0 if parameters_away else held.parameters,
+        "parameters": 0.0 if parameters_away else parameters,
         "gradients": buffers,
-        "optimizer": 0.0 if optimizer_away else held.optimizer,
+        "optimizer": 0.0 if optimizer_away else optimizer,
         "rollout engine": engine.budget,
     }
     tokens = micro_batch_tokens(config, parallel, update=False)
     score = {
         "context": float(CONTEXT),
-        "parameters": held.parameters,
+        "parameters": parameters,
         "gradients": buffers,
-        "optimizer": 0.0 if optimizer_away else held.optimizer,
-        "gathered layers": held.gathered,
-        "activations": _transient(shape, tokens) / parallel.tensor,
+        "optimizer": 0.0 if optimizer_away else optimizer,
+        "gathered layers": gathered,
+        # of one layer, which is all that a forward pass without gradients keeps
+        "activations": tokens * BF16 * 3 * (shape.intermediate + shape.hidden) / parallel.tensor,
         "logits": _logits(shape, tokens, parallel, backward=False),
         "entropy": entropy_bytes(config, shape, tokens, parallel),
         "rollout engine": asleep,
@@ -129,11 +114,11 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     tokens = micro_batch_tokens(config, parallel, update=True)
     update = {
         "context": float(CONTEXT),
-        "parameters": held.parameters,
-        "gradients": held.gradients,
-        "optimizer": held.optimizer,
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": optimizer,
         # gathered for the backward pass too, and the gradient of a layer before its reduction, in bfloat16 and float32
-        "gathered layers": held.gathered + (0 if parallel.megatron else (BF16 + FP32) * max(shape.block, shape.head)),
+        "gathered layers": gathered + (0 if parallel.megatron else (BF16 + FP32) * max(shape.block, shape.head)),
         "activations": _activations(config, shape, tokens, parallel),
         "logits": _logits(shape, tokens, parallel, backward=True),
         "rollout engine": asleep,
@@ -144,17 +129,17 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     return Memory(capacity, phases, engine)
 
 
-def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
+def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:
+    """Parameters, gradients, optimizer and gathered layers on one GPU during an update, in bytes."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     each = MODEL_DTYPES[fsdp.model_dtype]
     share = 0.0 if fsdp.offload_policy else shape.parameters / parallel.shard  # FSDP2's policy keeps it in host memory
     # sharded: the current layer, the prefetched one, embedding and head; on one GPU: the bfloat16 copy of a layer
     layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
-    gathered = float(BF16 * layers)
-    return _Held(each * share, each * share, 2 * each * share, gathered)
+    return each * share, each * share, 2 * each * share, float(BF16 * layers)
 
 
-def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _Held:
+def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:
     layers = math.ceil(shape.layers / parallel.pipeline)
     if parallel.pipeline == 1:
         ends = shape.embedding + shape.head
@@ -163,7 +148,7 @@ def _megatron(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> _
     share = (layers * shape.block + ends) / parallel.tensor
     distributed = config.actor_rollout_ref.actor.megatron.use_distributed_optimizer
     spread = parallel.data * parallel.context if distributed else 1
-    return _Held(BF16 * share, FP32 * share, 3 * FP32 * share / spread, 0.0)
+    return BF16 * share, FP32 * share, 3 * FP32 * share / spread, 0.0
 
 
 def micro_batch_tokens(config: DictConfig, parallel: Parallelism, *, update: bool) -> int:
@@ -180,21 +165,17 @@ def micro_batch_tokens(config: DictConfig, parallel: Parallelism, *, update: boo
 
 
 def layer_activation_bytes(shape: ModelShape) -> int:
-    """Bytes per token that autograd saves for the backward pass of one layer, in bfloat16 with fused attention.
-
-    Two norms (float32 input, bfloat16 result before and after the weight, float32 scale), queries, keys, values and
-    attention output, attention's float32 log-sum-exp per head, and four tensors of the MLP: gate, its activation, up,
-    and their product.
-    """
+    """Bytes per token that autograd saves for the backward pass of one layer, in bfloat16 with fused attention."""
+    # float32 input and scale, bfloat16 result before and after the weight; queries, keys, values, output and the
+    # float32 log-sum-exp of each head; gate, its activation, up and their product
     norms = 2 * (8 * shape.hidden + 4)
     attention = 4 * shape.heads * shape.head_size + 4 * shape.key_value_width + 4 * shape.heads
     return norms + attention + 8 * shape.intermediate
 
 
 def _activations(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
-    """Activations that an update keeps for the backward pass on one GPU, in bytes.
-
-    With a pipeline, the first stage keeps one micro-batch per stage of its share of the layers: the same as without.
+    """Bytes that an update keeps for the backward pass on one GPU. With a pipeline, the first stage keeps one
+    micro-batch per stage of its share of the layers: the same as without.
     """
     model = config.actor_rollout_ref.model
     whole = tokens * layer_activation_bytes(shape) / parallel.tensor
@@ -212,17 +193,10 @@ def checkpoints_activations(config: DictConfig, parallel: Parallelism) -> bool:
     return bool(config.actor_rollout_ref.model.enable_gradient_checkpointing)
 
 
-def _transient(shape: ModelShape, tokens: int) -> float:
-    """Peak activations of a forward pass without gradients, of one layer."""
-    return tokens * BF16 * (3 * shape.intermediate + 3 * shape.hidden)
-
-
 def _logits(shape: ModelShape, tokens: int, parallel: Parallelism, *, backward: bool) -> float:
-    """Logits over the vocabulary and the temporaries of the log-prob, in bytes.
-
-    FSDP: bfloat16 logits without a copy; in an update flash-attention's cross entropy writes their gradient in place.
-    Megatron: bfloat16 logits, float32 softmax, and in the old-log-prob pass a copy for the entropy.
-    """
+    """Logits over the vocabulary and the temporaries of the log-prob, in bytes."""
+    # FSDP: bfloat16, without a copy; in an update flash-attention's cross entropy writes their gradient in place.
+    # Megatron: float32 softmax besides, and in the old-log-prob pass a copy for the entropy.
     values = tokens * shape.vocabulary / parallel.tensor
     if not parallel.megatron:
         return values * BF16
@@ -290,7 +264,7 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
 
 def machine_memory() -> float:
     """Bytes that this machine, or the container around this process, has."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    limits = [float(psutil.virtual_memory().total)]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(file).read_text().strip() if Path(file).is_file() else "max"
         limits += [float(text)] if text.isdigit() else []

@@ -35,40 +35,36 @@ class Parallelism:
 
 
 def parallelism(config: DictConfig) -> Parallelism:
-    """Read the parallel sizes from a composed run.
-
-    Raises:
-        UserError: sizes do not divide; the message names the keys to change.
+    """Read the parallel sizes from a composed run. Raises UserError: sizes do not divide; the message names the keys to
+    change.
     """
     actor, engine = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     gpus = config.trainer.nnodes * config.trainer.n_gpus_per_node
     megatron = actor.strategy == "megatron"
     tensor = pipeline = context = sequence = shard = 1
     if megatron:
-        sizes = actor.megatron
-        tensor, pipeline = sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size
-        context = sizes.context_parallel_size
+        tensor, pipeline = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
+        context = actor.megatron.context_parallel_size
     else:
-        sequence, wanted = sequence_parallel(config), actor.fsdp_config.fsdp_size
+        older = actor.ulysses_sequence_parallel_size  # which verl reads if it is set
+        sequence = older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size
+        wanted = actor.fsdp_config.fsdp_size
         shard = gpus if wanted < 0 or wanted >= gpus else wanted
     rollout = engine.tensor_model_parallel_size * engine.data_parallel_size * engine.pipeline_model_parallel_size
-    multiple, actor_key = f"{gpus} GPUs is not a multiple of", "actor_rollout_ref.actor"
-    _check(
-        gpus % (tensor * pipeline * context),
-        f"{multiple} {tensor} × {pipeline} × {context}, the tensor, pipeline and context parallel sizes: change "
-        f"{actor_key}.megatron.*, or trainer.nnodes and trainer.n_gpus_per_node.",
-    )
-    _check(
-        gpus % sequence,
-        f"{multiple} {actor_key}.fsdp_config.ulysses_sequence_parallel_size={sequence}: change one of them.",
-    )
-    _check(shard < 1 or gpus % shard, f"{multiple} {actor_key}.fsdp_config.fsdp_size={shard}: change one of them.")
-    _check(
-        gpus % rollout,
-        f"one rollout engine takes {rollout} GPUs, of which {gpus} is not a multiple: change "
-        "actor_rollout_ref.rollout.tensor_model_parallel_size, or the number of GPUs with trainer.nnodes and "
-        "trainer.n_gpus_per_node.",
-    )
+    key = "actor_rollout_ref.actor"
+    ulysses, share = f"{key}.fsdp_config.ulysses_sequence_parallel_size", f"{key}.fsdp_config.fsdp_size"
+    sizes = f"{tensor} × {pipeline} × {context}"
+    for size, what, remedy in (
+        (tensor * pipeline * context, f"one copy of the model takes {sizes} GPUs", f"{key}.megatron.*"),
+        (sequence, f"{ulysses}={sequence} takes so many GPUs", "it"),
+        (shard, f"{share}={shard} takes so many GPUs", "it"),
+        (rollout, f"one rollout engine takes {rollout} GPUs", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+    ):
+        if size < 1 or gpus % size:
+            raise UserError(
+                f"{what}, of which {gpus} is not a multiple: change {remedy}, or the number of GPUs with "
+                "trainer.nnodes and trainer.n_gpus_per_node."
+            )
     return Parallelism(
         gpus=gpus,
         megatron=megatron,
@@ -82,15 +78,3 @@ def parallelism(config: DictConfig) -> Parallelism:
         rollout_tensor=engine.tensor_model_parallel_size,
         replicas=gpus // rollout,
     )
-
-
-def _check(rest: int, problem: str) -> None:
-    if rest:
-        raise UserError(problem)
-
-
-def sequence_parallel(config: DictConfig) -> int:
-    """Ulysses' size: verl reads the older key of the actor if it is set, and FSDP's otherwise."""
-    actor = config.actor_rollout_ref.actor
-    older = actor.ulysses_sequence_parallel_size
-    return older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size

@@ -88,8 +88,7 @@ def make_plan(
         measured: directory of a run to take assumptions from.
 
     Raises:
-        UserError: parallel sizes that do not divide, an unknown model, an assumption out of range, an unknown number of
-            steps.
+        UserError: an unknown model or number of steps, sizes that do not divide, an assumption out of range.
     """
     steps = total_steps(config)
     if steps is None:
@@ -138,14 +137,9 @@ def _arms(
     seconds = 0.0 if skips_old_log_prob(config) else forward_flops(shape, step.responses, lengths) / peak
     rollout = ROLLOUT_COLUMNS * tokens if entropy_source(config).from_rollout else 0
     actor = 0 if skips_old_log_prob(config) else FLOAT32 * tokens
-    return [
-        ArmCost(method.name, actor, rollout, seconds, tokens * method.advantage_ns * 1e-9) for method in _compared()
-    ]
-
-
-def _compared() -> list[Algorithm]:
-    """The registered methods in their order, without those that share the advantage estimator of an earlier one."""
-    first: dict[str, Algorithm] = {}
+    first: dict[str, Algorithm] = {}  # of the methods that share an advantage estimator
     for method in algorithms().values():
         first.setdefault(method.estimator, method)
-    return list(first.values())
+    return [
+        ArmCost(method.name, actor, rollout, seconds, tokens * method.advantage_ns * 1e-9) for method in first.values()
+    ]

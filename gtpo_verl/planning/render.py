@@ -1,33 +1,63 @@
 """Prints a plan as tables."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gtpo_verl.planning.memory import GIB
+from gtpo_verl.planning.memory import GIB, Memory
 from gtpo_verl.planning.plan import Plan
+from gtpo_verl.planning.timing import StepTime
 from gtpo_verl.problems import Problem
 
 WIDTH = 130  # columns, if the output is not a terminal
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
+TIMES = {
+    "generation": "generate",
+    "waiting for the guide": "guide",
+    "old log-probs": "old_log_prob",
+    "advantages": "advantage",
+    "updates": "update",
+    "weight sync": "weight_sync",
+    "offload": "offload",
+    "checkpoint, its share": "checkpoint",
+    "other": "other",
+}
+
+
 def show(plan: Plan, problems: Sequence[Problem]) -> None:
     """Print a plan and what is wrong with it to standard output."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
-    console.print(_step(plan))
+    console.print(_table("One step", ("", "", ""), _step(plan)))
     if plan.memory is not None:
-        console.print(_memory(plan), _engine_line(plan), "", sep="\n")
+        _show_memory(plan, plan.memory, console)
     if plan.time is not None:
-        console.print(_time(plan), _run_line(plan), "", sep="\n")
+        _show_time(plan, plan.time, console)
     if plan.host_memory is not None:
-        console.print(_host_memory(plan.host_memory), "For the time of a run without GPUs: --measured RUN.\n")
-    console.print(_arms(plan))
+        rows = [(name, f"{size / GIB:.1f}") for name, size in plan.host_memory.items()]
+        total = ("total", f"{sum(plan.host_memory.values()) / GIB:.1f}")
+        console.print(_table("Memory of the run, GiB", ("", ""), rows, total, numbers=True))
+        console.print("For the time of a run without GPUs: --measured RUN.\n")
+    entropies = ("actor's entropies, MiB", "rollout's entropies, MiB")
+    costs = [
+        (
+            arm.arm,
+            f"{arm.pass_seconds:,.1f}",
+            f"{arm.entropy_bytes / 1024**2:,.0f}",
+            f"{arm.rollout_bytes / 1024**2:,.0f}",
+            f"{arm.advantage_seconds:.2f}",
+        )
+        for arm in plan.arms
+    ]
+    title = "Cost of each arm per step, beyond generation and updates"
+    console.print(_table(title, ("", "old-log-prob pass, s", *entropies, "advantages, s"), costs, numbers=True))
     console.print("The pass computes verl's old log-probs; algorithm.entropy.source=rollout skips it.\n")
-    console.print(_assumed(plan))
+    assumed = [(name, f"{item.value:,.4g}", item.unit, item.origin) for name, item in sorted(plan.assumptions.items())]
+    console.print(_table("Assumptions", ("name", "value", "unit", "origin"), assumed))
     if not problems:
         console.print("No known problem was found.")
     for problem in problems:
@@ -35,145 +65,79 @@ def show(plan: Plan, problems: Sequence[Problem]) -> None:
         console.print(line, style=STYLES[problem.severity], markup=False, soft_wrap=True)
 
 
-def _table(title: str, *columns: str, numbers: bool = False) -> Table:
+def _table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    total: Sequence[str] = (),
+    *,
+    numbers: bool = False,
+) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_header=any(columns))
     for position, name in enumerate(columns):
         table.add_column(name, justify="right" if numbers and position else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    if total:
+        table.add_section()
+        table.add_row(*total, style="bold")
     return table
 
 
-def _step(plan: Plan) -> Table:
+def _step(plan: Plan) -> list[tuple[str, str, str]]:
     step, shape, parallel = plan.step, plan.shape, plan.parallel
     kinds = ("data", "tensor", "pipeline", "context", "sequence")
     sizes = {kind: getattr(parallel, kind) for kind in kinds}
     spread = " × ".join(f"{size} {kind}" for kind, size in sizes.items() if size > 1 or kind == "data")
     sharded = "" if parallel.megatron else f"; parameters sharded over {parallel.shard}"
-    budget = f"at a yield of {step.sampling_yield:g}"
-    budget += "" if step.budget_prompts is None else f"; at most {step.budget_prompts:,} prompts"
+    budget = "" if step.budget_prompts is None else f"; at most {step.budget_prompts:,} prompts"
+    over = f"{step.sampling_overhead:+.0%} at a yield of {step.sampling_yield:g}"
+    passes = f"{step.micro_batches_per_update} per update; {step.old_log_prob_micro_batches} in the old-log-prob pass"
     each = f"prompts × {step.responses_per_prompt}"
-    table = _table("One step", "", "", "")
-    for row in (
+    return [
         ("model", shape.name, f"{shape.parameters:,} parameters; {shape.layers} layers; config {shape.source}"),
         ("GPUs", f"{parallel.gpus}", f"{'Megatron' if parallel.megatron else 'FSDP'}: {spread}{sharded}"),
         ("rollout engines", f"{parallel.replicas}", f"{parallel.rollout} GPU{'s' * (parallel.rollout > 1)} each"),
         ("responses", f"{step.responses:,}", f"{step.prompts} {each}"),
         ("mini-batch", f"{step.mini_batch_responses:,}", f"{step.mini_batch_prompts} {each}"),
         ("optimizer updates", f"{step.updates}", f"{step.updates * plan.total_steps:,} in {plan.total_steps} steps"),
-        (
-            "micro-batches per rank",
-            f"{step.micro_batches_per_step}",
-            f"{step.micro_batches_per_update} per update; {step.old_log_prob_micro_batches} in the old-log-prob pass",
-        ),
+        ("micro-batches per rank", f"{step.micro_batches_per_step}", passes),
         (
             "tokens trained on",
             _count(step.tokens),
             f"prompts and responses; longest sequence {step.longest_sequence:,}",
         ),
-        (
-            "tokens generated",
-            _count(step.generated_tokens),
-            f"{step.generated_prompts:,} prompts, {step.sampling_overhead:+.0%} {budget}",
-        ),
-    ):
-        table.add_row(*row)
-    return table
+        ("tokens generated", _count(step.generated_tokens), f"{step.generated_prompts:,} prompts, {over}{budget}"),
+    ]
 
 
-def _memory(plan: Plan) -> Table:
-    memory = plan.memory
-    assert memory is not None
-    table = _table("Memory per GPU, GiB", "", *(phase.name for phase in memory.phases), numbers=True)
-    names = list(dict.fromkeys(name for phase in memory.phases for name in phase.parts))
-    for name in names:
+def _show_memory(plan: Plan, memory: Memory, console: Console) -> None:
+    engine, rows = memory.engine, []
+    for name in dict.fromkeys(name for phase in memory.phases for name in phase.parts):
         parts = [phase.parts.get(name, 0.0) / GIB for phase in memory.phases]
         if any(parts):
-            table.add_row(name, *(f"{part:.1f}" if part else "" for part in parts))
-    table.add_section()
-    table.add_row(
-        f"total, of {memory.capacity / GIB:.0f}", *(f"{phase.total / GIB:.1f}" for phase in memory.phases), style="bold"
+            rows.append((name, *(f"{part:.1f}" if part else "" for part in parts)))
+    total = (f"total, of {memory.capacity / GIB:.0f}", *(f"{phase.total / GIB:.1f}" for phase in memory.phases))
+    console.print(
+        _table("Memory per GPU, GiB", ("", *(phase.name for phase in memory.phases)), rows, total, numbers=True)
     )
-    return table
-
-
-def _host_memory(parts: Mapping[str, float]) -> Table:
-    table = _table("Memory of the run, GiB", "", "", numbers=True)
-    for name, size in parts.items():
-        table.add_row(name, f"{size / GIB:.1f}")
-    table.add_section()
-    table.add_row("total", f"{sum(parts.values()) / GIB:.1f}", style="bold")
-    return table
-
-
-def _engine_line(plan: Plan) -> str:
-    assert plan.memory is not None
-    engine = plan.memory.engine
-    longest = engine.kv_tokens // plan.step.longest_sequence
-    return (
+    console.print(
         f"Rollout engine: weights {engine.weights / GIB:.1f}, workspace {engine.workspace / GIB:.1f}, KV cache "
-        f"{engine.kv_cache / GIB:.1f}: {engine.kv_tokens:,} tokens per replica, {longest:,} sequences of the maximum "
-        "length."
+        f"{engine.kv_cache / GIB:.1f}: {engine.kv_tokens:,} tokens per replica, "
+        f"{engine.kv_tokens // plan.step.longest_sequence:,} sequences of the maximum length.\n"
     )
 
 
-def _time(plan: Plan) -> Table:
-    time = plan.time
-    assert time is not None
-    table = _table("Estimated time of a step", "", "seconds", "share", numbers=True)
-    rows = {
-        "generation": time.generate,
-        "waiting for the guide": time.guide,
-        "old log-probs": time.old_log_prob,
-        "advantages": time.advantage,
-        "updates": time.update,
-        "weight sync": time.weight_sync,
-        "offload": time.offload,
-        "checkpoint, its share": time.checkpoint,
-        "other": time.other,
-    }
-    for name, seconds in rows.items():
-        if not seconds:
-            continue
-        table.add_row(name, f"{seconds:,.1f}", f"{seconds / time.total:.0%}")
-    table.add_section()
-    table.add_row("step", f"{time.total:,.0f}", "", style="bold")
-    return table
-
-
-def _run_line(plan: Plan) -> str:
-    assert plan.time is not None
-    hours = plan.time.total * plan.total_steps / 3600
-    each = f" A replica decodes {plan.time.concurrent} responses at once." if plan.time.concurrent else ""
+def _show_time(plan: Plan, time: StepTime, console: Console) -> None:
+    seconds = {name: getattr(time, phase) for name, phase in TIMES.items()}
+    rows = [(name, f"{value:,.1f}", f"{value / time.total:.0%}") for name, value in seconds.items() if value]
+    total = ("step", f"{time.total:,.0f}", "")
+    console.print(_table("Estimated time of a step", ("", "seconds", "share"), rows, total, numbers=True))
+    hours = time.total * plan.total_steps / 3600
+    each = f" A replica decodes {time.concurrent} responses at once." if time.concurrent else ""
     duration = f"{hours:,.0f} hours" if hours >= 10 else f"{hours:.1f} hours"
     gpu_hours = f"{hours * plan.parallel.gpus:,.0f} GPU-hours"
-    return f"{plan.total_steps} steps: {duration}, {gpu_hours}, without validation and verifier.{each}"
-
-
-def _arms(plan: Plan) -> Table:
-    table = _table(
-        "Cost of each arm per step, beyond generation and updates",
-        "",
-        "old-log-prob pass, s",
-        "actor's entropies, MiB",
-        "rollout's entropies, MiB",
-        "advantages, s",
-        numbers=True,
-    )
-    for arm in plan.arms:
-        table.add_row(
-            arm.arm,
-            f"{arm.pass_seconds:,.1f}",
-            f"{arm.entropy_bytes / 1024**2:,.0f}",
-            f"{arm.rollout_bytes / 1024**2:,.0f}",
-            f"{arm.advantage_seconds:.2f}",
-        )
-    return table
-
-
-def _assumed(plan: Plan) -> Table:
-    table = _table("Assumptions", "name", "value", "unit", "origin")
-    for name, item in sorted(plan.assumptions.items()):
-        table.add_row(name, f"{item.value:,.4g}", item.unit, item.origin)
-    return table
+    console.print(f"{plan.total_steps} steps: {duration}, {gpu_hours}, without validation and verifier.{each}\n")
 
 
 def _count(number: int) -> str:

@@ -59,48 +59,35 @@ def known_models() -> list[str]:
 
 
 def load_shape(path: str | None) -> ModelShape:
-    """The shape of the model of a run.
-
-    Args:
-        path: ``actor_rollout_ref.model.path``: a local directory, a name on the hub that is in the cache, or one of the
-            models whose config ships with the package (Qwen2.5 and SmolLM2-135M, with or without ``-Instruct``).
-
-    Raises:
-        UserError: the model is not here, or is not a dense decoder.
+    """The shape of a model: a local directory, a name on the hub that is in the cache, or one of those whose config
+    ships with the package. Raises UserError: it is not here, or is not a dense decoder.
     """
     if path is None:
         raise UserError(
             f"no model: set actor_rollout_ref.model.path to a directory, or to one of Qwen/{', '.join(known_models())}."
         )
-    config, source = _find_config(str(path))
-    return _count(str(path), json.dumps(config), source)
-
-
-def _find_config(path: str) -> tuple[dict[str, Any], str]:
+    path = str(path)
     directory, name = model_directory(path), path.rsplit("/", 1)[-1]
     shipped = name.removesuffix(INSTRUCT) in known_models()
     own = Path(path).expanduser().is_dir()  # its config.json counts more than the one of its name
     if directory is not None and (own or not shipped) and (directory / "config.json").is_file():
-        return _parsed(directory / "config.json"), str(directory / "config.json")
-    if shipped:
-        config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
-        if name.startswith("Qwen") and name.endswith(INSTRUCT) and "Math" not in name:
-            config["max_position_embeddings"] = INSTRUCT_POSITIONS
-        return config, "shipped with gtpo_verl"
-    raise UserError(
-        f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
-        f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
-    )
-
-
-def _parsed(file: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not readable as JSON ({first_line(error)}): copy the model again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file} holds no JSON object: copy the model again.")
-    return config
+        file = directory / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+            if not isinstance(config, dict):
+                raise ValueError("it holds another value")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is not a JSON object ({first_line(error)}): copy the model again.") from error
+        return _count(path, json.dumps(config), str(file))
+    if not shipped:
+        raise UserError(
+            f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
+            f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
+        )
+    config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
+    if name.startswith("Qwen") and name.endswith(INSTRUCT) and "Math" not in name:
+        config["max_position_embeddings"] = INSTRUCT_POSITIONS
+    return _count(path, json.dumps(config), "shipped with gtpo_verl")
 
 
 @cache

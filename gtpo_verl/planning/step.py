@@ -57,14 +57,8 @@ class Step:
 
 
 def step_of(config: DictConfig, parallel: Parallelism, lengths: Lengths, sampling_yield: float) -> Step:
-    """Work out one step of a run whose batch sizes divide.
-
-    Args:
-        config: a composed run.
-        parallel: its groups of GPUs.
-        lengths: mean tokens.
-        sampling_yield: share of generated groups with correct and wrong responses, in (0, 1]; 1 without dynamic
-            sampling.
+    """Work out one step of a composed run whose batch sizes divide; sampling_yield: share of generated groups with
+    correct and wrong responses, in (0, 1], 1 without dynamic sampling.
     """
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     groups = config.algorithm.filter_groups

@@ -107,11 +107,7 @@ def default_assumptions(config: DictConfig, gpu: str) -> Assumptions:
 
 
 def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
-    """Reject values out of range.
-
-    Raises:
-        UserError: the value and its range.
-    """
+    """Reject values out of range. Raises UserError: the value and its range."""
     for name, item in assumptions.items():
         share = item.unit.startswith("of ")
         zero = item.value == 0 and name != "other_share"
@@ -249,13 +245,10 @@ def _window(config: DictConfig, step: Step) -> int:
 
 
 def _generation(decoder: _Decoder, step: Step, concurrent: int) -> float:
-    """Seconds of generation: prefill, the bulk of the decoding, and the tail in which the longest response runs alone.
-
-    If all prompts start together, the tail is what the longest response has left when an average one is done. If
-    prompts are refilled, the last one submitted may be the longest, and the tail is its whole length.
-    """
+    """Seconds of generation: prefill, bulk of the decoding, and a tail in which the longest response runs alone."""
     lengths, limit = decoder.lengths, decoder.config.data.max_response_length
     bulk = decoder.bulk(math.ceil(step.generated_responses / decoder.replicas), concurrent)
+    # what the longest response has left when an average one is done; of refilled prompts the last may be the longest
     alone = limit - lengths.response if _window(decoder.config, step) >= step.generated_prompts else limit
     tail = alone * decoder.iteration(1, lengths.prompt + limit / 2)
     prefilled = forward_flops(decoder.shape, step.generated_prompts / decoder.replicas, lengths.prompt)
@@ -263,11 +256,8 @@ def _generation(decoder: _Decoder, step: Step, concurrent: int) -> float:
 
 
 def _guide_wait(decoder: _Decoder, parallel: Parallelism, step: Step, generate: float) -> float:
-    """Seconds that a guide adds to a step's generation.
-
-    The last rows of a group are generated when its first ones are judged, so a response of mean length follows the
-    last of these, by the policy or by the guide's servers, whichever is slower. And the servers may not keep up with
-    the policy; for that, all rows that a group may give to the guide count as its.
+    """Seconds that a guide adds to a step's generation: a response of mean length behind the last first one that is
+    judged, by the policy or the guide, whichever is slower; and servers that do not keep up with the policy.
     """
     guide, served, values = guide_of(decoder.config), guide_servers(decoder.config), decoder.values
     if not guide.reserved:
@@ -285,14 +275,7 @@ def _guide_wait(decoder: _Decoder, parallel: Parallelism, step: Step, generate: 
 
 
 def given_assumptions(assumptions: Assumptions, given: dict[str, float]) -> Assumptions:
-    """Replace assumptions by the user's ``--assume NAME=VALUE``.
-
-    Raises:
-        UserError: no assumption has that name.
-    """
-    found = dict(assumptions)
-    for name, number in given.items():
-        if name not in found:
-            raise UserError(f"--assume {name}: no such assumption; there are {', '.join(sorted(found))}.")
-        found[name] = replace(found[name], value=number, origin="given")
-    return found
+    """Replace assumptions by the user's ``--assume NAME=VALUE``. Raises UserError: no assumption has that name."""
+    if unknown := sorted(given.keys() - assumptions.keys()):
+        raise UserError(f"--assume {unknown[0]}: no such assumption; there are {', '.join(sorted(assumptions))}.")
+    return assumptions | {name: replace(assumptions[name], value=it, origin="given") for name, it in given.items()}

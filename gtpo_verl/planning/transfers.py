@@ -39,12 +39,8 @@ class Network:
         )
 
     def gather(self, bytes_: float, ranks: int) -> float:
-        """Seconds until each of ``ranks`` has all of ``bytes_``, of which it had a share; or the reverse, a
-        reduce-scatter.
-
-        Inside a node every GPU receives by its own link. Between nodes the bytes enter each node once, over the network
-        of all its GPUs, and go round by the links.
-        """
+        """Seconds until each of ``ranks`` has all of ``bytes_``, of which it had a share; or of a reduce-scatter."""
+        # inside a node by the link of each GPU; between nodes they enter each once, over the network of all its GPUs
         moved = bytes_ * (ranks - 1) / ranks
         inside = moved / self.link
         return inside if ranks <= self.node_gpus else max(inside, moved / (self.network * self.node_gpus))
@@ -52,9 +48,8 @@ class Network:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass over the batch of a step waits for, in seconds.
-
-    ``hidden`` runs beside the computation, ``exposed`` comes on top, and a pipeline adds ``bubble`` of the computation.
+    """Seconds that one pass over the batch waits for: ``hidden`` beside the computation, ``exposed`` on top of it; and
+    ``bubble``, the share of the computation that a pipeline adds.
     """
 
     hidden: float = 0.0
@@ -78,7 +73,7 @@ def old_log_prob_pass(shape: ModelShape, parallel: Parallelism, step: Step, netw
 def update_pass(config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, network: Network) -> Pass:
     """Forward and backward over the batch, ``ppo_epochs`` times, with the reduction of gradients at every update."""
     actor = config.actor_rollout_ref.actor
-    # forward, backward, and the forward again where activations are recomputed
+    # forward, backward, and perhaps forward again
     repeats = actor.ppo_epochs * (3 if checkpoints_activations(config, parallel) else 2)
     exposed = repeats * _activation_collectives(shape, parallel, step, network)
     if parallel.megatron:
@@ -115,9 +110,8 @@ def _activation_collectives(shape: ModelShape, parallel: Parallelism, step: Step
 
 
 def offload_seconds(config: DictConfig, shape: ModelShape, parallel: Parallelism, network: Network) -> float:
-    """Seconds of a step in which parameters and optimizer go to host memory and come back.
-
-    Parameters come for the old-log-prob pass, for the update and for the weight sync; the optimizer for the update.
+    """Seconds of a step in which parameters go to host memory and come back, for the old-log-prob pass, the update and
+    the weight sync; and the optimizer, for the update.
     """
     actor = config.actor_rollout_ref.actor
     engine = actor.megatron if parallel.megatron else actor.fsdp_config
@@ -139,11 +133,9 @@ def weight_sync_seconds(shape: ModelShape, values: Mapping[str, float]) -> float
 def checkpoint_bytes(
     config: DictConfig, shape: ModelShape, parallel: Parallelism, contents: Collection[str] = ()
 ) -> float:
-    """Bytes of one checkpoint of the actor: weights, optimizer, and weights in Hugging Face format if they are saved;
-    contents: of these parts alone.
+    """Bytes of one checkpoint of the actor; contents: of these of its parts alone.
 
-    FSDP saves all in the type of its parameters; Megatron's weights are those in Hugging Face format, bfloat16, and
-    saved once.
+    FSDP saves all in the type of its parameters; Megatron's weights are those in Hugging Face format, saved once.
     """
     actor = config.actor_rollout_ref.actor
     saved = set(actor.checkpoint.save_contents)

@@ -1,6 +1,5 @@
 """Rules of a run with rows of a guiding policy: who may have them, and what divides by their probabilities."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of
 from gtpo_verl.algorithms.mixed_policy import GUIDED_LOSSES, GuideConfig, guide_config, has_rule
+from gtpo_verl.config import written
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.problems import Problem
 from gtpo_verl.rules.ranges import ACTOR, ROLLOUT
@@ -75,7 +75,7 @@ def _run(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
     for name, needed, why in _NEEDED:
         value = OmegaConf.select(config, name, default=needed)
         if value != needed:
-            yield Problem(f"{key} does not go with {name}={value} ({why}): set it to {_written(needed)}.")
+            yield Problem(f"{key} does not go with {name}={value} ({why}): set it to {written(needed)}.")
     if entropy_source(config).skips_actor_pass:
         yield Problem(
             f"{key} does not go with algorithm.entropy.source=rollout (no rollout has measured the guide's rows): set "
@@ -95,7 +95,7 @@ def _probabilities(config: DictConfig) -> Iterator[Problem]:
         if value != needed:
             yield Problem(
                 "algorithm.guide.ratio=phi divides by the guide's probabilities, which are those of the whole "
-                f"distribution: set {name}={_written(needed)} (it is {value}), or algorithm.guide.ratio=one and "
+                f"distribution: set {name}={written(needed)} (it is {value}), or algorithm.guide.ratio=one and "
                 "algorithm.guide.clip=none."
             )
 
@@ -109,11 +109,6 @@ def _server(config: DictConfig) -> Iterator[Problem]:
             f"{key} needs log-probs at the training temperature: set {ROLLOUT}.logprobs_mode=processed_logprobs (it is "
             f"{rollout.logprobs_mode})."
         )
-
-
-def _written(value: Any) -> str:
-    """A value as an override has it."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 RULES = (guide,)

@@ -26,7 +26,7 @@ BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 
 
 def model(config: DictConfig) -> Iterator[Problem]:
-    """The model is there; one of whole files has weights that fit into the bucket of a weight sync."""
+    """The model is there; without a GPU, its weights fit into the machine's memory and the bucket of a weight sync."""
     settings = config.actor_rollout_ref.model
     if settings.path is None:
         yield Problem(
@@ -35,7 +35,25 @@ def model(config: DictConfig) -> Iterator[Problem]:
         )
         return
     found = list(_model_at("actor_rollout_ref.model.path", str(settings.path), settings.get("tokenizer_path")))
-    yield from found or (*_memory(config), *_bucket(config))
+    yield from found
+    if found or config.trainer.device != "cpu":
+        return
+    directory = model_directory(str(settings.path))
+    needed = BYTES * sum(map(math.prod, tensor_shapes(directory).values())) if directory else 0
+    total = machine_memory()
+    if needed > total:
+        yield Problem(
+            f"actor_rollout_ref.model.path={settings.path}: its weights, their gradients, Adam's state and the "
+            f"rollout's weights take {needed / 2**30:.0f} GiB in float32, and this machine has "
+            f"{total / 2**30:.0f}: train it on a GPU."
+        )
+    given = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    largest = None if given is None else needed_bucket(config)
+    if largest is not None and largest[1] > given:
+        yield Problem(
+            f"{BUCKET}={given}: the largest tensor of the model, {largest[0]}, takes {largest[1]} MiB, and without a "
+            "GPU it is not sent in parts: set it to null, which follows the model."
+        )
 
 
 def guide_model(config: DictConfig) -> Iterator[Problem]:
@@ -45,32 +63,6 @@ def guide_model(config: DictConfig) -> Iterator[Problem]:
     guide = guide_config(config.algorithm.guide)
     if guide.served:
         yield from _model_at("algorithm.guide.model", str(guide.model), None)
-
-
-def _memory(config: DictConfig) -> Iterator[Problem]:
-    """A model that is trained without a GPU fits into this machine's memory, without what a step needs besides."""
-    path = str(config.actor_rollout_ref.model.path)
-    directory = model_directory(path) if config.trainer.device == "cpu" else None
-    needed = BYTES * sum(map(math.prod, tensor_shapes(directory).values())) if directory else 0
-    total = machine_memory()
-    if needed > total:
-        yield Problem(
-            f"actor_rollout_ref.model.path={path}: its weights, their gradients, Adam's state and the rollout's "
-            f"weights take {needed / 2**30:.0f} GiB in float32, and this machine has "
-            f"{total / 2**30:.0f}: train it on a GPU."
-        )
-
-
-def _bucket(config: DictConfig) -> Iterator[Problem]:
-    given = config.actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes
-    if config.trainer.device != "cpu" or given is None:
-        return
-    needed = needed_bucket(config)
-    if needed is not None and needed[1] > given:
-        yield Problem(
-            f"{BUCKET}={given}: the largest tensor of the model, {needed[0]}, takes {needed[1]} MiB, and without a GPU "
-            "it is not sent in parts: set it to null, which follows the model."
-        )
 
 
 def _model_at(key: str, path: str, tokenizer: str | None) -> Iterator[Problem]:
@@ -102,7 +94,12 @@ def _files(key: str, directory: Path, tokenizer: Path) -> Iterator[Problem]:
     if not weights:
         yield Problem(f"{key} has no weights (*.safetensors or *.bin): copy them there.")
     for name in sorted(weights):
-        if fault := _weights_fault(directory / name):
+        try:
+            if not (directory / name).is_file():
+                raise ValueError("is missing")
+            if name.endswith(".safetensors"):
+                header(directory / name)  # which says whether it was cut off
+        except ValueError as fault:
             yield Problem(f"{key}: {name} {fault}: copy the model again.")
 
 
@@ -112,19 +109,6 @@ def _json(file: Path) -> Any:
         return read_json(file)
     except (ValueError, RecursionError):
         return None
-
-
-def _weights_fault(file: Path) -> str | None:
-    """Whether a file of weights is missing or was cut off."""
-    if not file.is_file():
-        return "is missing"
-    if file.suffix != ".safetensors":
-        return None
-    try:
-        header(file)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def _on_hub(key: str, name: str) -> Iterator[Problem]:

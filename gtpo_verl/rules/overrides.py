@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
+from gtpo_verl.config import written
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.algorithm import READ_NORM_BY_STD
 from gtpo_verl.rules.ranges import ACTOR, GROUPS, OVERLONG, ROLLOUT
@@ -16,7 +17,7 @@ CORRECTION = "algorithm.rollout_correction"
 
 @dataclass(frozen=True)
 class Idle:
-    """Keys, or prefixes of them, that nothing reads where `when` is true; `but`: ends of such keys that are read."""
+    """Keys, or prefixes of them, that nothing reads where `when` is true; `but`: such keys that are read."""
 
     keys: tuple[str, ...]
     when: Callable[[DictConfig], bool]
@@ -50,7 +51,6 @@ _TABLE = (
         lambda config: algorithm_of(config) is not None,
         "the advantage estimator has neither a discount nor a trace",
     ),
-    Idle(("algorithm.pf_ppo.",), _is("algorithm.use_pf_ppo", False), "algorithm.use_pf_ppo=false"),
     Idle(
         (f"{ACTOR}.policy_loss.seq_",),
         _not(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
@@ -61,19 +61,17 @@ _TABLE = (
         _is(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
         f"grpo_s clips the sequence ratio: {ACTOR}.policy_loss.seq_clip_ratio_low and _high",
     ),
-    Idle((f"{ACTOR}.clip_ratio",), _always, "clip_ratio_low and clip_ratio_high are set", but=("_low", "_high", "_c")),
-    Idle((f"{GROUPS}.",), _is(f"{GROUPS}.enable", False), f"{GROUPS}.enable=false", but=("enable",)),
+    Idle(
+        (f"{ACTOR}.clip_ratio",),
+        _always,
+        "clip_ratio_low and clip_ratio_high are set",
+        but=tuple(f"{ACTOR}.clip_ratio_{which}" for which in ("low", "high", "c")),
+    ),
     Idle(
         ("data.gen_batch_size",),
         _is(f"{GROUPS}.enable", True),
         "with dynamic sampling verl fetches prompts one by one; the number in flight is set by "
         f"{GROUPS}.max_inflight_gen_batches",
-    ),
-    Idle(
-        (f"{OVERLONG}.", "reward.reward_kwargs.max_resp_len"),
-        _is(f"{OVERLONG}.enable", False),
-        f"{OVERLONG}.enable=false",
-        but=("enable",),
     ),
     Idle(
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
@@ -90,18 +88,10 @@ _TABLE = (
         _is("algorithm.entropy.source", "rollout"),
         "with algorithm.entropy.source=rollout, the ratio is taken to the rollout's log-probs, and the clip bounds it",
     ),
-    Idle((f"{CORRECTION}.rollout_is_",), _is(f"{CORRECTION}.rollout_is", None), f"{CORRECTION}.rollout_is=null"),
-    Idle((f"{CORRECTION}.rollout_rs_",), _is(f"{CORRECTION}.rollout_rs", None), f"{CORRECTION}.rollout_rs=null"),
     Idle(
         (f"{CORRECTION}.loss_type",),
         _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
         "only verl's policy loss bypass_mode reads it",
-    ),
-    Idle((f"{ACTOR}.kl_loss_",), _is(f"{ACTOR}.use_kl_loss", False), f"{ACTOR}.use_kl_loss=false"),
-    Idle(
-        ("algorithm.kl_ctrl.", "algorithm.kl_penalty"),
-        _is("algorithm.use_kl_in_reward", False),
-        "algorithm.use_kl_in_reward=false",
     ),
     Idle((f"{ACTOR}.grad_clip",), _always, f"verl reads {ACTOR}.optim.clip_grad"),
     Idle(("critic.",), _not("algorithm.adv_estimator", "gae"), "none of the estimators has a critic"),
@@ -111,21 +101,29 @@ _TABLE = (
         "verl's current trainer reads reward.*",
     ),
 )
+# What belongs to a switch: keys, or prefixes of them, that nothing reads where it has this value.
+_SWITCHES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("algorithm.use_pf_ppo", False, ("algorithm.pf_ppo.",)),
+    (f"{GROUPS}.enable", False, (f"{GROUPS}.",)),
+    (f"{OVERLONG}.enable", False, (f"{OVERLONG}.", "reward.reward_kwargs.max_resp_len")),
+    (f"{CORRECTION}.rollout_is", None, (f"{CORRECTION}.rollout_is_",)),
+    (f"{CORRECTION}.rollout_rs", None, (f"{CORRECTION}.rollout_rs_",)),
+    (f"{ACTOR}.use_kl_loss", False, (f"{ACTOR}.kl_loss_",)),
+    ("algorithm.use_kl_in_reward", False, ("algorithm.kl_ctrl.", "algorithm.kl_penalty")),
+)
+_ROWS = (*_TABLE, *(Idle(keys, _is(key, off), f"{key}={written(off)}", but=(key,)) for key, off, keys in _SWITCHES))
 
 
 def without_effect(config: DictConfig, given: Sequence[str]) -> Iterator[Problem]:
     """Overrides without effect in this run; given: the user's."""
-    table = (*_of_methods(config), *_TABLE) if given else ()
+    table = (*_of_methods(config), *_ROWS) if given else ()
     for override in given:
         key = override.lstrip("+~").partition("=")[0]
-        reason = next((row.reason for row in table if _names(row, key) and row.when(config)), None)
+        reason = next(
+            (row.reason for row in table if key.startswith(row.keys) and key not in row.but and row.when(config)), None
+        )
         if reason is not None:
             yield warning(f"{override} has no effect: {reason}.")
-
-
-def _names(row: Idle, key: str) -> bool:
-    prefix = next((prefix for prefix in row.keys if key.startswith(prefix)), None)
-    return prefix is not None and key.removeprefix(prefix) not in row.but
 
 
 def _of_methods(config: DictConfig) -> Iterator[Idle]:

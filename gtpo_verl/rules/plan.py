@@ -66,17 +66,13 @@ def positions(config: DictConfig, plan: Plan) -> Iterator[Problem]:
         )
 
 
-def updates(config: DictConfig, plan: Plan) -> Iterator[Problem]:
-    """Where nothing is clipped."""
-    if plan.step.updates == 1:
+def steps(config: DictConfig, plan: Plan) -> Iterator[Problem]:
+    """Where nothing is clipped; and the yield at which dynamic sampling exceeds its budget."""
+    step, groups = plan.step, config.algorithm.filter_groups
+    if step.updates == 1:
         yield note(
             "one update per step: the policy is the one that sampled, so every ratio is 1 and nothing is clipped."
         )
-
-
-def sampling_budget(config: DictConfig, plan: Plan) -> Iterator[Problem]:
-    """The yield at which dynamic sampling exceeds its budget."""
-    step, groups = plan.step, config.algorithm.filter_groups
     if step.budget_prompts is None or step.generated_prompts <= step.budget_prompts:
         return
     kept = int(step.budget_prompts * step.sampling_yield)
@@ -89,20 +85,20 @@ def sampling_budget(config: DictConfig, plan: Plan) -> Iterator[Problem]:
 
 
 _REMEDIES = {
-    "parameters": "shard over more GPUs, or set param_offload=true in the actor's engine",
-    "gradients": "shard over more GPUs, or set param_offload=true in the actor's engine",
-    "optimizer": "shard over more GPUs, or set optimizer_offload=true in the actor's engine",
+    **dict.fromkeys(("parameters", "gradients"), "shard over more GPUs, or set the engine's param_offload=true"),
+    "optimizer": "shard over more GPUs, or set the engine's optimizer_offload=true",
     "gathered layers": "use Megatron's tensor parallelism, which does not gather layers",
-    "activations": "lower ppo_max_token_len_per_gpu or the micro-batch, or split sequences over more GPUs",
-    "logits": "lower ppo_max_token_len_per_gpu or the micro-batch, or split sequences over more GPUs",
+    **dict.fromkeys(("activations", "logits"), "lower ppo_max_token_len_per_gpu, or split sequences over more GPUs"),
     "entropy": f"set {ACTOR}.entropy_from_logits_with_chunking=true",
     "rollout engine": f"lower {ROLLOUT}.gpu_memory_utilization, or offload the actor",
 }
 
 
 def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
-    """Every phase fits into a GPU, and a sequence into the KV cache."""
+    """Every phase fits into a GPU and a sequence into the KV cache, or a run without GPUs into this machine."""
     found = plan.memory
+    if plan.host_memory is not None:
+        yield from beyond_the_machine(plan.host_memory)
     if found is None:
         return
     for phase in found.phases:
@@ -126,12 +122,6 @@ def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
                 f"computing the entropies of a whole micro-batch takes up to {scratch / GIB:.1f} GiB: set "
                 f"{ACTOR}.entropy_from_logits_with_chunking=true."
             )
-
-
-def machine(config: DictConfig, plan: Plan) -> Iterator[Problem]:
-    """A run without GPUs fits into this machine."""
-    if plan.host_memory is not None:
-        yield from beyond_the_machine(plan.host_memory)
 
 
 def guide_devices(config: DictConfig, plan: Plan) -> Iterator[Problem]:
@@ -200,7 +190,7 @@ def left_out(config: DictConfig, plan: Plan) -> Iterator[Problem]:
         )
 
 
-RULES = (splits, positions, updates, sampling_budget, memory, machine, guide_devices, checkpoints, left_out)
+RULES = (splits, positions, steps, memory, guide_devices, checkpoints, left_out)
 
 
 def plannable(config: DictConfig) -> bool:

@@ -4,7 +4,7 @@ clearly. Rules of other modules calculate with these numbers, so they are asked 
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -22,13 +22,13 @@ GROUPS = "algorithm.filter_groups"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 MOST = 10**9
 MOST_RESPONSES = 65_536  # to a prompt
+Table = tuple[tuple["Kind", str, str], ...]  # what values must be, their section, and their keys in it
 
 
 @dataclass(frozen=True)
-class Range:
-    """What the values of some keys must be: a test, the same in words, and whether null is allowed too."""
+class Kind:
+    """What a value must be: a test, the same in words, and whether null is allowed too."""
 
-    keys: tuple[str, ...]
     allows: Callable[[Any], bool]
     words: str
     null: bool = False
@@ -44,117 +44,65 @@ def real(test: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and test(value)
 
 
-def one_of(*names: str) -> Callable[[Any], bool]:
+def one_of(*names: str, null: bool = False) -> Kind:
     """One of these words."""
-    return lambda value: isinstance(value, str) and value in names
+    listed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) < 4 else f"of {', '.join(names)}"
+    return Kind(lambda value: isinstance(value, str) and value in names, f"choose {listed}", null)
 
 
+_SEED = Kind(whole(0, LARGEST), f"it must be a whole number from 0 to {LARGEST}")
+_SIZE = Kind(whole(1, MOST), f"it must be from 1 to {MOST:,}")
+_SIZE_IF_ANY = replace(_SIZE, null=True)
+_RESPONSES = Kind(whole(1, MOST_RESPONSES), f"it must be from 1 to {MOST_RESPONSES:,}")
+_SHARE = Kind(real(lambda value: 0 < value <= 1), "it must be above 0 and at most 1", null=True)
+_RATE = Kind(real(lambda value: 0 <= value < inf), "it must be a finite number that is not negative", null=True)
+_FINITE = Kind(real(math.isfinite), "it must be a finite number", null=True)
+_SECONDS = Kind(real(lambda value: value > 0), "it must be a number above 0", null=True)
+_COUNT = Kind(whole(0), "it must be a whole number, at least 0")
 # Of every command that samples; the settings of a recorded run are among them.
-SAMPLING = (
-    Range(("seed",), whole(0, LARGEST), f"it must be a whole number from 0 to {LARGEST}"),
-    Range(
-        (
-            "trainer.nnodes",
-            "trainer.n_gpus_per_node",
-            "data.train_batch_size",
-            "data.max_prompt_length",
-            "data.max_response_length",
-            f"{ACTOR}.ppo_mini_batch_size",
-            f"{ACTOR}.ppo_epochs",
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"{ROLLOUT}.data_parallel_size",
-            f"{ROLLOUT}.pipeline_model_parallel_size",
-            f"{ROLLOUT}.max_num_seqs",
-            "reward.reward_kwargs.max_resp_len",
-        ),
-        whole(1, MOST),
-        f"it must be from 1 to {MOST:,}",
+SAMPLING: Table = (
+    (_SEED, "", "seed"),
+    (_SIZE, "trainer", "nnodes n_gpus_per_node"),
+    (_SIZE, "data", "train_batch_size max_prompt_length max_response_length"),
+    (_SIZE, ACTOR, "ppo_mini_batch_size ppo_epochs"),
+    (_SIZE, ROLLOUT, "tensor_model_parallel_size data_parallel_size pipeline_model_parallel_size max_num_seqs"),
+    (_SIZE, "reward.reward_kwargs", "max_resp_len"),
+    (_SIZE_IF_ANY, ACTOR, "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu"),
+    (_SIZE_IF_ANY, f"{ACTOR}.fsdp_config", "ulysses_sequence_parallel_size"),
+    (
+        _SIZE_IF_ANY,
+        f"{ACTOR}.megatron",
+        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size",
     ),
-    Range(
-        (
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-            f"{ACTOR}.ppo_max_token_len_per_gpu",
-            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
-            f"{ACTOR}.megatron.tensor_model_parallel_size",
-            f"{ACTOR}.megatron.pipeline_model_parallel_size",
-            f"{ACTOR}.megatron.context_parallel_size",
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-            f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
-            f"{ROLLOUT}.max_model_len",
-            f"{ROLLOUT}.max_num_batched_tokens",
-            f"{ROLLOUT}.agent.num_workers",
-            f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
-            "trainer.total_epochs",
-            "trainer.total_training_steps",
-        ),
-        whole(1, MOST),
-        f"it must be from 1 to {MOST:,}",
-        null=True,
-    ),
-    Range(
-        (f"{ROLLOUT}.n", f"{ROLLOUT}.val_kwargs.n"),
-        whole(1, MOST_RESPONSES),
-        f"it must be from 1 to {MOST_RESPONSES:,}",
-    ),
-    Range(
-        (f"{ROLLOUT}.top_p", f"{ROLLOUT}.val_kwargs.top_p", f"{ROLLOUT}.gpu_memory_utilization"),
-        real(lambda value: 0 < value <= 1),
-        "it must be above 0 and at most 1",
-        null=True,
-    ),
-    Range(
-        (
-            f"{ACTOR}.optim.lr",
-            f"{ACTOR}.optim.weight_decay",
-            f"{ROLLOUT}.val_kwargs.temperature",
-            f"{OVERLONG}.penalty_factor",
-        ),
-        real(lambda value: 0 <= value < inf),
-        "it must be a finite number that is not negative",
-        null=True,
-    ),
-    Range(
-        ("algorithm.correct_threshold", f"{OVERLONG}.len", f"{ROLLOUT}.nnodes"),
-        real(math.isfinite),
-        "it must be a finite number",
-        null=True,
-    ),
-    Range((f"{ROLLOUT}.dtype",), one_of(*ENGINE_DTYPES), f"choose of {', '.join(ENGINE_DTYPES)}"),
-    Range(("trainer.test_freq", "trainer.save_freq"), whole(-inf), "it must be a number of steps"),
-    Range(("algorithm.entropy.check_every",), whole(0), "it must be a number of steps, or 0 for never"),
+    (_SIZE_IF_ANY, ROLLOUT, "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu"),
+    (_SIZE_IF_ANY, ROLLOUT, "max_model_len max_num_batched_tokens agent.num_workers"),
+    (_SIZE_IF_ANY, f"{ROLLOUT}.checkpoint_engine", "update_weights_bucket_megabytes"),
+    (_SIZE_IF_ANY, "trainer", "total_epochs total_training_steps"),
+    (_RESPONSES, ROLLOUT, "n val_kwargs.n"),
+    (_SHARE, ROLLOUT, "top_p val_kwargs.top_p gpu_memory_utilization"),
+    (_RATE, ACTOR, "optim.lr optim.weight_decay"),
+    (_RATE, ROLLOUT, "val_kwargs.temperature"),
+    (_RATE, OVERLONG, "penalty_factor"),
+    (_FINITE, "algorithm", "correct_threshold"),
+    (_FINITE, OVERLONG, "len"),
+    (_FINITE, ROLLOUT, "nnodes"),
+    (one_of(*ENGINE_DTYPES), ROLLOUT, "dtype"),
+    (Kind(whole(-inf), "it must be a number of steps"), "trainer", "test_freq save_freq"),
+    (Kind(whole(0), "it must be a number of steps, or 0 for never"), "algorithm", "entropy.check_every"),
 )
-# Of a training alone: a run that was recorded earlier may lack them.
-TRAINING = (
-    Range(
-        (f"{ROLLOUT}.temperature",),
-        real(lambda value: 0 < value < inf),
-        "set it above 0: at 0 all responses of a group are the same, and there is nothing to learn",
-    ),
-    Range(
-        ("guards.stall_timeout", "guards.phase_timeout", "guards.reward_timeout"),
-        real(lambda value: value > 0),
-        "it must be a number above 0",
-        null=True,
-    ),
-    Range(
-        ("guards.max_failed_share",), real(lambda value: 0 < value <= 1), "it must be a number above 0 and at most 1"
-    ),
-    Range(
-        (f"{ACTOR}.fsdp_config.model_dtype",), one_of(*MODEL_DTYPES), f"choose of {', '.join(MODEL_DTYPES)}", null=True
-    ),
-    Range(("guards.not_finite",), one_of("stop", "skip"), "choose stop or skip"),
-    Range(
-        ("guards.max_skipped_steps", f"{GROUPS}.max_num_gen_batches", f"{GROUPS}.carry_over.max_age"),
-        whole(0),
-        "it must be a whole number, at least 0",
-    ),
-    Range((f"{GROUPS}.max_inflight_gen_batches",), whole(1), "it must be a whole number, at least 1"),
-    Range((f"{GROUPS}.on_budget",), one_of("train_smaller", "stop"), "choose train_smaller or stop"),
-    Range(
-        ("trainer.resume_mode",),
-        one_of("auto", "disable", "resume_path"),
-        "choose auto, disable or resume_path",
-    ),
+_HOT = "set it above 0: at 0 all responses of a group are the same, and there is nothing to learn"
+# Of a training alone.
+TRAINING: Table = (
+    (Kind(real(lambda value: 0 < value < inf), _HOT), ROLLOUT, "temperature"),
+    (_SECONDS, "guards", "stall_timeout phase_timeout reward_timeout"),
+    (Kind(_SHARE.allows, "it must be a number above 0 and at most 1"), "guards", "max_failed_share"),
+    (one_of(*MODEL_DTYPES, null=True), f"{ACTOR}.fsdp_config", "model_dtype"),
+    (one_of("stop", "skip"), "guards", "not_finite"),
+    (_COUNT, "guards", "max_skipped_steps"),
+    (_COUNT, GROUPS, "max_num_gen_batches carry_over.max_age"),
+    (Kind(whole(1), "it must be a whole number, at least 1"), GROUPS, "max_inflight_gen_batches"),
+    (one_of("train_smaller", "stop"), GROUPS, "on_budget"),
+    (one_of("auto", "disable", "resume_path"), "trainer", "resume_mode"),
 )
 
 
@@ -168,16 +116,17 @@ def training(config: DictConfig) -> Iterator[Problem]:
     yield from _outside(config, TRAINING)
 
 
-def _outside(config: DictConfig, table: tuple[Range, ...]) -> Iterator[Problem]:
-    for row in table:
-        for key in row.keys:
+def _outside(config: DictConfig, table: Table) -> Iterator[Problem]:
+    for kind, section, names in table:
+        for name in names.split():
+            key = f"{section}.{name}" if section else name
             try:
                 value = OmegaConf.select(config, key)
             except OmegaConfBaseException as error:  # an interpolation of what is not there
                 yield Problem(f"{key} has no value: {first_line(error)}")
                 continue
-            if not (value is None and row.null) and not row.allows(value):
-                yield Problem(f"{key}={_shown(value)}: {row.words}.")
+            if not (value is None and kind.null) and not kind.allows(value):
+                yield Problem(f"{key}={_shown(value)}: {kind.words}.")
 
 
 def _shown(value: Any) -> str:

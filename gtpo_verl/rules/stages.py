@@ -30,10 +30,8 @@ def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule
 
 
 def check(config: DictConfig, given: Sequence[str] = ()) -> None:
-    """Check a training before verl is imported, which takes about a second; warnings and notes are printed.
-
-    Raises:
-        UserError: everything that is wrong.
+    """Check a training before verl is imported, which takes about a second; warnings and notes are printed. Raises
+    UserError: everything that is wrong.
     """
     refuse(problems(config, given, (*CONFIGURATION, *MACHINE, partial(start.ray, given=given))))
 

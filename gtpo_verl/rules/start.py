@@ -41,10 +41,8 @@ def checkpoint(config: DictConfig) -> Iterator[Problem]:
 
 
 def find_start(config: DictConfig) -> Start:
-    """Find the checkpoint from which the run goes on; nothing is changed.
-
-    Raises:
-        UserError: it would start again although there are checkpoints, or cannot load the one that there is.
+    """Find the checkpoint from which the run goes on; nothing is changed. Raises UserError: it would start again
+    although there are checkpoints, or cannot load the one that there is.
     """
     trainer, actor = config.trainer, config.actor_rollout_ref.actor
     layout = Layout(actor.strategy, trainer.nnodes * trainer.n_gpus_per_node, tuple(actor.checkpoint.load_contents))
@@ -80,10 +78,8 @@ def ray(config: DictConfig, given: Sequence[str] = ()) -> Iterator[Problem]:
 
 
 def check_output(directory: Path) -> Path:
-    """The absolute path of a directory for results, which need not be there yet.
-
-    Raises:
-        UserError: it would be lost with a submitted job, or nothing can be written there.
+    """The absolute path of a directory for results, which need not be there yet. Raises UserError: it would be lost
+    with a submitted job, or nothing can be written there.
     """
     check_path_in_job("--output", directory)
     check_writable(directory.resolve(), f"--output {directory}")

@@ -84,7 +84,7 @@ def test_a_run_that_the_machine_cannot_hold_is_warned_of(run: Run, monkeypatch: 
     assert problem.severity == "warning"
     assert "most of it for activations" in problem.message
     assert "and this machine has 24: lower " in problem.message
-    (found,) = [each for each in evaluate([plan_rules.machine], config, make_plan(config)) if "GiB" in each.message]
+    (found,) = [each for each in evaluate([plan_rules.memory], config, make_plan(config)) if "GiB" in each.message]
     assert found == problem
     on_gpus = run("setting=small_gpu")
     assert list(model_rules.memory(on_gpus)) == []
