@@ -39,8 +39,10 @@ default_role = "code"  # `names` in docstrings
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
-# Types of packages whose documentation is on another host, and the one error of ours, which a command prints as a line.
-nitpick_ignore_regex = [("py:.*", r"(torch|numpy|np|collections|pathlib|ArrayLike|Path|Callable|Any|UserError)\b.*")]
+# Types of packages that are documented elsewhere, the end of a range, and our one error, which is printed as a line.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|numpy|np|collections|pathlib|ArrayLike|Path|Callable|Any|UserError|inf)\b.*")
+]
 
 
 def _inline_math(self: Any, node: nodes.math) -> None:

@@ -77,7 +77,8 @@ def analyse(
     oracle = oracle_credit(values, scored[BASELINE].tokens)
     terms[ORACLE] = components(values, oracle, truth=values.advantages[1], energy=values.energy_of_second)
     seeds = [components(values, credit) for credit in random]
-    drawn: dict[str, dict[str, dict[str, Floats]]] = {name: {} for name in (*scored, *[RANDOM][: len(seeds)], ORACLE)}
+    names = [*scored, *([RANDOM] if seeds else []), ORACLE]
+    drawn: dict[str, dict[str, dict[str, Floats]]] = {name: {} for name in names}
     measured = {}
     strata = {"all": np.ones_like(values.correct), "correct": values.correct, "wrong": ~values.correct}
     for stratum, rows in strata.items():
@@ -106,19 +107,17 @@ def analyse(
             },
             {stratum: float(p[name]) for stratum, p in p_values.items() if name in p},
         )
-        for name in drawn
+        for name in names
     ]
-    by_step = {f"{step}": each for step, each in enumerate((values.weight[:, None] * values.advantages.mean(axis=0)).T)}
+    A = values.weight[:, None] * values.advantages.mean(axis=0)
+    by_step = {f"step {step}": column for step, column in enumerate(A.T)}
     sums = _resampled(by_step | {"weight": values.weight}, strata["all"], values, draws)
-    drift = [_figure(sums[name] / sums["weight"], intervals) for name in by_step]
+    drift = [_figure(sums[step] / sums["weight"], intervals) for step in by_step]
     return Analysis(tuple(result), measured, tuple(drift), intervals)
 
 
 def _resampled(terms: Mapping[str, Floats], rows: Bools, values: Values, draws: int) -> dict[str, Floats]:
-    """Means of the terms over the responses, then over those of resampled prompts: (1 + D,) each.
-
-    A prompt without a response in the stratum is no prompt of it.
-    """
+    """Means of the terms over the responses in a stratum, then over those of its resampled prompts: (1 + D,) each."""
     columns = np.stack([term[rows] for term in terms.values()], axis=1)
     prompts = [name for name, keep in zip(values.prompt, rows, strict=True) if keep]
     drawn = resampled_means(columns, clusters=prompts, draws=draws)

@@ -171,7 +171,7 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     metrics = (torch.ones_like(rms), _adam(rms))
     groups = [(part, rows) for part in parts for rows in part.groups]
     count, columns = len(groups), list(number.values())
-    of_methods, of_truth = np.zeros((5, 2, len(sums), count)), np.zeros((2, 2, count))
+    dots = np.zeros((5, 2, len(sums), count))  # h is the first of the credits: its g·g is h·h, its g·Σg is h·Σh
     where, tokens = np.zeros((2, len(sums), count, 2, DECILES)), np.zeros((3, 2, DECILES))
     entropies = [rollout.entropies for part in parts if len(part.credits) > 1 for rollout in part.rollouts]
     edges = np.quantile(np.concatenate(entropies), np.arange(1, DECILES) / DECILES)
@@ -180,16 +180,15 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
         advance("products of gradients", k, count)
         rollouts = part.rollouts[rows]
         credit = part.credits[:, rows, : max(len(rollout.tokens) for rollout in rollouts)]
-        first, *every = policy.gradients(rollouts, credit)
-        h = first.double()
+        every = policy.gradients(rollouts, credit)
+        h = every[0].double()
         for metric, weight in enumerate(metrics):
-            of_truth[:, metric, k] = [float(h * weight @ other) for other in (h, sums[0])]
-            of_methods[4, metric, :, k] = (sums @ (h * weight)).cpu().numpy()
-        for column, (single, total) in enumerate(zip(every, sums[1:], strict=False), 1):
+            dots[4, metric, :, k] = (sums @ (h * weight)).cpu().numpy()
+        for column, single in enumerate(every):
             g = single.double()
             for metric, weight in enumerate(metrics):
-                of_methods[:4, metric, column, k] = [float(g * weight @ other) for other in (g, total, h, sums[0])]
-        if every:
+                dots[:4, metric, column, k] = [float(g * weight @ x) for x in (g, sums[column], h, sums[0])]
+        if len(every) > 1:
             audited[k] = True
             slopes, norms, log_probs = policy.along(rollouts, (sums[0] - h) / (count - 1))
             given, _ = padded([rollout.log_probs for rollout in rollouts], torch.float64)
@@ -199,8 +198,8 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     found = Products(
         np.array(list(number)),
         audited,
-        **dict(zip(("gg", "gG", "gh", "gH", "hG"), of_methods[:, :, columns], strict=True)),
-        **dict(zip(("hh", "hH"), of_truth, strict=True)),
+        **dict(zip(("gg", "gG", "gh", "gH", "hG"), dots[:, :, columns], strict=True)),
+        **dict(zip(("hh", "hH"), dots[:2, :, 0], strict=True)),
         **dict(zip(("noise", "signal"), where[:, columns], strict=True)),
         tokens=tokens[0],
         norms=mean[1],
@@ -245,11 +244,9 @@ def _sort(
         entropies = np.array(rollout.entropies)
         c, slope, norm = (each[..., row, :length].numpy() for each in (credit, slopes, norms))
         place = np.searchsorted(edges, entropies, side="right")
-        for decile in np.unique(place):
-            here = place == decile
-            where[0, : len(c), side, decile] += (c[:, here] ** 2 * norm[here]).sum(1)
-            where[1, : len(c), side, decile] += (c[:, here] * slope[here]).sum(1)
-            tokens[:, side, decile] += here.sum(), norm[here].sum(), entropies[here].sum()
+        tokens[:, side] += [np.bincount(place, each, DECILES) for each in (np.ones(length), norm, entropies)]
+        for column, each in enumerate(c):
+            where[:, column, side] += [np.bincount(place, each * other, DECILES) for other in (each * norm, slope)]
 
 
 def _flat(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -27,9 +27,7 @@ class Method:
 
     @property
     def scored(self) -> bool:
-        """Whether its credit at ratios of 1 can differ from DAPO's: the others act on later updates of a step, or in
-        their loss.
-        """
+        """Whether its credit at ratios of 1 can differ from DAPO's."""
         # clip_cov has DAPO's advantages, and a loss that works on a random 0.02 % of the tokens.
         by_loss = self.entry.compute is DAPO.compute and self.entry.loss == "clip_cov"
         return not self.entry.needs_several_updates and not by_loss

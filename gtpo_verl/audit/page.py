@@ -73,9 +73,7 @@ def write_page(
 
 
 def _deciles(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """Of each decile of the entropy, and of the wrong and the correct tokens in it, what they are and what they have of
-    the noise and the signal of DAPO and of GTPO, or the first other method.
-    """
+    """What the wrong and the correct tokens of each decile of the entropy are, and their shares of noise and signal."""
     tokens, other = found["tokens"], main_method(found["methods"])
     rows = []
     for side, verdict in enumerate(("wrong", "correct")):

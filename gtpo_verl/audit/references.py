@@ -45,9 +45,7 @@ def branch_shares(successes: Ints, trials: Ints) -> Floats:
 
 
 def branch_variance(successes: Ints, trials: Ints) -> Floats:
-    """Var of V behind a step, (..., J) to (...): between the shares of J branches, less what the continuations within
-    them add, so without bias.
-    """
+    """Var of V behind a step, (..., J) to (...): that between J branches, less what their continuations add."""
     share = branch_shares(successes, trials)
     within = np.where(trials < 2, 0.0, share * (1 - share) / np.maximum(trials - 1, 1))
     return np.asarray(share.var(axis=-1, ddof=1) - within.mean(axis=-1))

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jinja2
 from rich import table as rich_table
 from rich.console import Console
 from rich.text import Text
@@ -71,17 +72,61 @@ class Table:
 def values_table(result: Result, plan: Plan, facts: Mapping[str, Any]) -> Table:
     """The table of credit against true advantages."""
     figures = {row.name: row.figures for row in result.analysis.rows}
-    rows = _rows(figures, COLUMNS, plan, "–")
-    columns = [heading for heading, *_ in COLUMNS]
-    return Table("Which credit falls on the steps that decide?", columns, rows, sentences(result, plan, facts))
+    name = main_method(figures)
+    aligned = figures[name].get("wrong", {}).get("alignment") if name else None
+    value, interval = cell(aligned or Figure(None), "+.2f", "")
+    sentences = _paragraphs(
+        "sentences.txt.j2",
+        gradients=False,
+        name=name and label(name, plan),
+        value=value,
+        interval=interval,
+        facts=facts,
+        plan=plan,
+        unscored=result.unscored,
+        reliability=result.analysis.reliability["all"],
+        intervals=result.analysis.intervals,
+    )
+    rows, columns = _rows(figures, COLUMNS, plan, "–"), [heading for heading, *_ in COLUMNS]
+    return Table("Which credit falls on the steps that decide?", columns, rows, sentences)
 
 
 def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Plan) -> Table:
     """The table of signal and noise of gradients; found: of `gradients.figures`."""
-    rows = _rows(found["methods"], GRADIENT_COLUMNS, plan, "n.r.")
-    columns = [heading for heading, *_ in GRADIENT_COLUMNS]
-    lines = _of_gradients(found["methods"], facts, plan)
-    return Table("How much signal and how much noise has each gradient?", columns, rows, lines)
+    figures = found["methods"]
+    name = main_method(figures) or BASELINE
+    value, interval = cell(Figure(*figures[name]["sgd"]["along/dapo"]), ".2f", "")
+    sentences = _paragraphs(
+        "sentences.txt.j2",
+        gradients=True,
+        name=label(name, plan),
+        value=value,
+        interval=interval,
+        facts=facts,
+        unscored=facts["unscored"],
+    )
+    rows, columns = _rows(figures, GRADIENT_COLUMNS, plan, "n.r."), [heading for heading, *_ in GRADIENT_COLUMNS]
+    return Table("How much signal and how much noise has each gradient?", columns, rows, sentences)
+
+
+def print_plan(
+    plan: Plan, length: float, prompt: float = 0.0, *, methods: int = 0, measured: bool, cached: bool = True
+) -> None:
+    """Print what an audit will cost and what it can see.
+
+    length, prompt: tokens of a response, `measured` or the limit, and of a prompt. methods: whose gradients are taken.
+    cached: vLLM has a prefix cache.
+    """
+    sizes = {"length": length, "prompt": prompt, "methods": methods, "fewest": FEWEST_CONTINUATIONS}
+    for line in _paragraphs("cost.txt.j2", plan=plan, measured=measured, cached=cached, **sizes):
+        print(line)
+
+
+def _paragraphs(template: str, **context: Any) -> list[str]:
+    loader = jinja2.PackageLoader("gtpo_verl.audit", ".")
+    environment = jinja2.Environment(loader=loader, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    text = environment.get_template(template).render(context)
+    return [" ".join(lines.split()) for lines in text.split("\n\n") if lines.strip()]
 
 
 def _rows(
@@ -97,33 +142,6 @@ def _rows(
             cells.append((*cell(figure, form, undefined), plain))
         rows.append((label(name, plan), cells))
     return rows
-
-
-def _of_gradients(methods: Mapping[str, Any], facts: Mapping[str, Any], plan: Plan) -> list[str]:
-    name = main_method(methods) or BASELINE
-    value, interval = cell(Figure(*methods[name]["sgd"]["along/dapo"]), ".2f", "")
-    chosen = f" with a name like {facts['chosen']}" if facts["chosen"] else ""
-    lines = [
-        f"For as much progress along the true gradient {label(name, plan)} needs {value} times the groups of DAPO "
-        f"[{interval}]."
-        if value
-        else f"Whether {label(name, plan)} needs fewer groups than DAPO is not resolved.",
-        (
-            f"{facts['groups']} groups of {facts['samples']} responses with contrast and {facts['others']} more in the "
-            f"true gradient; {facts['parameters']:,} parameters{chosen}; credits of {facts['step']} groups at a time, "
-            "which is a step. Intervals: 95 %, jackknife over groups. log π here and in the rollouts differ by at most "
-            f"{facts['log_prob_difference']:.1e}."
-        ),
-    ]
-    if facts["groups"] < facts["wanted"]:
-        lines.append(f"Asked for were {facts['wanted']} groups: the data has no more with contrast.")
-    lines.append(
-        "n.r.: not resolved, because the interval of the squared signal, of the true gradient or of their product "
-        "includes 0. A negative number of groups: the method goes against the true gradient."
-    )
-    if facts["unscored"]:
-        lines.append(f"With DAPO's credit at ratios of 1: {', '.join(facts['unscored'])}.")
-    return lines
 
 
 def print_table(found: Table, console: Console | None = None) -> None:
@@ -145,79 +163,3 @@ def print_table(found: Table, console: Console | None = None) -> None:
         console.print("The 95 % intervals do not fit here: the page has them.")
     for line in [*found.sentences, EXPLORATION]:
         console.print(line, markup=False)
-
-
-def sentences(result: Result, plan: Plan, facts: Mapping[str, Any]) -> list[str]:
-    """What the table needs to be read."""
-    reliability = result.analysis.reliability["all"]
-    half, binomial, oracle = (reliability[name].value for name in ("half", "half_binomial", "oracle"))
-    agreement = (
-        "No measurable signal: the two halves of the continuations do not agree. Take more continuations."
-        if half is None or binomial is None
-        else f"Reliability of a half {half:.2f} by the other half and {binomial:.2f} by its number of continuations; "
-        f"the first half scored by the second reaches {oracle or 0:.2f}, which is the most that "
-        f"{plan.continuations // 2} continuations allow."
-    )
-    lines = [
-        _main_result(result, plan),
-        (
-            f"{facts['responses_audited']} responses to {facts['prompts_with_contrast']} prompts with contrast "
-            f"({facts['solved']} prompts always solved and {facts['never']} never, not audited), {plan.steps} steps "
-            f"each; {facts['continuations']:,} continuations, {facts['tokens_of_continuations']:,} tokens."
-        ),
-        agreement,
-    ]
-    if facts["responses_too_short"]:
-        lines.append(f"{facts['responses_too_short']} responses of fewer than {plan.steps} tokens were left out.")
-    if facts["responses_truncated"]:
-        lines.append(f"{facts['responses_truncated']} of the audited responses were cut off by the length limit.")
-    if result.unscored:
-        lines.append(f"With DAPO's credit at ratios of 1: {', '.join(result.unscored)}.")
-    if not result.analysis.intervals:
-        lines.append("No intervals: they are over prompts, and audited responses belong to fewer than 20.")
-    return [line for line in lines if line]
-
-
-def _main_result(result: Result, plan: Plan) -> str:
-    """How the credit of `main_method` is aligned in wrong responses, in words."""
-    figures = {row.name: row.figures for row in result.analysis.rows}
-    name = main_method(figures)
-    figure = figures[name].get("wrong", {}).get("alignment") if name else None
-    if not name or not figure or figure.value is None:
-        return ""
-    value, interval = cell(figure, "+.2f")
-    return (
-        f"On wrong responses the credit of {label(name, plan)} has an alignment of {value}"
-        f"{f' [{interval}]' if interval else ''} with the true advantages; a uniform credit has 0."
-    )
-
-
-def print_plan(plan: Plan, length: float, prompt: float, *, measured: bool, cached: bool) -> None:
-    """Print what an audit will cost and what it can see."""
-    tokens = plan.decoded(length)
-    print(
-        f"{plan.responses} responses ({_lengths(length, measured)}) in {plan.steps} steps, {plan.continued:,} "
-        f"continuations.\nTokens to sample: {'about' if measured else 'at most'} {tokens:,.0f}; to read: "
-        f"{plan.prefilled(length, prompt, cached=cached):,.0f} {'with' if cached else 'without'} vLLM's prefix cache.\n"
-        f"Reliability λ = K / (K + M) = {plan.reliability:.2f}. Smallest alignment seen at 5 %, power 80 %: "
-        f"{plan.detectable:.2f} over all responses, {plan.detectable * 2**0.5:.2f} over half of them; of a single step "
-        f"|A| = {plan.smallest_step:.2f}."
-    )
-    if plan.continuations < 2 * FEWEST_CONTINUATIONS:
-        print("Twice the continuations would cost less than twice, and steady the estimate of the reliability.")
-
-
-def print_plan_of_gradients(plan: Plan, length: float, methods: int, *, measured: bool) -> None:
-    """Print what an audit of gradients will cost."""
-    print(
-        f"{plan.gradients} groups with contrast and {plan.prompts - plan.gradients} more in the true gradient, "
-        f"{plan.samples} responses each ({_lengths(length, measured)}): {plan.prompts * plan.samples * length:,.0f} "
-        "tokens, and those of the prompts without contrast.\n"
-        f"Two passes over the groups, with a backward pass for each of at most {methods + 1} different credits. "
-        f"Memory: the model and its activations in float32, and {12 * (methods + 1)} bytes a parameter; "
-        "--gradient-params restricts them."
-    )
-
-
-def _lengths(length: float, measured: bool) -> str:
-    return f"mean length {length:.0f}, measured" if measured else f"at most {length:.0f} tokens each, the limit"

@@ -22,7 +22,6 @@ from gtpo_verl.runs.statistics import Floats
 TRIED = 8  # prompts that are sampled at most for each that has contrast
 ALL = -1  # in a key: a whole response
 
-
 Continue = Callable[[Iterable[Prefix]], Iterator[tuple[Prefix, Sequence[Continuation]]]]
 Describe = Callable[[int, Sequence[int]], tuple[str, str, list[str]]]  # row, tokens: cluster, prompt, texts
 Advance = Callable[[str, int, int], None]  # what is done, how much of it, of how much
@@ -89,9 +88,7 @@ def sample_rollouts(
 
 
 def _rounds(store: Store, plan: Plan, rows: int, seed: int) -> Iterator[dict[int, int]]:
-    """The rows to sample next, each with its place in the random order, until enough have contrast: the rest of a round
-    of as many as are wanted.
-    """
+    """The rest of each round of rows to sample, with their places in the random order, until enough have contrast."""
     order = list(enumerate(np.random.default_rng(seed).permutation(rows)[: TRIED * plan.prompts].tolist()))
     for start in range(0, len(order), plan.prompts):
         done = {rollout.row for rollout in store.rollouts}
@@ -114,9 +111,7 @@ def _rollout(row: int, place: int, number: int, sampled: Continuation, describe:
 
 def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chosen:
     """Choose the responses to audit, and cut them. Raises UserError where all have fewer tokens than steps."""
-    mixed = set(strata_of(rollouts, plan.prompts).mixed)
-    ordered = sorted(rollouts, key=lambda rollout: (rollout.place, rollout.sample))
-    batch = tuple(rollout for rollout in ordered if rollout.row in mixed)
+    batch = tuple(itertools.chain.from_iterable(groups_with_contrast(rollouts, plan)))
     lengths = np.array([len(rollout.tokens) for rollout in batch])
     possible = lengths >= plan.steps
     if not possible.any():
@@ -124,13 +119,8 @@ def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chos
             f"--steps {plan.steps}: the longest response has {lengths.max()} tokens, and a step has at least one. "
             f"Choose --steps {max(2, int(np.median(lengths)) // 2)} or less."
         )
-    rows, weight = choose(
-        [str(rollout.row) for rollout in batch],
-        np.array([rollout.correct for rollout in batch]),
-        possible,
-        plan.responses,
-        seed,
-    )
+    prompts, correct = [str(each.row) for each in batch], np.array([each.correct for each in batch])
+    rows, weight = choose(prompts, correct, possible, plan.responses, seed)
     points = np.stack([cut_points(batch[row].texts, plan.steps) for row in rows])
     return Chosen(batch, rows, weight, points, int((~possible).sum()))
 

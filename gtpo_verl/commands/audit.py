@@ -147,15 +147,14 @@ def _methods(text: str, overrides: Sequence[str]) -> list[Method]:
 
 def _print_plan(plan: Plan, config: DictConfig, output: Path, chosen: Sequence[Method]) -> None:
     """Print cost and power: for the lengths of an audit that has begun, else for the limit."""
-    from gtpo_verl.audit.render import print_plan, print_plan_of_gradients
+    from gtpo_verl.audit.render import print_plan
 
     lengths = [len(rollout.tokens) for rollout in read_records(output / ROLLOUTS_FILE, Rollout)]
     length = sum(lengths) / len(lengths) if lengths else float(config.data.max_response_length)
-    if plan.gradients:
-        print_plan_of_gradients(plan, length, sum(method.scored for method in chosen), measured=bool(lengths))
-        return
+    scored = sum(method.scored for method in chosen)
     cached = bool(config.actor_rollout_ref.rollout.enable_prefix_caching)
-    print_plan(plan, length, float(config.data.max_prompt_length), measured=bool(lengths), cached=cached)
+    prompt = float(config.data.max_prompt_length)
+    print_plan(plan, length, prompt, methods=scored, measured=bool(lengths), cached=cached)
 
 
 def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *, wait: bool) -> None:

@@ -1,11 +1,8 @@
 """An arm against the baseline over several training seeds: paired differences, intervals, tests and their limits.
 
-Both arms of a pair have the same seed, so the differences are what is analysed. Functions of differences take arrays of
-shape (..., n), the n seeds last, and treat the leading axes as independent data sets: the simulations behind
-`docs/guides/sweeps.md`, of coverage, false positives and power, called these very functions.
-
-The bootstrap over prompts of `gtpo_verl.runs.statistics` answers another question: whether the same two trained models
-would differ on other prompts. It is not used over seeds: a percentile interval of five values covers about 84 %.
+Functions of differences take arrays of shape (..., n), the n seeds last, and treat the leading axes as independent data
+sets, as the simulations behind `docs/guides/sweeps.md` did. The bootstrap over prompts of `gtpo_verl.runs.statistics`
+is not used over seeds: a percentile interval of five values covers about 84 %.
 """
 
 import itertools

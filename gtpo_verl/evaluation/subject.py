@@ -30,8 +30,9 @@ class Subject:
 
 
 def find_subject(name: str, *, before: bool = False) -> Subject:
-    """Find out what ``name`` is: a run, a checkpoint of a run, a model directory, or a model on the hub; ``before``: of
-    a run, take the model that its training started from. Raises UserError where it cannot be evaluated.
+    """What ``name`` is: a run (``before`` its training or after), a checkpoint of one, or a model, here or on the hub.
+
+    Raises UserError where it cannot be evaluated.
     """
     directory = Path(name).expanduser()
     if (directory / RECORD_FILE).is_file() and (directory / CONFIG_FILE).is_file():

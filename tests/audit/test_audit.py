@@ -18,7 +18,7 @@ from gtpo_verl.audit.methods import effective_credit, methods
 from gtpo_verl.audit.page import wilson, write_page
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.audit.references import branch_shares, branch_variance
-from gtpo_verl.audit.render import COLUMNS, print_plan, print_plan_of_gradients, print_table, values_table
+from gtpo_verl.audit.render import COLUMNS, print_plan, print_table, values_table
 from gtpo_verl.audit.sampling import (
     choose_responses,
     groups_with_contrast,
@@ -222,7 +222,7 @@ def test_the_plan_knows_cost_and_power(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "34,816 continuations" in printed
     assert "Smallest alignment seen at 5 %, power 80 %: 0.11" in printed
-    print_plan_of_gradients(replace(PLAN, gradients=20), 30, 4, measured=False)
+    print_plan(replace(PLAN, gradients=20), 30, methods=4, measured=False)
     assert "20 groups with contrast and 4 more in the true gradient" in capsys.readouterr().out
 
 
