@@ -216,8 +216,8 @@ FAULTS = (
         "alignment",
         "tokens of a tool get an entropy",
         "integrations/vllm/agent_loop.py",
-        "np.where(outside, np.float32(0), entropies)",
-        "np.where(outside, np.float32(1), entropies)",
+        "np.where(outside, np.float32(0), columns",
+        "np.where(outside, np.float32(1), columns",
         ("tests/integrations/vllm/test_agent_loop.py",),
     ),
     Fault(

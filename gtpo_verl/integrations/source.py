@@ -1,6 +1,7 @@
 """Reads what a symbol of a package is from source, without importing anything."""
 
 import ast
+import copy
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
@@ -228,18 +229,10 @@ def _arguments(arguments: ast.arguments) -> list[ast.arg]:
 
 def _signature(node: Function, bound: bool = False) -> str:
     """A signature without annotations and the values of defaults, which may change without harm."""
-    given = node.args
-    positional = [*given.posonlyargs, *given.args]
-    required = len(positional) - len(given.defaults)
-    parts = [argument.arg + "=" * (number >= required) for number, argument in enumerate(positional)][bound:]
-    if given.vararg is not None:
-        parts.append(f"*{given.vararg.arg}")
-    elif given.kwonlyargs:
-        parts.append("*")
-    parts += [
-        argument.arg + "=" * (default is not None)
-        for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    ]
-    if given.kwarg is not None:
-        parts.append(f"**{given.kwarg.arg}")
-    return f"({', '.join(parts)})"
+    given = copy.deepcopy(node.args)
+    for argument in _arguments(given):
+        argument.annotation = None
+    given.args, given.posonlyargs = [*given.posonlyargs, *given.args][bound:], []
+    given.defaults = [ast.Name("") for _ in given.defaults]
+    given.kw_defaults = [default and ast.Name("") for default in given.kw_defaults]
+    return f"({ast.unparse(given)})"

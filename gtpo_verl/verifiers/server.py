@@ -28,7 +28,6 @@ from typing import Any
 
 Judge = Callable[[str, str], tuple[bool, str]]
 
-LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 LONGEST = 512  # characters of an extracted answer that are returned
 
@@ -97,14 +96,12 @@ def fork(channel: Connection, judge: Judge, settings: Settings, libc: ctypes.CDL
         return pid
     code = 1  # of a child that fails outside a sample
     try:
-        if LINUX:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(CHANNEL_CLOSED)
-            # When memory runs out, the kernel should end this process and not the trainer. Some sandboxes lack the
-            # file.
-            with contextlib.suppress(OSError):
-                Path("/proc/self/oom_score_adj").write_text("1000")
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(CHANNEL_CLOSED)
+        # When memory runs out, the kernel should end this process and not the trainer. Some sandboxes lack the file.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
         code = work(channel, judge, settings)
     except (EOFError, ConnectionError):  # the caller has closed the channel, or has gone
         code = CHANNEL_CLOSED
@@ -126,8 +123,7 @@ def work(channel: Connection, judge: Judge, settings: Settings) -> int:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process without running Python code
     while address_space() <= start + allowed // 2:
         request = json.loads(channel.recv_bytes())
-        if LINUX:
-            resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowed, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_AS, (address_space() + allowed, resource.RLIM_INFINITY))
         signal.setitimer(signal.ITIMER_REAL, settings.timeout)
         reply = answer(judge, request["response"], request["truth"])
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -148,8 +144,8 @@ def answer(judge: Judge, response: str, truth: str) -> dict[str, Any]:
 
 
 def address_space() -> int:
-    """The size of this process's address space in bytes; 0 where the system does not report it."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if LINUX else 0
+    """The size of this process's address space in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def send(channel: Connection, message: dict[str, Any]) -> None:

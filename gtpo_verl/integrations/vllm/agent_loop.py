@@ -6,7 +6,6 @@
 Every row has both, aligned with and truncated like ``responses``.
 """
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +21,7 @@ from verl.workers.rollout.replica import TokenOutput
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import ENTROPIES, INSTEAD, VERSIONS
 
-_NO_TURN = np.zeros(0, np.float32), np.zeros(0, np.int32)  # entropies and versions
+_TOKEN = np.dtype([("mask", np.int64), ("entropy", np.float32), ("version", np.int32)])
 
 
 class RolloutEntropyOutput(AgentLoopOutput):
@@ -53,16 +52,11 @@ class _TurnRecorder:
         return self.turn
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """A response so far, one entry a token in each."""
-
-    mask: list[int]
-    entropies: np.ndarray
-    versions: np.ndarray
-
-    def cut(self, length: int) -> "_Columns":
-        return _Columns(self.mask[:length], self.entropies[:length], self.versions[:length])
+def _tokens(count: int, entropies: Any = 0.0, versions: Any = -1) -> np.ndarray:
+    """(count,) of ``_TOKEN``; by default of tokens that the policy did not sample."""
+    tokens = np.zeros(count, _TOKEN)
+    tokens["entropy"], tokens["version"] = entropies, versions
+    return tokens
 
 
 class RolloutEntropyMixin(AgentLoopBase):
@@ -77,8 +71,8 @@ class RolloutEntropyMixin(AgentLoopBase):
         super().__init__(*args, **kwargs)
         self._recorder = _TurnRecorder(self.server_manager)
         self.server_manager = cast(LLMServerClient, self._recorder)
-        self._columns = _Columns([], *_NO_TURN)
-        self._offered: _Columns | None = None  # after a context merge that the loop has not taken yet
+        self._columns = _tokens(0)  # of the response so far
+        self._offered: np.ndarray | None = None  # after a context merge that the loop has not taken yet
 
     async def ct_merge_assistant_token(
         self,
@@ -102,12 +96,14 @@ class RolloutEntropyMixin(AgentLoopBase):
                 "the rollout server returned no entropies: it is not the one of gtpo_verl. Call "
                 f"enable_rollout_entropy(config) before the trainer is built, {INSTEAD}."
             )
-        self._columns = self._aligned(
-            merged,
-            response_mask,
-            np.asarray(turn.extra_fields[ENTROPIES], np.float32),
-            np.asarray(turn.extra_fields[VERSIONS], np.int32),
-        )
+        entropies, versions = turn.extra_fields[ENTROPIES], turn.extra_fields[VERSIONS]
+        sampled = merged[0].appended_token_count
+        if not len(entropies) == len(versions) == sampled:
+            raise UserError(
+                f"the rollout server returned {len(entropies)} entropies and {len(versions)} versions for {sampled} "
+                "tokens: its answer must have one of each for every token."
+            )
+        self._columns = self._aligned(merged, response_mask, _tokens(sampled, entropies, versions))
         return merged
 
     async def ct_merge_context_msg(
@@ -122,44 +118,30 @@ class RolloutEntropyMixin(AgentLoopBase):
         merged = await super().ct_merge_context_msg(
             previous_messages, updated_messages, runtime_token_ids, response_mask, *args, **kwargs
         )
-        self._offered = self._aligned(merged, response_mask, *_NO_TURN)
+        self._offered = self._aligned(merged, response_mask, _tokens(merged[0].appended_token_count))
         return merged
 
     def _aligned(
-        self,
-        merged: tuple[MergeResult, list[int], Any],
-        response_mask: list[int],
-        entropies: np.ndarray,
-        versions: np.ndarray,
-    ) -> _Columns:
-        """The columns after a merge, which takes tokens off the end, adds some of others and then those of a turn."""
+        self, merged: tuple[MergeResult, list[int], Any], response_mask: list[int], appended: np.ndarray
+    ) -> np.ndarray:
+        """The columns after a merge, which takes tokens off the end, adds some of others and then those appended."""
         merge, mask, _ = merged
         now = self._settled(response_mask)
-        others, sampled = len(merge.inserted_token_ids), merge.appended_token_count
-        if merge.kind == "context":
-            others, sampled = others + sampled, 0
-        if not len(entropies) == len(versions) == sampled:
-            raise UserError(
-                f"the rollout server returned {len(entropies)} entropies and {len(versions)} versions for {sampled} "
-                "tokens: its answer must have one of each for every token."
-            )
         kept = max(len(response_mask) - merge.removed_prefix_token_count, 0)
-        columns = _Columns(
-            list(mask),
-            np.concatenate([now.entropies[:kept], np.zeros(others, np.float32), entropies]),
-            np.concatenate([now.versions[:kept], np.full(others, -1, np.int32), versions]),
-        )
-        self._refuse_more(len(mask), len(columns.entropies))
-        return columns.cut(len(mask))
+        columns = np.concatenate([now[:kept], _tokens(len(merge.inserted_token_ids)), appended])
+        self._refuse_more(len(mask), len(columns))
+        columns = columns[: len(mask)]
+        columns["mask"] = mask
+        return columns
 
-    def _settled(self, mask: list[int]) -> _Columns:
+    def _settled(self, mask: list[int]) -> np.ndarray:
         """The columns of the response with this mask: with the last context merge if the loop took it over."""
         offered, self._offered = self._offered, None
         length = len(mask)
-        if offered and (offered.cut(length).mask == list(mask) or length > len(self._columns.mask)):
+        if offered is not None and (offered["mask"][:length].tolist() == list(mask) or length > len(self._columns)):
             self._columns = offered
-        self._refuse_more(length, len(self._columns.mask))
-        self._columns = self._columns.cut(length)
+        self._refuse_more(length, len(self._columns))
+        self._columns = self._columns[:length]
         return self._columns
 
     def _refuse_more(self, tokens: int, known: int) -> None:
@@ -179,15 +161,12 @@ class RolloutEntropyMixin(AgentLoopBase):
         for raw in (ENTROPIES, VERSIONS):  # those of the first turn, not aligned
             output.extra_fields.pop(raw, None)
         columns = self._settled(output.response_mask)
-        entropies, versions = columns.entropies, columns.versions
-        if 0 in output.response_mask:  # also where the loop took tokens of the policy's out of it
-            outside = np.array(output.response_mask) == 0
-            entropies, versions = np.where(outside, np.float32(0), entropies), np.where(outside, np.int32(-1), versions)
+        outside = np.array(output.response_mask) == 0  # also where the loop took tokens of the policy's out of it
         fields = {name: getattr(output, name) for name in output.model_fields_set}
         return RolloutEntropyOutput.model_construct(  # the loop's own output was validated
             **fields | {"extra_fields": output.extra_fields},  # also where a loop filled the default and set no field
-            rollout_entropies=torch.from_numpy(entropies),
-            rollout_versions=torch.from_numpy(versions),
+            rollout_entropies=torch.from_numpy(np.where(outside, np.float32(0), columns["entropy"])),
+            rollout_versions=torch.from_numpy(np.where(outside, np.int32(-1), columns["version"])),
         )
 
 
