@@ -245,13 +245,13 @@ def stray_folder(lab: Lab, name: str) -> Found:
 @fault("continued with another seed", "refused in one line with the difference, before Ray starts")
 def other_seed(lab: Lab, name: str) -> Found:
     run_dir, _ = finished_before(lab, name)
-    return refused(lab, run_dir, "seed", "allow_changes", more=("seed=1",))
+    return refused(lab, run_dir, "seed was 0, is 1", "--allow-changes seed", more=("seed=1",))
 
 
 @fault("continued with another algorithm", "refused in one line with the difference, before Ray starts")
 def other_algorithm(lab: Lab, name: str) -> Found:
     run_dir, _ = finished_before(lab, name)
-    return refused(lab, run_dir, "algorithm", "allow_changes", more=("algo=grpo_s",))
+    return refused(lab, run_dir, "algorithm.adv_estimator was gtpo", "--allow-changes", more=("algo=grpo_s",))
 
 
 # ---------------------------------------------------------------- inputs

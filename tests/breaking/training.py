@@ -132,12 +132,11 @@ class Attempt:
         self._started = self.touched = time.monotonic()
         environment = os.environ | {"RAY_TMPDIR": str(self.ray_files), "PYTHONUNBUFFERED": "1"}
         options: dict[str, Any] = {"cwd": run_dir.parent, "start_new_session": True, "user": user, "env": environment}
+        options["preexec_fn"] = lambda: _as_from_a_shell(terminal)
         self._hung_up = threading.Event()
         if terminal:
             screen, keyboard = pty.openpty()
-            self.process = psutil.Popen(
-                command, stdin=keyboard, stdout=keyboard, stderr=keyboard, preexec_fn=_take_terminal, **options
-            )
+            self.process = psutil.Popen(command, stdin=keyboard, stdout=keyboard, stderr=keyboard, **options)
             os.close(keyboard)
             self._copying = threading.Thread(target=self._copy_screen, args=(screen,), daemon=True)
             self._copying.start()
@@ -289,9 +288,11 @@ class Attempt:
         return "Traceback (most recent call last)" in self.said()
 
 
-def _take_terminal() -> None:
-    """Make the standard input the terminal that the process and its children belong to."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+def _as_from_a_shell(terminal: bool) -> None:
+    """In a process that is being started: hear SIGHUP also under nohup; take the standard input as its terminal."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if terminal:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def _lives(process: psutil.Process) -> bool:
