@@ -175,7 +175,8 @@ def with_last_word(after: str) -> Iterator[None]:
     """Have it said, and ``after``, what to do, if this process ends inside the block, as Ray ends a driver at once, by
     `_exit`, when the node daemon dies.
     """
-    script = "trap '' INT TERM HUP; read -r left || printf '%s\\n' \"$0\" >&2"
+    # In the background of a shell that ends at once: Ray kills the children of a driver that it ends.
+    script = "exec 3<&0; (trap '' INT TERM HUP; read -r left <&3 || printf '%s\\n' \"$0\" >&2) &"
     line = f"error: this process was killed, for lack of memory or by hand, or Ray's node daemon died. {after}"
     terminal = None if err() is sys.stderr else err()
     shell = subprocess.Popen(["sh", "-c", script, line], stdin=subprocess.PIPE, stderr=terminal, start_new_session=True)

@@ -215,9 +215,10 @@ def test_a_ray_of_the_runs_own_gets_a_token_of_its_own(
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_process_that_ray_ends_has_a_last_word(killed: bool) -> None:
     """Ray leaves by `_exit` when its node daemon dies."""
+    end = "[child.kill() for child in psutil.Process().children()]; os._exit(1)"  # as Ray does
     script = (
-        "import os\nfrom gtpo_verl.integrations.launch import with_last_word\n"
-        f"with with_last_word('Go on.'):\n    {'os._exit(1)' if killed else 'pass'}\n"
+        "import os, time\nimport psutil\nfrom gtpo_verl.integrations.launch import with_last_word\n"
+        f"with with_last_word('Go on.'):\n    time.sleep(0.5)\n    {end if killed else 'pass'}\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.count("error: ")) == ((1, 1) if killed else (0, 0))
