@@ -85,9 +85,9 @@ class Credit:
 
     def metrics(self, step: Step, context: CreditContext) -> dict[str, float]:
         """``credit/*``, and what the verifier says of the responses; of a session with several outputs, the last."""
-        last, mask = step.last_output.unique(), step.mask
-        if len(last) < len(step.keys):
-            mask = mask & step.of_tokens(torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True))
+        last = step.last_output.unique()
+        counts = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
+        mask = step.mask & step.of_tokens(counts)
         (advantages,) = step.fetch("advantages")
         group = step.of_batch(step.group)
         found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
