@@ -56,11 +56,6 @@ class ArmResult:
     trainings: tuple[TrainingResult, ...]
 
     @property
-    def sources(self) -> list[str]:
-        """Every data source that one of its trainings validated."""
-        return sorted({source for result in self.trainings for source in result.accuracies})
-
-    @property
     def counted(self) -> tuple[TrainingResult, ...]:
         """The trainings that its curves show: the complete ones; where there is none, all."""
         return tuple(result for result in self.trainings if result.complete) or self.trainings
@@ -100,7 +95,7 @@ def has_seeds(arms: Iterable[ArmResult]) -> bool:
 
 def data_sources(arms: Iterable[ArmResult]) -> list[str]:
     """Every data source that an arm validated."""
-    return sorted({source for arm in arms for source in arm.sources})
+    return sorted({source for result in trainings_of(arms) for source in result.accuracies})
 
 
 def comparisons(design: Design, arms: Sequence[ArmResult]) -> tuple[Comparison, ...]:
