@@ -64,24 +64,14 @@ class ArmResult:
 def arm_results(design: Design, runs: Sequence[Run]) -> tuple[ArmResult, ...]:
     """A result for each arm of a design, in its order."""
     run_of = {training: run.name for run in runs for training in run.trainings}
-    return tuple(
-        ArmResult(
-            arm.name,
-            arm,
-            tuple(
-                TrainingResult(
-                    name=arm.name if len(arm.trainings) == 1 else f"{arm.name}, seed {seed}",
-                    run=run_of[training],
-                    seed=seed,
-                    training=training,
-                    accuracies=accuracies(training),
-                    step_seconds=_step_seconds(training),
-                )
-                for seed, training in arm.trainings.items()
-            ),
-        )
-        for arm in design.arms
-    )
+    found = []
+    for arm in design.arms:
+        trainings = []
+        for seed, one in arm.trainings.items():
+            name = arm.name if len(arm.trainings) == 1 else f"{arm.name}, seed {seed}"
+            trainings.append(TrainingResult(name, run_of[one], seed, one, accuracies(one), _step_seconds(one)))
+        found.append(ArmResult(arm.name, arm, tuple(trainings)))
+    return tuple(found)
 
 
 def trainings_of(arms: Iterable[ArmResult]) -> list[TrainingResult]:
