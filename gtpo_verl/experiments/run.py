@@ -17,15 +17,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_slots
 from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, unfinished
 from gtpo_verl.experiments.status import is_scheduled, progress_line, statuses, summary, table
-from gtpo_verl.experiments.sweep import (
-    check_directory,
-    compose_runs,
-    define,
-    embedded_task,
-    few_seeds,
-    idle_axes,
-    task_directory,
-)
+from gtpo_verl.experiments.sweep import check_directory, compose_runs, define, embedded_task, few_seeds, idle_axes
 from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.lock import sweep_lock
@@ -68,7 +60,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     launcher = launcher_for(list(configs.values()), where)  # the cluster answers, before anything takes time
     with locked(sweep.directory):
         if task is not None:
-            prepare_task(task, task_directory(sweep, task))
+            prepare_task(task, task.directory(sweep.directory.parent))
         count = len(sweep.runs) - len(unfinished(sweep))
         if count:
             console.print(f"{count} of {len(sweep.runs)} runs are finished already.")

@@ -1,6 +1,6 @@
 """What a sweep trains, from the command line and a file of the config group `sweep`, and the checks of its runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,9 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --output names.")
     if local:
         common, _ = with_hardware(common)
-    name = _name(chosen([line_of(item) for item in settings], GROUP), axes, chosen(common, "setting"))
+    named = chosen([line_of(item) for item in settings], GROUP)
+    what = [named] if named else ["sweep", *(key.rsplit(".", 1)[-1].lstrip("+") for key in axes)]
+    name = "-".join(filter(None, [*what, chosen(common, "setting")])).replace("/", "-")
     return Sweep(
         name=directory.resolve().name if directory else name,
         directory=(directory or Path("outputs") / name).resolve(),
@@ -131,11 +133,6 @@ def on_axes(baseline: dict[str, str], axes: Mapping[str, Sequence[str]]) -> dict
     return baseline if all(value in axes.get(key, ()) for key, value in baseline.items()) else None
 
 
-def _name(file: str | None, axes: Iterable[str], setting: str | None) -> str:
-    what = [file] if file else ["sweep", *(key.rsplit(".", 1)[-1].lstrip("+") for key in axes)]
-    return "-".join([*what, *([setting] if setting else [])]).replace("/", "-")
-
-
 def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     """Give the runs the model and the data of the embedded task where they have its verifier and name neither."""
     if "task" in sweep.axes:
@@ -145,7 +142,7 @@ def embedded_task(sweep: Sweep) -> tuple[Sweep, EmbeddedTask | None]:
     given = (config.actor_rollout_ref.model.path, config.data.train_files, config.data.val_files)
     if task is None or any(item is not None for item in given):
         return sweep, None
-    return replace(sweep, common=(*sweep.common, *task_overrides(task_directory(sweep, task)))), task
+    return replace(sweep, common=(*sweep.common, *task_overrides(task.directory(sweep.directory.parent)))), task
 
 
 def task_overrides(directory: Path) -> list[str]:
@@ -156,11 +153,6 @@ def task_overrides(directory: Path) -> list[str]:
         f"data.train_files={quoted(paths.train_file)}",
         f"data.val_files={quoted(paths.val_file)}",
     ]
-
-
-def task_directory(sweep: Sweep, task: EmbeddedTask) -> Path:
-    """Where an embedded task of the sweeps beside this one is prepared."""
-    return task.directory(sweep.directory.parent)
 
 
 def check_directory(sweep: Sweep) -> None:

@@ -10,15 +10,7 @@ from typing import Any
 import numpy as np
 
 from gtpo_verl.algorithms.registry import Style
-from gtpo_verl.report.charts import (
-    Line,
-    Panel,
-    arm_styles,
-    bars_chart,
-    panel_chart,
-    running_mean,
-    smoothing_window,
-)
+from gtpo_verl.report.charts import Line, Panel, arm_styles, bars_chart, panel_chart, running_mean, smoothing_window
 from gtpo_verl.report.pass_at_k import pass_at_ks
 from gtpo_verl.report.results import (
     OTHER_PHASE,

@@ -236,8 +236,9 @@ def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str]]:
             card.append(
                 (final.source, words.percent(final.mean), interval if final.interval else "no interval", sentence)
             )
-    if report.finals:
-        return card
+    if results.has_seeds(report.arms):
+        validated = any(one.accuracies for one in arm.trainings)
+        return card or ([("", "", "", words.NONE_COMPLETE)] if validated else [])
     (result,) = arm.trainings
     for source, accuracy in result.accuracies.items():
         number = moved = ""

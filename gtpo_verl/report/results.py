@@ -56,11 +56,6 @@ class ArmResult:
     trainings: tuple[TrainingResult, ...]
 
     @property
-    def sources(self) -> list[str]:
-        """Every data source that one of its trainings validated."""
-        return sorted({source for result in self.trainings for source in result.accuracies})
-
-    @property
     def counted(self) -> tuple[TrainingResult, ...]:
         """The trainings that its curves show: the complete ones; where there is none, all."""
         return tuple(result for result in self.trainings if result.complete) or self.trainings
@@ -69,24 +64,14 @@ class ArmResult:
 def arm_results(design: Design, runs: Sequence[Run]) -> tuple[ArmResult, ...]:
     """A result for each arm of a design, in its order."""
     run_of = {training: run.name for run in runs for training in run.trainings}
-    return tuple(
-        ArmResult(
-            arm.name,
-            arm,
-            tuple(
-                TrainingResult(
-                    name=arm.name if len(arm.trainings) == 1 else f"{arm.name}, seed {seed}",
-                    run=run_of[training],
-                    seed=seed,
-                    training=training,
-                    accuracies=accuracies(training),
-                    step_seconds=_step_seconds(training),
-                )
-                for seed, training in arm.trainings.items()
-            ),
-        )
-        for arm in design.arms
-    )
+    found = []
+    for arm in design.arms:
+        trainings = []
+        for seed, one in arm.trainings.items():
+            name = arm.name if len(arm.trainings) == 1 else f"{arm.name}, seed {seed}"
+            trainings.append(TrainingResult(name, run_of[one], seed, one, accuracies(one), _step_seconds(one)))
+        found.append(ArmResult(arm.name, arm, tuple(trainings)))
+    return tuple(found)
 
 
 def trainings_of(arms: Iterable[ArmResult]) -> list[TrainingResult]:
@@ -100,7 +85,7 @@ def has_seeds(arms: Iterable[ArmResult]) -> bool:
 
 def data_sources(arms: Iterable[ArmResult]) -> list[str]:
     """Every data source that an arm validated."""
-    return sorted({source for arm in arms for source in arm.sources})
+    return sorted({source for result in trainings_of(arms) for source in result.accuracies})
 
 
 def comparisons(design: Design, arms: Sequence[ArmResult]) -> tuple[Comparison, ...]:

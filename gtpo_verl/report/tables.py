@@ -90,22 +90,15 @@ def seed_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) ->
 
 def entropy_table(arms: Sequence[ArmResult]) -> Table:
     """Per arm and verdict of the responses: how far their entropy fell, and how far it has come up again."""
-    rows = tuple(
-        (arm.name, verdict, *cells)
-        for arm in arms
-        for verdict, key in ENTROPY_KEYS.items()
-        if (cells := _rebound_cells(arm, key))
-    )
-    return Table(("Arm", "Responses", "First", "Lowest", "at step", "Last", "Rebound"), rows)
-
-
-def _rebound_cells(arm: ArmResult, key: str) -> list[str]:
-    line = metric_line(arm, key)
-    if line is None:
-        return []
-    place = int(np.argmin(line.values))
-    first, lowest, last = line.values[[0, place, -1]]
-    return [f"{first:.3f}", f"{lowest:.3f}", f"{line.steps[place]:.0f}", f"{last:.3f}", f"+{last - lowest:.3f}"]
+    rows = []
+    for arm in arms:
+        for verdict, key in ENTROPY_KEYS.items():
+            if line := metric_line(arm, key):
+                place = int(np.argmin(line.values))
+                first, lowest, last = (f"{value:.3f}" for value in line.values[[0, place, -1]])
+                rebound = f"+{line.values[-1] - line.values[place]:.3f}"
+                rows.append((arm.name, verdict, first, lowest, f"{line.steps[place]:.0f}", last, rebound))
+    return Table(("Arm", "Responses", "First", "Lowest", "at step", "Last", "Rebound"), tuple(rows))
 
 
 def _change_cells(accuracy: Accuracy | None) -> list[str]:

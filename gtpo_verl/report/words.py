@@ -11,6 +11,7 @@ from gtpo_verl.runs.reader import Run, Training, logged_mean_acc
 from gtpo_verl.runs.statistics import DRAWS, FEW_PROMPTS, Interval
 
 NO_ACCURACY = "No validation accuracy was logged, so nothing can be said about learning."
+NONE_COMPLETE = "No training of this arm is complete yet, so nothing can be said over seeds."
 ONE_SEED = "One seed: this is not a comparison."
 _SAME_ACCURACY = 1e-4  # verl's mean and ours differ by rounding; one sample more or less in 5,000 is above this
 

@@ -50,8 +50,9 @@ def status_of(run_dir: Path) -> Status:
         begins = record["attempts"][-1].get("log_from", 0) if record["attempts"] else 0
         log = _end_of(run_dir / LOG_FILE, max(0, begins))
     causes = ((text, list(filter(None, map(pattern.search, log)))) for pattern, text in _CAUSES)
-    cause = last_error(log) or next((text or found[-1][0] for text, found in causes if found), "")
-    why = f"{state.reason}; the log says: {cause}" if state.killed and cause else state.reason
+    why = state.reason
+    if state.killed and (cause := last_error(log) or next((text or one[-1][0] for text, one in causes if one), "")):
+        why += f"; the log says: {cause}"
     return Status(state.status, why, dict(_lines(run_dir, state)), tuple(warnings_in(log)[-KEPT_WARNINGS:]))
 
 

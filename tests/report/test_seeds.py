@@ -226,6 +226,14 @@ def test_what_was_allowed_is_printed(runs):
     assert json.loads(result.summary.read_text())["allowed"]["hardware"]["8 × NVIDIA H100"] == 1
 
 
+def test_seeds_of_which_none_is_complete_are_shown_as_far_as_they_came(runs):
+    statuses = {f"algo=gtpo,seed={seed}": "running" for seed in range(2)}
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(2), statuses=statuses, **BARE)
+    page = write_report([path], path).html.read_text()
+    assert "No training of this arm is complete yet, so nothing can be said over seeds." in page
+    assert "No validation accuracy was logged" not in page
+
+
 def test_a_single_unfinished_run_is_shown_as_far_as_it_came(runs):
     path = runs.arm(runs.root / "gtpo", seed=0, record="running", **BARE)
     read, _, arms = analysed(path)
