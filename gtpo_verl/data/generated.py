@@ -96,7 +96,8 @@ def prepare_generated(text: str, directory: Path, reader: str | None = None) -> 
             "size, or widen its settings."
         )
     answers = [entry["answer"] for _, entry in usable.values()]
-    reader = reader or ("number" if all(map(_is_number, answers)) else "tags")
+    numbers = all(answer is not None and NUMBER.fullmatch(str(answer)) for answer in answers)
+    reader = reader or ("number" if numbers else "tags")
     record = {"generator": name, "settings": written, "seed": seed, "read": reader}
     files = directory / TRAIN, directory / VALIDATION
     for file, split, questions in zip(files, ("train", "val"), (train, validation), strict=True):
@@ -126,10 +127,6 @@ def _row(index: int, entry: dict[str, Any], record: dict[str, Any], split: str) 
             "reasoning_gym": record | {"index": index, "question": question},
         },
     }
-
-
-def _is_number(answer: Any) -> bool:
-    return answer is not None and NUMBER.fullmatch(str(answer)) is not None
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:
