@@ -53,19 +53,15 @@ def parse(text: str) -> tuple[str, dict[str, Any], int]:
 
 
 def prepare_generated(text: str, directory: Path, reader: str | None = None) -> Generated:
-    """Draw problems and write them.
-
-    Problems that have the same words, signs and numbers, in whatever order, are in the same file: 3 + 4 and 4 + 3.
+    """Draw the problems of ``NAME,key=value`` and write them to two files in a directory. Those with the same words,
+    signs and numbers, in whatever order, are in the same file.
 
     Args:
-        text: ``NAME,key=value``.
-        directory: for the two files.
         reader: how the answer is asked for and read, in ``READERS``; by default the last number where all answers are
             numbers, else reasoning-gym's tags.
 
     Raises:
-        UserError: there is no such generator or setting; or it has too few different problems, or none whose true
-            answer it accepts.
+        UserError: no such generator or setting; too few different problems, or none whose true answer it accepts.
     """
     name, settings, seed = parse(text)
     written = json.dumps(settings, sort_keys=True)

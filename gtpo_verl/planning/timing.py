@@ -125,9 +125,7 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of each phase of a step; a replica decodes ``concurrent`` responses at once (0 if speed was measured).
-
-    Collectives are part of their phase. Of a measured run, so are the transfers and the guide: they are 0 here.
-    ``guide`` is what generation takes longer because of one.
+    ``guide``: what generation takes longer because of one. Of a measured run, it and the transfers are in their phase.
     """
 
     generate: float

@@ -1,8 +1,7 @@
 """Seconds that a step spends moving bytes: collectives of the training engine, offload, weight sync, checkpoints.
 
-What moves follows from verl's engines: FSDP gathers a layer's weights ahead of its use, so that only what is slower
-than the computation shows; Megatron's tensor parallelism waits for every collective, and so does Ulysses' all-to-all.
-Speeds are assumptions, printed with the plan. Latencies are left out: the messages are large.
+FSDP gathers a layer's weights ahead of its use, so that only what is slower than the computation shows; Megatron's
+tensor parallelism waits for every collective, and so does Ulysses' all-to-all. Latencies are left out.
 """
 
 from collections.abc import Collection, Mapping

@@ -23,7 +23,7 @@ def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule
     Args:
         config: composed and prepared.
         given: the user's overrides, of which those without effect are named.
-        rules: those that are asked where every value is in its range: they calculate with the values.
+        rules: asked where every value is in its range, because they calculate with the values.
     """
     outside = evaluate(ranges.RULES, config)
     return outside or evaluate([partial(overrides.without_effect, given=given), *rules], config)
