@@ -136,12 +136,13 @@ def _prepare_task(args: argparse.Namespace) -> None:
     directory = (args.output or embedded.directory(Path("outputs"))).absolute()  # not resolved: the nodes' links differ
     check_writable(directory, f"--output {directory}")
     prepared = prepare_task(embedded, directory)
-    paths = {
-        "actor_rollout_ref.model.path": prepared.model_path,
-        "data.train_files": prepared.train_file,
-        "data.val_files": prepared.val_file,
-    }
-    overrides = ["setting=quickstart", f"task={embedded.name}", *(_override(key, path) for key, path in paths.items())]
+    overrides = [
+        "setting=quickstart",
+        f"task={embedded.name}",
+        _override("actor_rollout_ref.model.path", prepared.model_path),
+        _override("data.train_files", prepared.train_file),
+        _override("data.val_files", prepared.val_file),
+    ]
     print(
         f"Overrides for `gtpo-verl train` and `submit`, on one or two devices:\n{shlex.join(overrides)}\n"
         f"On more, also:\n{shlex.join(ON_MORE_DEVICES)}"
