@@ -186,12 +186,10 @@ def _prepare_generated(args: argparse.Namespace) -> None:
     text = args.name.removeprefix(GENERATED)
     directory = (args.output or Path("data") / re.sub(r"[^\w.=-]+", "-", text)).absolute()
     check_writable(directory, f"--output {directory}")
-    found = prepare_generated(text, directory, args.style)
-    files = {"data.train_files": found.train_file, "data.val_files": found.val_file}
-    overrides = ["verifier=reasoning_gym", *(_override(key, file) for key, file in files.items())]
-    print(
-        f"{found.train} problems for training, {found.validation} for validation; none has the words and numbers of one"
-    )
+    train_file, val_file, train, validation = prepare_generated(text, directory, args.style)
+    files = (_override("data.train_files", train_file), _override("data.val_files", val_file))
+    overrides = ["verifier=reasoning_gym", *files]
+    print(f"{train} problems for training, {validation} for validation; none has the words and numbers of one")
     print(f"of the other file. Overrides for `gtpo-verl train`:\n{shlex.join(overrides)}")
 
 

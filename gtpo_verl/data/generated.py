@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,6 @@ DRAWN = 2000  # problems, of which many may be equal, where the settings name no
 LEAST, MOST = 64, 256  # problems for validation: a quarter of all, within these bounds
 
 _SETTING = re.compile(r",(?=\w+=)")  # a comma in a list separates no settings
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What was written: a file for training and one for validation, and how many problems are in each."""
-
-    train_file: Path
-    val_file: Path
-    train: int
-    validation: int
 
 
 def parse(text: str) -> tuple[str, dict[str, Any], int]:
@@ -52,7 +41,7 @@ def parse(text: str) -> tuple[str, dict[str, Any], int]:
     return name, settings, seed
 
 
-def prepare_generated(text: str, directory: Path, reader: str | None = None) -> Generated:
+def prepare_generated(text: str, directory: Path, reader: str | None = None) -> tuple[Path, Path, int, int]:
     """Draw the problems of ``NAME,key=value`` and write them to two files in a directory. Those with the same words,
     signs and numbers, in whatever order, are in the same file.
 
@@ -98,7 +87,7 @@ def prepare_generated(text: str, directory: Path, reader: str | None = None) -> 
     files = directory / TRAIN, directory / VALIDATION
     for file, split, questions in zip(files, ("train", "val"), (train, validation), strict=True):
         _write(file, [_row(*usable[question], record, split) for question in questions])
-    return Generated(*files, len(train), len(validation))
+    return *files, len(train), len(validation)
 
 
 def cluster(question: str) -> str:

@@ -122,8 +122,7 @@ def _file_checksum(file: Path) -> str:
 
 @lru_cache(maxsize=4096)  # asked before a run starts and when it does
 def _content_checksum(file: Path, changed: int, size: int) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return sha256_of(file)
 
 
 def _combined(lines: Iterable[str]) -> str:
