@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl import __version__, versions
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, sha256_of, write_json
 
 # settings whose files decide what a run computes; their paths may differ between machines, their content must not
 FILE_KEYS = (
