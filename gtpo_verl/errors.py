@@ -30,12 +30,8 @@ class StepGivenUpError(UserError):
 
 
 def main_guard(command: Callable[[], int]) -> int:
-    """Run a command; a :class:`UserError` becomes one line on stderr (several a line each) and exit code 2, Ctrl-C exit
-    code 130.
-
-    So does an OSError, which is about the machine: a file that may not be read, a full disk, a name that is too long.
-
-    ``GTPO_VERL_TRACEBACK=1`` shows the stack trace as well.
+    """Run a command; a :class:`UserError` becomes one line on stderr (several a line each) and exit code 2, and so does
+    an OSError, which is about the machine. Ctrl-C is exit code 130. ``GTPO_VERL_TRACEBACK=1`` shows the stack trace.
     """
     try:
         return command()

@@ -4,6 +4,7 @@ Only the standard library is needed.
 """
 
 import argparse
+import hashlib
 import json
 import tempfile
 import uuid
@@ -66,6 +67,12 @@ def write_bytes(file: Path, content: bytes) -> None:
 def write_text(file: Path, text: str) -> None:
     """Write text as UTF-8, atomically."""
     write_bytes(file, text.encode())
+
+
+def sha256_of(file: Path) -> str:
+    """The SHA-256 of a file's content, in hexadecimal."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def write_json(file: Path, value: Any) -> None:

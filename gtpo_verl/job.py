@@ -42,8 +42,8 @@ def run() -> int:
 def train(task: handover.HandOver) -> int:
     """Train, and after a failure go on from the last checkpoint; returns the exit code of the last attempt.
 
-    There is another attempt while no more than ``task.retries`` in a row have brought no new step. A run that is
-    refused before it starts, is stopped, or whose own process is killed is not tried again.
+    No more than ``task.retries`` attempts in a row bring no new step. A run that is refused before it starts, is
+    stopped, or whose own process is killed is not tried again.
     """
     run_dir = Path(task.run_dir)
     options = ["--wait"] if task.wait else []

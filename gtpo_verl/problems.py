@@ -15,11 +15,8 @@ SEVERITIES = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong, or worth knowing.
-
-    message: one line, `key=value: what is wrong: what to do`.
-    severity: an `error` stops a run or makes it meaningless, a `warning` costs memory, time or accuracy, a `note` is
-    information.
+    """One thing that is wrong, or worth knowing: one line, `key=value: what is wrong: what to do`. An `error` stops a
+    run or makes it meaningless, a `warning` costs memory, time or accuracy, a `note` is information.
     """
 
     message: str

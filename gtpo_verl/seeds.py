@@ -8,11 +8,8 @@ LARGEST = 2**31 - 1  # vLLM adds the number of the replica, and numpy takes 32 b
 
 
 def derived(seed: int, *names: object) -> int:
-    """A seed of 63 bits for what these names stand for: the same in every run of ``seed``, unrelated to all others.
-
-    Args:
-        seed: any integer.
-        names: of one meaning; compared by their ``repr``.
+    """A seed of 63 bits for what these names, compared by their ``repr``, stand for: the same in every run of ``seed``,
+    unrelated to all others.
     """
     digest = hashlib.sha256(repr((seed, *names)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

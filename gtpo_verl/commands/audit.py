@@ -165,7 +165,7 @@ def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *,
     if not sampling.missing(store, plan, len(prompts), seed):
         print("Everything was sampled before.")
         return
-    with progress_over(store.directory / LOG_FILE) as progress:
+    with progress_over(store.directory / LOG_FILE, store.directory) as progress:
         bars = {"": progress.add_task("starting Ray and vLLM", total=None)}
 
         def advance(what: str, done: int, total: int) -> None:
@@ -179,15 +179,11 @@ def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *,
             record = prompts.record(row)
             return record.cluster or record.problem, prompts.text(prompts.tokens(row)), prompts.texts(tokens)
 
-        try:
-            with sampler(config, prompts, wait=wait) as work:
-                sampling.sample_rollouts(store, plan, len(prompts), seed, work.continued, describe, advance)
-                if not plan.gradients:
-                    responses = sampling.choose_responses(store.rollouts, plan, seed)
-                    sampling.sample_values(store, responses, plan, seed, work.continued, advance)
-        except KeyboardInterrupt:
-            progress.console.print(f"\nWhat is finished is in {store.directory}; repeat the command for the rest.")
-            raise
+        with sampler(config, prompts, wait=wait) as work:
+            sampling.sample_rollouts(store, plan, len(prompts), seed, work.continued, describe, advance)
+            if not plan.gradients:
+                responses = sampling.choose_responses(store.rollouts, plan, seed)
+                sampling.sample_values(store, responses, plan, seed, work.continued, advance)
 
 
 def _measure_gradients(
@@ -199,7 +195,7 @@ def _measure_gradients(
     facts = store.facts
     groups = sampling.groups_with_contrast(store.rollouts, plan)
     parts, number = parts_of(groups, plan.gradients, facts["step"], chosen, _penalty(store), facts["seed"])
-    with progress_over(store.directory / LOG_FILE) as progress:
+    with progress_over(store.directory / LOG_FILE, store.directory) as progress:
         policy = load_policy(config, prompts.tokens, facts["chosen"])
         bars: dict[str, Any] = {}
 

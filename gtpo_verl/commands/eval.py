@@ -109,7 +109,7 @@ def _evaluate(
     """Evaluate the rows in ``todo`` with a progress bar; each is in ``file`` as soon as it is finished."""
     from gtpo_verl.integrations.evaluate import evaluate
 
-    with progress_over(file.file.with_name(LOG_FILE)) as progress:
+    with progress_over(file.file.with_name(LOG_FILE), file.file) as progress:
         total = len(todo) + len(file.records)
         bar = progress.add_task("starting Ray and vLLM", total=total, completed=len(file.records))
 
@@ -117,10 +117,4 @@ def _evaluate(
             file.add(record)
             progress.update(bar, completed=len(file.records), description="problems")
 
-        try:
-            evaluate(config, problems, todo, keep, failures_as_wrong=failures_as_wrong, wait=wait)
-        except KeyboardInterrupt:
-            progress.console.print(
-                f"\n{len(file.records)} of {total} problems are in {file.file}; repeat the command for the rest."
-            )
-            raise
+        evaluate(config, problems, todo, keep, failures_as_wrong=failures_as_wrong, wait=wait)

@@ -1,7 +1,5 @@
-"""``gtpo-verl export``: the weights of a checkpoint in Hugging Face format, by verl's own merger.
-
-A checkpoint contains what a training resumes from. Its shards become one model when somebody needs it, instead of at
-every save, where one rank would write all weights while the others wait.
+"""``gtpo-verl export``: the weights of a checkpoint in Hugging Face format, by verl's own merger, when somebody needs
+them: at every save one rank would write them all while the others wait.
 """
 
 import argparse

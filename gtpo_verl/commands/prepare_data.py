@@ -136,12 +136,13 @@ def _prepare_task(args: argparse.Namespace) -> None:
     directory = (args.output or embedded.directory(Path("outputs"))).absolute()  # not resolved: the nodes' links differ
     check_writable(directory, f"--output {directory}")
     prepared = prepare_task(embedded, directory)
-    paths = {
-        "actor_rollout_ref.model.path": prepared.model_path,
-        "data.train_files": prepared.train_file,
-        "data.val_files": prepared.val_file,
-    }
-    overrides = ["setting=quickstart", f"task={embedded.name}", *(_override(key, path) for key, path in paths.items())]
+    overrides = [
+        "setting=quickstart",
+        f"task={embedded.name}",
+        _override("actor_rollout_ref.model.path", prepared.model_path),
+        _override("data.train_files", prepared.train_file),
+        _override("data.val_files", prepared.val_file),
+    ]
     print(
         f"Overrides for `gtpo-verl train` and `submit`, on one or two devices:\n{shlex.join(overrides)}\n"
         f"On more, also:\n{shlex.join(ON_MORE_DEVICES)}"
@@ -185,12 +186,10 @@ def _prepare_generated(args: argparse.Namespace) -> None:
     text = args.name.removeprefix(GENERATED)
     directory = (args.output or Path("data") / re.sub(r"[^\w.=-]+", "-", text)).absolute()
     check_writable(directory, f"--output {directory}")
-    found = prepare_generated(text, directory, args.style)
-    files = {"data.train_files": found.train_file, "data.val_files": found.val_file}
-    overrides = ["verifier=reasoning_gym", *(_override(key, file) for key, file in files.items())]
-    print(
-        f"{found.train} problems for training, {found.validation} for validation; none has the words and numbers of one"
-    )
+    train_file, val_file, train, validation = prepare_generated(text, directory, args.style)
+    files = (_override("data.train_files", train_file), _override("data.val_files", val_file))
+    overrides = ["verifier=reasoning_gym", *files]
+    print(f"{train} problems for training, {validation} for validation; none has the words and numbers of one")
     print(f"of the other file. Overrides for `gtpo-verl train`:\n{shlex.join(overrides)}")
 
 

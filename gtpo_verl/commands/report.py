@@ -6,7 +6,7 @@ from pathlib import Path
 from gtpo_verl.commands.options import declare, share
 from gtpo_verl.report import page
 
-ALLOWED = "A setting makes arms of its own; code, versions, hardware and checksums are tolerated. May be repeated"
+TOLERATED = "A setting makes arms of its own; code, versions, hardware and checksums are tolerated. May be repeated"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of a run, of a sweep or of one training, a .jsonl file of verl's file logger, a directory of "
         "TensorBoard's event files, or an offline run of Weights & Biases",
     )
-    declare(parser, ("--allow KEY", list, "compare runs although they differ in KEY; the report says so. " + ALLOWED))
+    declare(parser, ("--allow KEY", list, "compare runs although they differ in KEY; the report says so. " + TOLERATED))
     place = "of report.html, summary.json, figures/ (default: that of the run, or outputs/report-NAMES of several)"
     share(parser, {"--output": place})
 

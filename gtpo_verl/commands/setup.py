@@ -157,12 +157,8 @@ def write_vllm_metadata(purelib: Path, version: str) -> Path:
 
 
 def import_stack() -> None:
-    """Import what every process of a run imports: the proof that it works, and its byte code is kept.
-
-    ``-I`` ignores PYTHONDONTWRITEBYTECODE, with which each of about ten processes would compile the same sources.
-
-    Raises:
-        UserError: one does not import.
+    """Import what every process of a run imports: the proof that it works, and its byte code is kept. Raises UserError:
+    one does not import.
     """
     done = subprocess.run(
         [sys.executable, "-I", "-W", "ignore", "-c", f"import {', '.join(IMPORTED_BY_RUNS)}"],

@@ -104,9 +104,7 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def follow(jobs: Jobs, name: str) -> int:
-    """Print the log of a job until it ends, and of one that was stopped how far it is; returns 0 if it succeeded.
-    Raises UserError: it failed, with its last error; or it is unknown.
-    """
+    """Print the log of a job until it ends, and of one that was stopped how far it is; returns 0 if it succeeded."""
     jobs.known(name)
     unfinished, step, stopped = "", "", False
     try:
@@ -145,16 +143,10 @@ def variables(given: Iterable[str], script: Path | None) -> dict[str, str]:
 
 
 def exports(script: Path) -> dict[str, str]:
-    """What a bash script exports.
-
-    It is sourced where no variable is exported yet, all keeping their values, so that exactly its own exports are left.
-
-    Raises:
-        UserError: there is no such script, or it fails; with its last line.
-    """
+    """What a bash script exports. Raises UserError: there is no such script, or it fails; with its last line."""
     if not script.is_file():
         raise UserError(f"--environment {script}: no such file.")
-    program = (
+    program = (  # sourced where no variable is exported yet, all keeping their values: its own exports are left
         'for name in $(compgen -e); do declare +x "$name"; done; source "$1" >&2 || exit; '
         'for name in $(compgen -e); do printf "%s=%s\\0" "$name" "${!name}"; done'
     )

@@ -104,17 +104,13 @@ def _sample(
     from gtpo_verl.integrations.continuations import sampler
 
     fitting = [row for row in todo if prompts.fits(row)]
-    with progress_over(file.file.with_suffix(".log")) as progress:
+    with progress_over(file.file.with_suffix(".log"), file.file) as progress:
         bar = progress.add_task("starting Ray and vLLM", total=None)
-        try:
-            with sampler(config, prompts, wait=args.wait) as work:
-                prefixes = (Prefix((row,), row, (), args.samples, entropies=True) for row in fitting)
-                for number, (prefix, samples) in enumerate(work.continued(prefixes), start=1):
-                    file.add(kept(prefix.row, samples, keep_wrong=args.keep_wrong))
-                    progress.update(bar, description="prompts answered", completed=number, total=len(fitting))
-        except KeyboardInterrupt:
-            progress.console.print(f"\nWhat is finished is in {file.file}; repeat the command for the rest.")
-            raise
+        with sampler(config, prompts, wait=args.wait) as work:
+            prefixes = (Prefix((row,), row, (), args.samples, entropies=True) for row in fitting)
+            for number, (prefix, samples) in enumerate(work.continued(prefixes), start=1):
+                file.add(kept(prefix.row, samples, keep_wrong=args.keep_wrong))
+                progress.update(bar, description="prompts answered", completed=number, total=len(fitting))
     for row in set(todo) - set(fitting):
         file.add(Answers(row, [], [], 0, 0, 0))
 

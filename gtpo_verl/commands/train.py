@@ -8,14 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.commands.options import declare, overrides_of, share
-from gtpo_verl.config import (
-    check_path_in_job,
-    compose_config,
-    prepare,
-    print_config,
-    print_info,
-    with_hardware,
-)
+from gtpo_verl.config import check_path_in_job, compose_config, prepare, print_config, print_info, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.checkpoints import repair_tracker
 from gtpo_verl.runs.continuation import changes
@@ -58,17 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--verbose", False, "show all that the run prints, from every process"),
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--cfg",
-        "-c",
-        nargs="?",
-        const="job",
-        metavar="|".join(CFG),
-        help="print the composed configuration, unchecked, and stop (default: job)",
-    )
-    what.add_argument(
-        "--info", "-i", nargs="?", const="all", metavar="|".join(INFO), help="print how it is composed and stop"
-    )
+    for flags, values, text in (
+        (("--cfg", "-c"), CFG, "print the composed configuration, unchecked, and stop (default: job)"),
+        (("--info", "-i"), INFO, "print how it is composed and stop"),
+    ):
+        what.add_argument(*flags, nargs="?", const=values[0], metavar="|".join(values), help=text)
     share(what, {"--check": "check all that can be checked without a GPU and stop"})
     what.add_argument("--multirun", "-m", action="store_true", help="train every value: `gtpo-verl sweep --local`")
     share(parser, {"--allow-changes": "", "--wait": ""})
@@ -76,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
-    _return_overrides(args)
+    for flag, values in (("cfg", CFG), ("info", INFO)):
+        value = getattr(args, flag)
+        if value is not None and value not in values:  # argparse has taken the override behind a flag for its value
+            args.overrides.insert(0, value)
+            setattr(args, flag, values[0])
     given = overrides_of(args)
     if args.multirun:
         from gtpo_verl.experiments.run import Where
@@ -110,15 +101,6 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     return launch(config, args)
-
-
-def _return_overrides(args: argparse.Namespace) -> None:
-    """Give an override back that argparse has taken for the optional value of the flag before it."""
-    for flag, values in (("cfg", CFG), ("info", INFO)):
-        value = getattr(args, flag)
-        if value is not None and value not in values:
-            args.overrides.insert(0, value)
-            setattr(args, flag, values[0])
 
 
 def devices(config: DictConfig) -> str:

@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         answer = stack.enter_context(VerifierPool("answer", **limits))
         boxed = stack.enter_context(VerifierPool("boxed", {"fallback": not args.no_fallback}, **limits))
-        progress = stack.enter_context(_progress())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+        stack.enter_context(progress)
         task = progress.add_task("verifying", total=total)
         try:
             for sample, first, second in verified(read_samples(thresholds), answer, boxed, ahead=4 * args.workers):
@@ -74,26 +76,25 @@ def run(args: argparse.Namespace) -> int:
         raise KeyboardInterrupt
     print_report(agreement, total)
     if args.output is not None:
-        _write_report(args.output / REPORT_FILE, agreement, total, thresholds)
+        report = {
+            "schema": SCHEMA,
+            "files": [str(file) for file in thresholds],
+            "correct_thresholds": list(thresholds.values()),
+            "responses": total,
+        }
+        write_json(args.output / REPORT_FILE, report | agreement.as_dict())
+        print(f"report: {args.output / REPORT_FILE}", file=sys.stderr)
     return 130 if interrupted else 0
 
 
-def _progress() -> Progress:
-    return Progress(
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-    )
-
-
-def print_report(agreement: Agreement, total: int, console: Console | None = None) -> None:
+def print_report(agreement: Agreement, total: int) -> None:
     """Print the 2x2 table, the share with its interval, the failures, and examples."""
-    console = console or Console(soft_wrap=True)
+    console = Console(soft_wrap=True)
     cells, (low, high) = agreement.cells, agreement.interval()
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("")
-    table.add_column("boxed: right", justify="right")
-    table.add_column("boxed: wrong", justify="right")
+    for name in ("boxed: right", "boxed: wrong"):
+        table.add_column(name, justify="right")
     table.add_row("answer: right", str(cells["both"]), str(cells["answer_only"]))
     table.add_row("answer: wrong", str(cells["boxed_only"]), str(cells["neither"]))
     console.print(table)
@@ -123,14 +124,3 @@ def print_report(agreement: Agreement, total: int, console: Console | None = Non
 
 def _percent(share: float) -> str:
     return f"{100 * share:.2f} %"
-
-
-def _write_report(path: Path, agreement: Agreement, total: int, thresholds: dict[Path, float]) -> None:
-    report = {
-        "schema": SCHEMA,
-        "files": [str(file) for file in thresholds],
-        "correct_thresholds": list(thresholds.values()),
-        "responses": total,
-    }
-    write_json(path, report | agreement.as_dict())
-    print(f"report: {path}", file=sys.stderr)

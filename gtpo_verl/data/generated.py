@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,6 @@ DRAWN = 2000  # problems, of which many may be equal, where the settings name no
 LEAST, MOST = 64, 256  # problems for validation: a quarter of all, within these bounds
 
 _SETTING = re.compile(r",(?=\w+=)")  # a comma in a list separates no settings
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What was written: a file for training and one for validation, and how many problems are in each."""
-
-    train_file: Path
-    val_file: Path
-    train: int
-    validation: int
 
 
 def parse(text: str) -> tuple[str, dict[str, Any], int]:
@@ -52,20 +41,16 @@ def parse(text: str) -> tuple[str, dict[str, Any], int]:
     return name, settings, seed
 
 
-def prepare_generated(text: str, directory: Path, reader: str | None = None) -> Generated:
-    """Draw problems and write them.
-
-    Problems that have the same words, signs and numbers, in whatever order, are in the same file: 3 + 4 and 4 + 3.
+def prepare_generated(text: str, directory: Path, reader: str | None = None) -> tuple[Path, Path, int, int]:
+    """Draw the problems of ``NAME,key=value`` and write them to two files in a directory. Those with the same words,
+    signs and numbers, in whatever order, are in the same file.
 
     Args:
-        text: ``NAME,key=value``.
-        directory: for the two files.
         reader: how the answer is asked for and read, in ``READERS``; by default the last number where all answers are
             numbers, else reasoning-gym's tags.
 
     Raises:
-        UserError: there is no such generator or setting; or it has too few different problems, or none whose true
-            answer it accepts.
+        UserError: no such generator or setting; too few different problems, or none whose true answer it accepts.
     """
     name, settings, seed = parse(text)
     written = json.dumps(settings, sort_keys=True)
@@ -96,12 +81,13 @@ def prepare_generated(text: str, directory: Path, reader: str | None = None) -> 
             "size, or widen its settings."
         )
     answers = [entry["answer"] for _, entry in usable.values()]
-    reader = reader or ("number" if all(map(_is_number, answers)) else "tags")
+    numbers = all(answer is not None and NUMBER.fullmatch(str(answer)) for answer in answers)
+    reader = reader or ("number" if numbers else "tags")
     record = {"generator": name, "settings": written, "seed": seed, "read": reader}
     files = directory / TRAIN, directory / VALIDATION
     for file, split, questions in zip(files, ("train", "val"), (train, validation), strict=True):
         _write(file, [_row(*usable[question], record, split) for question in questions])
-    return Generated(*files, len(train), len(validation))
+    return *files, len(train), len(validation)
 
 
 def cluster(question: str) -> str:
@@ -126,10 +112,6 @@ def _row(index: int, entry: dict[str, Any], record: dict[str, Any], split: str) 
             "reasoning_gym": record | {"index": index, "question": question},
         },
     }
-
-
-def _is_number(answer: Any) -> bool:
-    return answer is not None and NUMBER.fullmatch(str(answer)) is not None
 
 
 def _write(file: Path, rows: list[dict[str, Any]]) -> None:

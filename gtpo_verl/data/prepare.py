@@ -1,6 +1,5 @@
 """Converts a data set to a parquet file in verl's schema, checked for repetitions, conflicts and overlap."""
 
-import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from gtpo_verl.data.prompts import restyle, unwrap, wrap
 from gtpo_verl.data.sources import Dataset, Row, read, row_count
 from gtpo_verl.data.traces import RESPONSES
 from gtpo_verl.errors import UserError, first_line
-from gtpo_verl.files import read_json, write_atomically, write_json
+from gtpo_verl.files import read_json, sha256_of, write_atomically, write_json
 
 MANIFEST_FORMAT = 1
 HUB_TIMEOUT = 10.0  # seconds
@@ -218,9 +217,7 @@ def _write_parquet(output: Path, columns: dict[str, list[Any]]) -> None:
 
 
 def _checksum(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256")
-    return {"file": file.name, "bytes": file.stat().st_size, "sha256": digest.hexdigest()}
+    return {"file": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
 def _with_progress(file: Path, rows: Iterator[Row]) -> Iterable[Row]:

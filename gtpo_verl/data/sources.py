@@ -20,10 +20,8 @@ _AIME_ANSWER = re.compile(r"\$?0*([0-9]{1,3})(?:\^\\circ|\^\{\\circ\}|°)?\$?")
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set on the Hugging Face hub.
-
-    ``data_source`` is the name under which its metrics are logged. ``problems``: how many different ones it has, None
-    where not known for certain. ``aime``: answers are integers from 0 to 999, written without leading zeros or units.
+    """A data set on the hub; ``problems``: how many different ones it has, None where not known for certain; ``aime``:
+    answers are integers from 0 to 999, written without leading zeros or units.
     """
 
     repository: str
@@ -44,10 +42,8 @@ DATASETS = {
 
 @dataclass
 class Row:
-    """One row: the problem, its answer, its identifier in the source.
-
-    ``prompt`` and ``rest`` (all its columns) are set for a row in verl's schema only. ``guide``: responses of a guiding
-    policy, None where there is no column of them.
+    """One row: the problem, its answer, its identifier in the source; ``prompt`` and ``rest`` (all its columns) of a
+    row in verl's schema only; ``guide``: responses of a guiding policy, None where there is no column of them.
     """
 
     problem: str

@@ -1,7 +1,5 @@
-"""Responses that a guiding policy gave to the prompts of a file, kept as they come, and the file with them as columns.
-
-``FILE.sampled.jsonl`` beside the output has the settings in its first line and one prompt in each other; an interrupted
-command goes on from it.
+"""Responses that a guiding policy gave to the prompts of a file, kept as they come in ``FILE.sampled.jsonl`` (settings,
+then a prompt a line), from which an interrupted command goes on; and the file with them as columns.
 """
 
 import json
@@ -18,10 +16,8 @@ from gtpo_verl.runs.directory import differences
 
 @dataclass(frozen=True)
 class Answers:
-    """What the guide answered to the prompt of a row.
-
-    responses: token ids with the end, of those that are kept; log_probs: of each of their tokens. sampled: how many
-    responses there were, of which `correct` were correct and `truncated` were cut off by the limit.
+    """What the guide answered to the prompt of a row: token ids with the end, and their log-probs, of those responses
+    that are kept; and how many were sampled, correct, and cut off by the limit.
     """
 
     row: int

@@ -51,7 +51,6 @@ def traces_of(
         columns: of the prompt.
         tokenizer: the student's.
         limit: the most tokens of a response.
-        seed: of this prompt in this step.
         with_log_probs: whether each response needs its log-probabilities.
 
     Raises:
@@ -81,7 +80,6 @@ def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any 
     """Check the guide's columns of a data file, before a run.
 
     Args:
-        file: of ``data.train_files``.
         limit: the most tokens of a response.
         with_log_probs: whether the run needs the guide's log-probabilities.
         tokenizer: the student's; without it columns and types alone are checked.

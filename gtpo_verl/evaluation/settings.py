@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import files_of
+from gtpo_verl.files import sha256_of
 from gtpo_verl.runs.directory import flatten, now
 from gtpo_verl.runs.provenance import hardware, run_versions
 
@@ -87,10 +88,7 @@ def facts_of(config: DictConfig, command: Sequence[str], settings: Mapping[str, 
 
 
 def _file_checksum(file: str) -> str:
-    if not Path(file).is_file():
-        return file  # remote storage, or a module of a package
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return sha256_of(Path(file)) if Path(file).is_file() else file  # remote storage, or a module of a package
 
 
 def _model_checksum(path: str) -> str:

@@ -38,13 +38,8 @@ def read_steps(run_dir: Path) -> tuple[Any, pd.DataFrame]:
 
 
 def measured_assumptions(assumptions: Assumptions, run_dir: Path) -> Assumptions:
-    """Replace assumptions by the medians of what a run measured; a value that it did not measure stays as it was.
-
-    The run may have another model, batch size and number of GPUs: speeds are per GPU, and operations those of the run's
-    own model.
-
-    Raises:
-        UserError: it is not a run directory, or no training step is finished.
+    """Replace assumptions by the medians of what a run measured, per GPU and by the operations of its own model; a
+    value that it did not measure stays as it was. Raises UserError: see `read_steps`.
     """
     config, steps = read_steps(run_dir)
     parallel = parallelism(config)

@@ -1,9 +1,8 @@
 """Memory of one GPU in each phase of a step, component by component, and the size of the KV cache.
 
-It models verl's engines: FSDP keeps float32 parameters, gradients and Adam states of its shard and gathers one layer
-at a time in bfloat16; Megatron keeps bfloat16 weights and float32 gradients of its model-parallel share and, with the
-distributed optimizer, a data-parallel share of float32 weights and Adam states. Phases run one after the other, so the
-largest one decides.
+FSDP keeps float32 parameters, gradients and Adam states of its shard and gathers a layer at a time in bfloat16;
+Megatron keeps bfloat16 weights and float32 gradients of its model-parallel share and, with the distributed optimizer, a
+data-parallel share of float32 weights and Adam states. The phases run one after the other: the largest decides.
 """
 
 import math
@@ -204,10 +203,8 @@ def _logits(shape: ModelShape, tokens: int, parallel: Parallelism, *, backward: 
 
 
 def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: Parallelism) -> float:
-    """Scratch memory of the entropies of one micro-batch: softmax, product and log-sum-exp over the vocabulary.
-
-    All are float32, in which autocast computes them on CUDA; Megatron's are of the type of the logits. With chunking
-    there is a copy of the chunk, of 2048 tokens, as well.
+    """Scratch memory of the entropies of one micro-batch: softmax, product and log-sum-exp over the vocabulary, float32
+    by autocast on CUDA, of the logits' type for Megatron; with chunking a copy of the chunk as well.
     """
     actor = config.actor_rollout_ref.actor
     width = shape.vocabulary / parallel.tensor
@@ -238,10 +235,8 @@ RANK_PROCESSES = 1.75 * GIB  # trainer, vLLM server and engine of a rank, withou
 
 
 def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> dict[str, float]:
-    """The most memory that a run without GPUs takes, in bytes by component, of all its processes together.
-
-    Nothing is offloaded or put to sleep there, and sequences are counted as padded: the peak is that of an update in
-    which a response reaches its limit. Types are float32 but for the engine's.
+    """The most memory that a run without GPUs takes, in bytes by component, of all its processes together: in an update
+    of padded sequences at their limit. Nothing is offloaded; types are float32 but for the engine's.
     """
     rollout, variables = config.actor_rollout_ref.rollout, config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
     trained = MODEL_DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype] * shape.parameters

@@ -9,11 +9,8 @@ from gtpo_verl.errors import UserError
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Sizes of the parallel groups, in GPUs.
-
-    ``data`` ranks see different responses. A response is split over ``sequence`` GPUs under FSDP (Ulysses), over
-    ``context`` under Megatron. ``shard`` GPUs share one copy of FSDP's parameters. ``replicas`` rollout engines of
-    ``rollout`` GPUs each serve the policy.
+    """Sizes of the parallel groups, in GPUs. ``data`` ranks see different responses, ``sequence`` (FSDP) or ``context``
+    GPUs split one; ``shard`` GPUs share a copy of FSDP's parameters; each of ``replicas`` engines has ``rollout`` GPUs.
     """
 
     gpus: int

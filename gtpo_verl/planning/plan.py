@@ -30,10 +30,8 @@ ROLLOUT_COLUMNS = 8  # bytes a token: float32 entropy and int32 version of the w
 
 @dataclass(frozen=True)
 class ArmCost:
-    """What an arm adds to one step beyond generation and updates.
-
-    ``entropy_bytes`` and ``rollout_bytes`` are the sizes of the columns in TransferQueue with the actor's and the
-    rollout's entropies; ``pass_seconds`` is the actor's forward pass over the batch before the updates.
+    """What an arm adds to one step beyond generation and updates: bytes of the actor's and the rollout's entropies in
+    TransferQueue, and seconds of the actor's forward pass before the updates and of the advantages.
     """
 
     arm: str

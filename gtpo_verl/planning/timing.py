@@ -19,8 +19,8 @@ from gtpo_verl.planning.transfers import (
     Network,
     checkpoint_seconds,
     offload_seconds,
-    old_log_prob_pass,
-    update_pass,
+    old_log_prob_seconds,
+    update_seconds,
     weight_sync_seconds,
 )
 
@@ -125,9 +125,7 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of each phase of a step; a replica decodes ``concurrent`` responses at once (0 if speed was measured).
-
-    Collectives are part of their phase. Of a measured run, so are the transfers and the guide: they are 0 here.
-    ``guide`` is what generation takes longer because of one.
+    ``guide``: what generation takes longer because of one. Of a measured run, it and the transfers are in their phase.
     """
 
     generate: float
@@ -189,9 +187,9 @@ def step_time(
         generate = _generation(decoder, step, concurrent)
         guide = _guide_wait(decoder, parallel, step, generate)
         network = Network.of(config, values)
-        update = update_pass(config, shape, parallel, step, network).seconds(update)
+        update = update_seconds(config, shape, parallel, step, network, update)
         if old_log_prob:
-            old_log_prob = old_log_prob_pass(shape, parallel, step, network).seconds(old_log_prob)
+            old_log_prob = old_log_prob_seconds(shape, parallel, step, network, old_log_prob)
         transfers = (
             weight_sync_seconds(shape, values),
             offload_seconds(config, shape, parallel, network),

@@ -1,8 +1,7 @@
 """Seconds that a step spends moving bytes: collectives of the training engine, offload, weight sync, checkpoints.
 
-What moves follows from verl's engines: FSDP gathers a layer's weights ahead of its use, so that only what is slower
-than the computation shows; Megatron's tensor parallelism waits for every collective, and so does Ulysses' all-to-all.
-Speeds are assumptions, printed with the plan. Latencies are left out: the messages are large.
+FSDP gathers a layer's weights ahead of its use, so that only what is slower than the computation shows; Megatron's
+tensor parallelism waits for every collective, and so does Ulysses' all-to-all. Latencies are left out.
 """
 
 from collections.abc import Collection, Mapping
@@ -46,32 +45,29 @@ class Network:
         return inside if ranks <= self.node_gpus else max(inside, moved / (self.network * self.node_gpus))
 
 
-@dataclass(frozen=True)
-class Pass:
-    """Seconds that one pass over the batch waits for: ``hidden`` beside the computation, ``exposed`` on top of it; and
-    ``bubble``, the share of the computation that a pipeline adds.
+def pass_seconds(computing: float, *, hidden: float = 0.0, exposed: float = 0.0, bubble: float = 0.0) -> float:
+    """Seconds of one pass over the batch that computes for ``computing``: ``hidden`` runs beside it, ``exposed`` comes
+    on top, and a pipeline adds ``bubble`` of the computation.
     """
-
-    hidden: float = 0.0
-    exposed: float = 0.0
-    bubble: float = 0.0
-
-    def seconds(self, computing: float) -> float:
-        """Of the pass, whose computation takes ``computing`` seconds."""
-        return max(computing * (1 + self.bubble), self.hidden) + self.exposed
+    return max(computing * (1 + bubble), hidden) + exposed
 
 
-def old_log_prob_pass(shape: ModelShape, parallel: Parallelism, step: Step, network: Network) -> Pass:
-    """The forward pass over the whole batch."""
+def old_log_prob_seconds(
+    shape: ModelShape, parallel: Parallelism, step: Step, network: Network, computing: float
+) -> float:
+    """Seconds of the forward pass over the whole batch."""
     micro_batches = step.old_log_prob_micro_batches
     exposed = _activation_collectives(shape, parallel, step, network)
     if parallel.megatron:
-        return Pass(exposed=exposed, bubble=_bubble(parallel, micro_batches))
-    return Pass(hidden=micro_batches * network.gather(BF16 * shape.parameters, parallel.shard), exposed=exposed)
+        return pass_seconds(computing, exposed=exposed, bubble=_bubble(parallel, micro_batches))
+    gathered = micro_batches * network.gather(BF16 * shape.parameters, parallel.shard)
+    return pass_seconds(computing, hidden=gathered, exposed=exposed)
 
 
-def update_pass(config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, network: Network) -> Pass:
-    """Forward and backward over the batch, ``ppo_epochs`` times, with the reduction of gradients at every update."""
+def update_seconds(
+    config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, network: Network, computing: float
+) -> float:
+    """Seconds of forward and backward, ``ppo_epochs`` times, with the reduction of gradients at every update."""
     actor = config.actor_rollout_ref.actor
     # forward, backward, and perhaps forward again
     repeats = actor.ppo_epochs * (3 if checkpoints_activations(config, parallel) else 2)
@@ -81,13 +77,13 @@ def update_pass(config: DictConfig, shape: ModelShape, parallel: Parallelism, st
         ranks = parallel.data * parallel.context
         # gradients in float32 to the rank that holds their part of the optimizer, weights in bfloat16 back
         reduced = network.gather((FP32 + BF16) * share, ranks) if ranks > 1 else 0.0
-        per_update = step.micro_batches_per_update
-        return Pass(exposed=exposed + step.updates * reduced, bubble=_bubble(parallel, per_update))
+        bubble = _bubble(parallel, step.micro_batches_per_update)
+        return pass_seconds(computing, exposed=exposed + step.updates * reduced, bubble=bubble)
     gathers = 2 if actor.fsdp_config.reshard_after_forward else 1
     gathered = step.micro_batches_per_step * gathers * network.gather(BF16 * shape.parameters, parallel.shard)
     # verl reduces once per update, also over several micro-batches
     reduced = step.updates * network.gather(FP32 * shape.parameters, parallel.shard)
-    return Pass(hidden=gathered + reduced, exposed=exposed)
+    return pass_seconds(computing, hidden=gathered + reduced, exposed=exposed)
 
 
 def _bubble(parallel: Parallelism, micro_batches: int) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.algorithms import Algorithm, algorithm_of, algorithms
+from gtpo_verl.algorithms import algorithm_of, algorithms
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.problems import Problem, note
@@ -32,7 +32,8 @@ def loss(config: DictConfig) -> Iterator[Problem]:
     """A loss of sequences needs the aggregation that averages over them; verl's vanilla loss needs a dual clip."""
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.policy_loss.loss_mode"
     loss, chosen = actor.policy_loss.loss_mode, actor.loss_agg_mode
-    needed = {entry.loss: entry.aggregation for entry in algorithms().values() if _averages_over_sequences(entry)}
+    ours = (entry for entry in algorithms().values() if entry.loss == entry.name and entry.verl_estimator is None)
+    needed = {entry.loss: entry.aggregation for entry in ours if entry.level == "sequence"}
     if chosen != needed.get(loss, chosen):
         yield Problem(
             f"{key}={loss} averages over sequences: set {ACTOR}.loss_agg_mode={needed[loss]} (it is {chosen})."
@@ -43,11 +44,6 @@ def loss(config: DictConfig) -> Iterator[Problem]:
             f"{ACTOR}.clip_ratio_c={value} (dual clip) must be above 1 with {key}=vanilla: set it to 1e9 to switch the "
             "dual clip off."
         )
-
-
-def _averages_over_sequences(entry: Algorithm) -> bool:
-    """Whether its loss is one of this package's over sequences; verl's own takes any aggregation."""
-    return entry.level == "sequence" and entry.loss == entry.name and entry.verl_estimator is None
 
 
 def ignored(config: DictConfig) -> Iterator[Problem]:
@@ -168,13 +164,4 @@ def bounds(config: DictConfig) -> Iterator[Problem]:
     read_bounds({str(name): entry for name, entry in entries.items()})
 
 
-RULES = (
-    method_settings,
-    loss,
-    ignored,
-    verdicts,
-    overlong_penalty,
-    without_effect,
-    dynamic_sampling,
-    bounds,
-)
+RULES = (method_settings, loss, ignored, verdicts, overlong_penalty, without_effect, dynamic_sampling, bounds)

@@ -12,16 +12,20 @@ from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.problems import Problem
 from gtpo_verl.rules.ranges import ACTOR, ROLLOUT
 
-# What a run with a guide needs, and why: (key, value, reason).
-_NEEDED: tuple[tuple[str, Any, str], ...] = (
-    ("trainer.v1.trainer_mode", "sync", "the guide's rows have no weight version"),
-    ("reward.reward_model.enable", False, "verdicts are needed in the rollout"),
-    ("distillation.enabled", False, "it has a loss of its own"),
-    (f"{ROLLOUT}.enable_rollout_routing_replay", False, "no rollout has routed the guide's tokens"),
-    (f"{ROLLOUT}.agent.agent_loop_manager_class", None, "this project's own gives rows to the guide"),
+_WHOLE = "the guide's probabilities are those of the whole distribution"
+# What a run with a guide needs, and why: (the guide's setting, key, value, reason).
+_NEEDED: tuple[tuple[str, str, Any, str], ...] = (
+    ("mode", "trainer.v1.trainer_mode", "sync", "the guide's rows have no weight version"),
+    ("mode", "reward.reward_model.enable", False, "verdicts are needed in the rollout"),
+    ("mode", "distillation.enabled", False, "it has a loss of its own"),
+    ("mode", f"{ROLLOUT}.enable_rollout_routing_replay", False, "no rollout has routed the guide's tokens"),
+    ("mode", f"{ROLLOUT}.agent.agent_loop_manager_class", None, "this project's own gives rows to the guide"),
+    ("ratio", f"{ROLLOUT}.top_p", 1.0, _WHOLE),
+    ("ratio", f"{ROLLOUT}.top_k", -1, _WHOLE),
+    ("ratio", f"{ROLLOUT}.calculate_log_probs", True, _WHOLE),
+    ("source", f"{ROLLOUT}.name", "vllm", "the guide runs in vLLM"),
+    ("source", f"{ROLLOUT}.logprobs_mode", "processed_logprobs", "log-probs are at the training temperature"),
 )
-# What makes probabilities those of whole distributions.
-_WHOLE = ((f"{ROLLOUT}.top_p", 1.0), (f"{ROLLOUT}.top_k", -1), (f"{ROLLOUT}.calculate_log_probs", True))
 
 
 def guide(config: DictConfig) -> Iterator[Problem]:
@@ -30,10 +34,6 @@ def guide(config: DictConfig) -> Iterator[Problem]:
     if settings.mode != "off":
         yield from _method(config, settings)
         yield from _run(config, settings)
-        if settings.ratio == "phi":
-            yield from _probabilities(config)
-        if settings.served:
-            yield from _server(config)
 
 
 def _method(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
@@ -72,10 +72,15 @@ def _run(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
             f"{key} may give {guide.reserved} of the {ROLLOUT}.n={n} responses of a group to the guide, and the "
             "policy's own decide whether: lower algorithm.guide.n_off or n_zero, or raise n."
         )
-    for name, needed, why in _NEEDED:
+    in_use = {"mode": True, "ratio": guide.ratio == "phi", "source": guide.served}
+    for setting, name, needed, why in _NEEDED:
         value = OmegaConf.select(config, name, default=needed)
-        if value != needed:
-            yield Problem(f"{key} does not go with {name}={value} ({why}): set it to {written(needed)}.")
+        if in_use[setting] and value != needed:
+            otherwise = ", or algorithm.guide.ratio=one and algorithm.guide.clip=none" if setting == "ratio" else ""
+            yield Problem(
+                f"algorithm.guide.{setting}={getattr(guide, setting)} does not go with {name}={value} ({why}): set "
+                f"{name}={written(needed)}{otherwise}."
+            )
     if entropy_source(config).skips_actor_pass:
         yield Problem(
             f"{key} does not go with algorithm.entropy.source=rollout (no rollout has measured the guide's rows): set "
@@ -85,29 +90,6 @@ def _run(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
         yield Problem(
             "algorithm.guide.adv_scope=on_only does not read the KL term of algorithm.use_kl_in_reward=true: set it to "
             "false, or adv_scope=union."
-        )
-
-
-def _probabilities(config: DictConfig) -> Iterator[Problem]:
-    """The policy's probabilities and the guide's are of whole distributions."""
-    for name, needed in _WHOLE:
-        value = OmegaConf.select(config, name)
-        if value != needed:
-            yield Problem(
-                "algorithm.guide.ratio=phi divides by the guide's probabilities, which are those of the whole "
-                f"distribution: set {name}={written(needed)} (it is {value}), or algorithm.guide.ratio=one and "
-                "algorithm.guide.clip=none."
-            )
-
-
-def _server(config: DictConfig) -> Iterator[Problem]:
-    rollout, key = config.actor_rollout_ref.rollout, "algorithm.guide.source=server"
-    if rollout.name != "vllm":
-        yield Problem(f"{key} runs the guide in vLLM, and {ROLLOUT}.name={rollout.name}: set it to vllm.")
-    if rollout.logprobs_mode != "processed_logprobs":
-        yield Problem(
-            f"{key} needs log-probs at the training temperature: set {ROLLOUT}.logprobs_mode=processed_logprobs (it is "
-            f"{rollout.logprobs_mode})."
         )
 
 

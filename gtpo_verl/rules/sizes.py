@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.errors import UserError
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.problems import Problem
 from gtpo_verl.rules.ranges import ACTOR, OVERLONG, ROLLOUT
@@ -34,11 +33,7 @@ def batches(config: DictConfig) -> Iterator[Problem]:
             f"data.train_batch_size={batch} is not a multiple of {ACTOR}.ppo_mini_batch_size={mini}: both count "
             "prompts, and their quotient is the number of updates per step."
         )
-    try:
-        parallel = parallelism(config)
-    except UserError as error:
-        yield Problem(str(error))
-        return
+    parallel = parallelism(config)  # whose UserError is a problem too
     per_rank, rest = divmod(mini * n, parallel.data)
     if rest:
         yield Problem(

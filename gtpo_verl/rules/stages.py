@@ -10,11 +10,11 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations.checks import check_model
 from gtpo_verl.problems import Problem, Rule, evaluate, refuse
-from gtpo_verl.rules import algorithm, data, guide, loggers, model, overrides, ranges, rollout, sizes, start
+from gtpo_verl.rules import algorithm, data, guide, model, overrides, ranges, rollout, sizes, start
 from gtpo_verl.tasks.prepare import use_embedded_prompts
 
 CONFIGURATION = (*algorithm.RULES, *guide.RULES, *rollout.RULES, *sizes.RULES)
-MACHINE = (*start.RULES, *loggers.RULES, *model.RULES, *data.RULES, *rollout.MACHINE)
+MACHINE = (*start.RULES, *model.RULES, *data.RULES, *rollout.MACHINE)
 
 
 def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule] = CONFIGURATION) -> list[Problem]:
@@ -23,7 +23,7 @@ def problems(config: DictConfig, given: Sequence[str] = (), rules: Iterable[Rule
     Args:
         config: composed and prepared.
         given: the user's overrides, of which those without effect are named.
-        rules: those that are asked where every value is in its range: they calculate with the values.
+        rules: asked where every value is in its range, because they calculate with the values.
     """
     outside = evaluate(ranges.RULES, config)
     return outside or evaluate([partial(overrides.without_effect, given=given), *rules], config)

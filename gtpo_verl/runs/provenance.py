@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl import __version__, versions
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, sha256_of, write_json
 
 # settings whose files decide what a run computes; their paths may differ between machines, their content must not
 FILE_KEYS = (
@@ -122,8 +122,7 @@ def _file_checksum(file: Path) -> str:
 
 @lru_cache(maxsize=4096)  # asked before a run starts and when it does
 def _content_checksum(file: Path, changed: int, size: int) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return sha256_of(file)
 
 
 def _combined(lines: Iterable[str]) -> str:

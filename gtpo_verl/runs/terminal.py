@@ -108,8 +108,10 @@ def printing_to(log: Path) -> Iterator[None]:
 
 
 @contextmanager
-def progress_over(log: Path) -> "Iterator[Progress]":
-    """A progress display on the terminal, while all that the block prints goes to the end of a file."""
+def progress_over(log: Path, kept: Path) -> "Iterator[Progress]":
+    """A progress display on the terminal, while all that the block prints goes to the end of a file; on Ctrl-C it says
+    where the results so far are ``kept``, with which the same command goes on.
+    """
     from rich import progress as bars
     from rich.console import Console
 
@@ -122,7 +124,11 @@ def progress_over(log: Path) -> "Iterator[Progress]":
             *counts, *times, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False
         ) as progress,
     ):
-        yield progress
+        try:
+            yield progress
+        except KeyboardInterrupt:
+            progress.console.print(f"\nWhat is finished is in {kept}; repeat the command for the rest.")
+            raise
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.timing import GPUS
-from gtpo_verl.planning.transfers import Network, Pass, checkpoint_bytes
+from gtpo_verl.planning.transfers import Network, checkpoint_bytes, pass_seconds
 
 Run = Callable[..., DictConfig]
 SEVEN, LARGE = "setting=paper_gtpo_7b", "setting=paper_gtpo_32b"
@@ -25,9 +25,9 @@ def test_inside_a_node_the_links_count_and_between_nodes_the_network_of_all_its_
 
 
 def test_what_is_hidden_shows_only_where_it_is_slower_than_the_computation() -> None:
-    assert Pass(hidden=3.0, exposed=1.0).seconds(5.0) == 6.0
-    assert Pass(hidden=7.0, exposed=1.0).seconds(5.0) == 8.0
-    assert Pass(bubble=0.5).seconds(4.0) == 6.0
+    assert pass_seconds(5.0, hidden=3.0, exposed=1.0) == 6.0
+    assert pass_seconds(5.0, hidden=7.0, exposed=1.0) == 8.0
+    assert pass_seconds(4.0, bubble=0.5) == 6.0
 
 
 def test_fsdp_hides_its_gathers_and_megatron_waits(run: Run) -> None:

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.problems import errors_of
-from gtpo_verl.rules.loggers import LOGGERS, loggers
+from gtpo_verl.rules.start import LOGGERS, loggers
 
 
 def config(*names: str, **variables: str) -> DictConfig:

@@ -302,7 +302,7 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
         ),
         (
             SERVED + ";actor_rollout_ref.rollout.name=sglang",
-            "runs the guide in vLLM, and actor_rollout_ref.rollout.name=sglang",
+            "actor_rollout_ref.rollout.name=sglang (the guide runs in vLLM): set actor_rollout_ref.rollout.name=vllm",
         ),
         (
             SERVED + ";actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",
@@ -312,9 +312,9 @@ GUIDED = ("algo=luffy", "data.train_files=DIR/traces.parquet")
         ("algorithm.guide.n_off=8", "may give 8 of the actor_rollout_ref.rollout.n=8 responses of a group"),
         ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode=colocate_async"),
         ("reward.reward_model.enable=true", "does not go with reward.reward_model.enable=True"),
-        ("+distillation.enabled=true", "set it to false"),
+        ("+distillation.enabled=true", "set distillation.enabled=false"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=true", "no rollout has routed the guide's tokens"),
-        ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B", "set it to null"),
+        ("actor_rollout_ref.rollout.agent.agent_loop_manager_class=a.B", "agent_loop_manager_class=null"),
         ("algorithm.entropy.source=rollout", "no rollout has measured the guide's rows"),
     ],
 )
