@@ -188,6 +188,8 @@ def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *,
         except KeyboardInterrupt:
             progress.console.print(f"\nWhat is finished is in {store.directory}; repeat the command for the rest.")
             raise
+        finally:
+            store.flush()
 
 
 def _measure_gradients(
