@@ -1,8 +1,7 @@
-"""DAPO's advantage reshaped token by token by the entropy of the old policy: `entropy_bonus`, `eapo`,
-`polarity_entropy`.
+"""DAPO's advantage reshaped token by token by the entropy of the old policy.
 
-They differ in the direction. With more entropy a correct token gets more credit in all three; a wrong one gets less
-blame (`entropy_bonus`), more (`eapo`), or what the setting says (`polarity_entropy`, our control).
+With more entropy a correct token gets more credit in all three; a wrong one gets less blame (`entropy_bonus`), more
+(`eapo`), or what the setting says (`polarity_entropy`, our control).
 """
 
 from dataclasses import dataclass, replace
@@ -69,11 +68,10 @@ class EAPOConfig(Settings):
 
 
 def _eapo(batch: Batch, config: EAPOConfig) -> AdvantageOutput:
-    """A = A0 + α sign(A0) Z, Z = clip((H - mean) / std, ±|A0| / φ), arXiv 2604.11056 v1: more entropy, more credit and
-    more blame.
+    """A = A0 + α sign(A0) Z, Z = clip((H - mean) / std, ±|A0| / φ), 0 where std is: arXiv 2604.11056 v1.
 
-    Read in notes that print both equations and the constants; no code was found. The standard deviation is that of the
-    population; where it is 0, Z is 0.
+    More entropy, more credit and more blame. Read in notes that print both equations and the constants; no code was
+    found. The standard deviation is that of the population.
     """
     A0, H = dapo_advantages(batch), entropies(batch)
     mean = over_scope(H, batch, config.scope, torch.mean)

@@ -244,9 +244,11 @@ def _sort(
         entropies = np.array(rollout.entropies)
         c, slope, norm = (each[..., row, :length].numpy() for each in (credit, slopes, norms))
         place = np.searchsorted(edges, entropies, side="right")
-        tokens[:, side] += [np.bincount(place, each, DECILES) for each in (np.ones(length), norm, entropies)]
-        for column, each in enumerate(c):
-            where[:, column, side] += [np.bincount(place, each * other, DECILES) for other in (each * norm, slope)]
+        for decile in np.unique(place):
+            here = place == decile
+            where[0, : len(c), side, decile] += (c[:, here] ** 2 * norm[here]).sum(1)
+            where[1, : len(c), side, decile] += (c[:, here] * slope[here]).sum(1)
+            tokens[:, side, decile] += here.sum(), norm[here].sum(), entropies[here].sum()
 
 
 def _flat(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

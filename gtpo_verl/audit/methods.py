@@ -57,13 +57,10 @@ def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Me
 
 
 def effective_credit(A: Floats, mask: Bools, aggregation: str) -> Floats:
-    """The coefficient of ∇ log π of each token in the maximised objective at ratios of 1, times the tokens of the
-    batch.
+    """The coefficient (B, T) of ∇ log π of each token in the objective at ratios of 1, times the tokens of the batch.
 
-    The loss divides by all tokens (`token-mean`), or by the responses and the length of each (`seq-mean-token-mean`),
-    or by a constant (`seq-mean-token-sum...`), which is dropped: no figure depends on the scale of a credit but one.
-
-    A: (B, T) advantages. mask: (B, T) bool.
+    The loss divides advantages A (B, T) by all tokens (`token-mean`), by the responses and the length of each
+    (`seq-mean-token-mean`), or by a constant (`seq-mean-token-sum...`), which is dropped.
     """
     if aggregation != "seq-mean-token-mean":
         return np.where(mask, A, 0.0)

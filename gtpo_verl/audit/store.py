@@ -31,9 +31,8 @@ Record = TypeVar("Record")
 class Rollout:
     """One sampled response.
 
-    row: of the data. place: of the prompt in the order in which prompts are sampled. sample: its number among those
-    of the prompt. prompt, texts: as text, of each token. entropies in nats. cluster: of the prompt, which intervals
-    resample. truncated: the length limit cut it off.
+    row: of the data. place: of the prompt in the order of sampling. sample: its number among those of the prompt.
+    cluster: what intervals resample. texts: of each token. entropies in nats. truncated: by the length limit.
     """
 
     row: int
@@ -54,9 +53,8 @@ class Rollout:
 class Count:
     """Correct continuations at one point of one response.
 
-    place: tokens of the response before the point. half: 0 or 1. stage: 1, or 2 for the continuations that some
-    responses get in addition; `OF_BRANCH` behind a branch from this place, whose number stands for the half. decoded:
-    tokens that were sampled. truncated: continuations that the limit cut off.
+    place: tokens of the response before the point. half: 0 or 1. stage: 1, or 2 for what some responses get in
+    addition; `OF_BRANCH` behind a branch from here, whose number stands for the half. decoded: tokens sampled.
     """
 
     row: int

@@ -179,11 +179,14 @@ def _sample(config: DictConfig, prompts: "Prompts", store: Store, plan: Plan, *,
             record = prompts.record(row)
             return record.cluster or record.problem, prompts.text(prompts.tokens(row)), prompts.texts(tokens)
 
-        with sampler(config, prompts, wait=wait) as work:
-            sampling.sample_rollouts(store, plan, len(prompts), seed, work.continued, describe, advance)
-            if not plan.gradients:
-                responses = sampling.choose_responses(store.rollouts, plan, seed)
-                sampling.sample_values(store, responses, plan, seed, work.continued, advance)
+        try:
+            with sampler(config, prompts, wait=wait) as work:
+                sampling.sample_rollouts(store, plan, len(prompts), seed, work.continued, describe, advance)
+                if not plan.gradients:
+                    responses = sampling.choose_responses(store.rollouts, plan, seed)
+                    sampling.sample_values(store, responses, plan, seed, work.continued, advance)
+        finally:
+            store.flush()
 
 
 def _measure_gradients(

@@ -12,20 +12,9 @@ MAX_VOTERS = 1000  # binomials must fit in float64: C(1000, 500) is 3e299
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n-c, k) / C(n, k).
 
-    That is the share of the k-element subsets of the n samples that contain a correct one, so each sample is used at
-    most once. Drawing k samples with replacement, as verl's ``best@k`` does, is biased downwards.
-
-    Args:
-        n: samples of a problem, at least 1.
-        c: how many of them are correct, 0 to n.
-        k: samples drawn, 1 to n.
-
-    Returns:
-        The exact fraction, rounded once.
-
-    Raises:
-        ValueError: an argument is out of range. For k above n no unbiased estimate exists.
-
+    That is the share of the k-element subsets of the n samples of a problem, c of them correct, that contain a correct
+    one. Drawing k samples with replacement, as verl's ``best@k`` does, is biased downwards. Returns the exact fraction,
+    rounded once. Raises ValueError for k above n, for which no unbiased estimate exists, and other impossible numbers.
     Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
     _check(n, c, k)
@@ -50,13 +39,8 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Se
     the answer alone they agree). None and the empty string, an answer that could not be extracted, have no vote; a draw
     without any vote is wrong.
 
-    Args:
-        answers: the answer extracted from each of the n samples, n at most 1000.
-        correct: whether each is correct.
-        ks: numbers of samples drawn, each between 1 and n.
-
-    Raises:
-        ValueError: lengths differ, there are no samples or more than 1000, or a k is not between 1 and n.
+    answers, correct: of the n samples, at most 1000. ks: numbers of samples drawn, each between 1 and n. Raises
+    ValueError for other numbers, and where lengths differ.
     """
     n = len(answers)
     if len(correct) != n:
@@ -77,9 +61,8 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Se
 def _winning_ways(votes: Sequence[tuple[int, float]], n: int, largest: int) -> NDArray[np.float64]:
     """Number of ways to draw u of n samples, weighted by the accuracy of the vote among them; for u = 0 … ``largest``.
 
-    ``votes``: (samples with this answer, accuracy of the answer), by ascending number of samples. The ways are counted
-    by the winner's number of votes t. Samples without an answer, and those of answers with fewer than t samples, are
-    drawn freely; every other answer gives x < t votes, or x = t and is in the tie.
+    ``votes``: samples and accuracy of each answer, ascending. The ways are counted by the winner's number of votes t:
+    samples without an answer or with fewer than t alike are free; other answers give x < t votes, or x = t and tie.
     """
     total = np.zeros(largest + 1)
     silent = n - sum(count for count, _ in votes)

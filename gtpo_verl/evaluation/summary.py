@@ -68,14 +68,10 @@ class SourceSummary:
 
 
 def summarize(samples: Iterable[Sample]) -> list[SourceSummary]:
-    """Summarise samples by data source, in alphabetical order; the samples may have any.
+    """Summarise samples, in any order, by data source, in alphabetical order; at least one, else ValueError.
 
-    The bootstrap resamples problems, each with all its samples, because samples of one problem are correlated, or whole
-    clusters of problems where the samples name them. Problems have equal weight, however many samples they have. Rows
-    that repeat a problem are one problem with more samples.
-
-    Raises:
-        ValueError: there are no samples.
+    The bootstrap resamples problems with all their samples, or whole clusters of problems where the samples name them.
+    Problems have equal weight, however many samples they have; rows that repeat one are samples of one problem.
     """
     sources: dict[str, dict[str, list[Sample]]] = {}
     for sample in samples:
@@ -130,10 +126,7 @@ def _lengths(rows: Sequence[Sequence[Sample]]) -> tuple[Figure | None, Figure | 
 
 
 def paired_changes(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, Figure]:
-    """Mean accuracy after minus before, by data source, over the problems of both, with an interval paired by problem.
-
-    A data source without a common problem has no entry.
-    """
+    """Mean accuracy after minus before by data source, over problems of both, with an interval paired by problem."""
     after = list(after)
     first, last = _accuracies(before), _accuracies(after)
     clusters = {(sample.data_source, sample.problem): sample.cluster or sample.problem for sample in after}
