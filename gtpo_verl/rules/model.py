@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import read_json
 from gtpo_verl.integrations.launch import joined_cluster
-from gtpo_verl.integrations.weights import header, model_directory, needed_bucket, tensor_shapes
+from gtpo_verl.integrations.weights import model_directory, needed_bucket, shapes_in, tensor_shapes
 from gtpo_verl.planning.memory import GIB, host_memory, machine_memory
 from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import load_shape
@@ -121,7 +121,7 @@ def _weights_fault(file: Path) -> str | None:
     if file.suffix != ".safetensors":
         return None
     try:
-        header(file)
+        shapes_in(file)
     except ValueError as error:
         return str(error)
     return None
