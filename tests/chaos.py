@@ -249,7 +249,7 @@ def main() -> int:
         return 0
     directory = args.dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    lab = Lab(directory, prepare_task(TASK, directory / "task", progress=False), args.steps, args.limit, args.lock)
+    lab = Lab(directory, prepare_task(TASK, directory / "task"), args.steps, args.limit, args.lock)
     chaos = Chaos(lab, args.seed)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the training under way is ended with it
     done = {row["fault"] for row in chaos.state["faults"] if "not_tried" not in row}

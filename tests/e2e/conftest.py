@@ -28,7 +28,7 @@ Start = Callable[..., "Training"]
 
 @pytest.fixture(scope="session")
 def task(default_task_dir: Path) -> Task:
-    return prepare_task(embedded_task("sums"), default_task_dir, progress=False)
+    return prepare_task(embedded_task("sums"), default_task_dir)
 
 
 class Training:
