@@ -96,12 +96,11 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
 @contextmanager
 def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, BoundedRewardLoopManager]]:
     leave_to_cluster(config)
-    options = OmegaConf.to_container(config.ray_kwargs.get("ray_init", {}), resolve=True)
-    assert isinstance(options, dict)
     environment = get_ppo_ray_runtime_env(config)
     environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
-    merged = OmegaConf.merge(environment, options.get("runtime_env") or {})  # the run's own variables win, as in verl
-    ray.init(**(options | {"runtime_env": OmegaConf.to_container(merged)}))
+    own: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)  # its variables win, as in verl
+    options: Any = OmegaConf.to_container(OmegaConf.merge({"runtime_env": environment}, own))
+    ray.init(**options)
     try:
         enter_cluster(config, training=False, wait=wait)
         OmegaConf.resolve(config)

@@ -3,7 +3,6 @@ in which verl sends them. Nothing is loaded.
 """
 
 import importlib.util
-import json
 import math
 import re
 from pathlib import Path
@@ -55,24 +54,21 @@ def weights_fault(directory: Path, config: Any) -> str | None:
     return _first(missing) if missing else None
 
 
-def header(file: Path) -> dict[str, Any]:
-    """{tensor: its `shape` and `data_offsets`} of a safetensors file, which begins with them.
+def shapes_in(file: Path) -> dict[str, Shape]:
+    """{tensor: shape} of a safetensors file.
 
     Raises:
         ValueError: what the file is instead.
     """
-    size = file.stat().st_size
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(8), "little")
-        try:
-            entries = json.loads(content.read(min(length, size)))
-            entries.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError("is no safetensors file, or was cut off") from error
-    if size < 8 + length + end:
-        raise ValueError("was cut off")
-    return dict(entries)
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            names = tensors.keys()
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+    except SafetensorError as error:
+        cut = "not fully covered" in str(error)
+        raise ValueError("was cut off" if cut else "is no safetensors file, or was cut off") from error
 
 
 def model_directory(path: str) -> Path | None:
@@ -96,8 +92,7 @@ LEAST_BUCKET, VERLS_BUCKET = 64, 2048  # MiB; verl's default is for a model whos
 
 def tensor_shapes(directory: Path) -> dict[str, Shape]:
     """{tensor: shape} of the safetensors files in a directory."""
-    files = directory.glob("*.safetensors")
-    return {name: tuple(entry["shape"]) for file in files for name, entry in header(file).items()}
+    return {name: shape for file in directory.glob("*.safetensors") for name, shape in shapes_in(file).items()}
 
 
 def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
@@ -160,7 +155,7 @@ def _stored(directory: Path) -> dict[str, Shape] | str:
     found: dict[str, Shape] = {}
     for name in files:
         try:
-            found |= {tensor: tuple(entry["shape"]) for tensor, entry in header(directory / name).items()}
+            found |= shapes_in(directory / name)
         except ValueError as error:
             return f"{name} {error}"
     return found

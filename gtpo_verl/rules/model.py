@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from gtpo_verl.errors import UserError, first_line, within
 from gtpo_verl.files import read_json
 from gtpo_verl.integrations.launch import joined_cluster
-from gtpo_verl.integrations.weights import header, model_directory, needed_bucket, tensor_shapes
+from gtpo_verl.integrations.weights import model_directory, needed_bucket, shapes_in, tensor_shapes
 from gtpo_verl.planning.memory import GIB, host_memory, machine_memory
 from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import load_shape
@@ -98,7 +98,7 @@ def _files(key: str, directory: Path, tokenizer: Path) -> Iterator[Problem]:
             if not (directory / name).is_file():
                 raise ValueError("is missing")
             if name.endswith(".safetensors"):
-                header(directory / name)  # which says whether it was cut off
+                shapes_in(directory / name)  # which says whether it was cut off
         except ValueError as fault:
             yield Problem(f"{key}: {name} {fault}: copy the model again.")
 

@@ -7,12 +7,13 @@ that decides the content: a second call with the same key reads the manifest and
 import hashlib
 import json
 import os
+import random
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,6 @@ from gtpo_verl.files import read_json, write_json
 from gtpo_verl.runs.lock import preparing
 from gtpo_verl.runs.statistics import cluster_standard_error
 from gtpo_verl.tasks import EmbeddedTask, Task, task_of
-from gtpo_verl.tasks.split import Partition, demonstration_stream, partition
 
 if TYPE_CHECKING:  # torch and transformers take seconds to import, and a prepared task needs neither
     from omegaconf import DictConfig
@@ -37,13 +37,13 @@ SAMPLES_PER_PROMPT = 4  # of the baseline
 WARM_START_THREADS = 2  # more do not help a model of this size
 
 # The code that decides the content of a task, next to its own package and its parameters.
-SOURCES = ("model.py", "prepare.py", "split.py")
+SOURCES = ("model.py", "prepare.py")
 
 
 def prepare_task(task: EmbeddedTask, directory: Path, *, seed: int = 0) -> Task:
     """Return the task prepared in ``directory``, making it first (minutes on two cores) unless it is there already.
 
-    The parts have at most the task's sizes: a cluster is never divided (see `split.partition`). A task prepared with
+    The parts have at most the task's sizes: a cluster is never divided (see `partition`). A task prepared with
     other parameters or another version is replaced.
 
     Raises:
@@ -95,6 +95,61 @@ def use_embedded_prompts(config: "DictConfig") -> None:
     task = task_of(config.reward.custom_reward_function.path)
     if task is not None and config.data.val_files is None:
         config.data.val_files = str(prepare_task(task, task.directory(Path("outputs"))).val_file)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The problems of each part. Validation has no cluster in common with another part."""
+
+    validation: tuple[Any, ...]
+    train: tuple[Any, ...]
+    warm_start: tuple[Any, ...]
+
+
+def partition(task: EmbeddedTask, seed: int) -> Partition:
+    """Assign whole clusters in seeded order, to validation, then to training, the rest to the warm start, which has the
+    training part too where the task says so.
+
+    A cluster that would exceed the size asked for is passed over, so a part has at most that size and is short of it
+    only where no small cluster is left. Raises ValueError where a part would be empty.
+    """
+    clusters: dict[str, list[Any]] = {}
+    for problem in task.problems:
+        clusters.setdefault(task.cluster(problem), []).append(problem)
+    rest = sorted(clusters, key=lambda name: _hash(seed, name))
+    parts = []
+    for size in (task.val_prompts, task.train_prompts, len(task.problems)):
+        problems: list[Any] = []
+        left = []
+        for name in rest:
+            fits = len(problems) + len(clusters[name]) <= size
+            problems += clusters[name] if fits else []
+            left += [] if fits else [name]
+        rest = left
+        parts.append(tuple(sorted(problems, key=lambda problem: _hash(seed, task.prompt(problem)))))
+    validation, train, warm_start = parts
+    if task.warm_start_on_training:
+        warm_start += train
+    if not (validation and train and warm_start):
+        raise ValueError(
+            f"train_prompts={task.train_prompts} and val_prompts={task.val_prompts} must be positive and leave some "
+            f"of the {len(task.problems)} problems to the warm start; choose other sizes"
+        )
+    return Partition(validation, train, warm_start)
+
+
+def demonstration_stream(
+    task: EmbeddedTask, problems: Sequence[Any], error_rate: float, seed: int
+) -> Iterator[tuple[Any, str]]:
+    """Yield pairs of a problem, drawn uniformly from ``problems``, and a fresh demonstration of it, without end."""
+    rng = random.Random(seed)
+    while True:
+        problem = rng.choice(problems)
+        yield problem, task.demonstration(problem, error_rate, rng)
+
+
+def _hash(seed: int, text: str) -> bytes:
+    return hashlib.sha256(f"{seed}:{text}".encode()).digest()
 
 
 def rows(task: EmbeddedTask, problems: Sequence[Any], split: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from gtpo_verl.tasks import split
+from gtpo_verl.tasks import prepare
 from gtpo_verl.tasks.countdown.reward import compute_score, random_verdict
 from gtpo_verl.tasks.countdown.rules import Problem, final_total, read_problem
 from gtpo_verl.tasks.countdown.task import (
@@ -103,7 +103,7 @@ def test_the_length_limits_fit():
 
 
 def test_validation_shares_no_problem_with_training_and_warm_start():
-    parts = split.partition(TASK, 0)
+    parts = prepare.partition(TASK, 0)
     assert (len(parts.validation), len(parts.train)) == (TASK.val_prompts, TASK.train_prompts)
     assert set(parts.validation).isdisjoint({*parts.train, *parts.warm_start})
     assert {*parts.validation, *parts.train, *parts.warm_start} == set(PROBLEMS)

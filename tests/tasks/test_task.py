@@ -25,8 +25,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.tasks import Task, WarmStart, prepare
 from gtpo_verl.tasks import model as tiny
 from gtpo_verl.tasks import task as embedded_task
-from gtpo_verl.tasks.prepare import measure_accuracy
-from gtpo_verl.tasks.split import partition
+from gtpo_verl.tasks.prepare import measure_accuracy, partition
 from gtpo_verl.tasks.sums.task import MAX_PROMPT_LENGTH, TASK
 
 QUICK = {"train_prompts": 200, "val_prompts": 10, "warm_start": WarmStart(steps=2, batch_size=4)}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gtpo_verl.tasks import split
+from gtpo_verl.tasks import prepare
 from gtpo_verl.tasks.sums.task import (
     MAX_PROMPT_LENGTH,
     MAX_RESPONSE_LENGTH,
@@ -26,12 +26,12 @@ from gtpo_verl.tasks.sums.task import (
 problems = st.sampled_from(PROBLEMS)
 
 
-def partition(seed: int, train: int, val: int) -> split.Partition:
-    return split.partition(replace(TASK, train_prompts=train, val_prompts=val), seed)
+def partition(seed: int, train: int, val: int) -> prepare.Partition:
+    return prepare.partition(replace(TASK, train_prompts=train, val_prompts=val), seed)
 
 
 def demonstration_stream(of: Sequence[Problem], error_rate: float, seed: int) -> Iterator[tuple[Problem, str]]:
-    return split.demonstration_stream(TASK, of, error_rate, seed)
+    return prepare.demonstration_stream(TASK, of, error_rate, seed)
 
 
 def steps(text: str) -> list[tuple[int, int, int]]:
