@@ -65,9 +65,13 @@ def last_error(lines: Iterable[str]) -> str | None:
 
 
 def reason_in(lines: Iterable[str]) -> str | None:
-    """Why a command ended, as the end of its log says: `last_error`, else its last line; None of an empty log."""
+    """Why a command ended, as the end of its log says: `last_error`, else its last line, which may be a library's that
+    ended the process; None of an empty log.
+    """
     filled = [line.strip() for line in lines if line.strip()]
-    return last_error(filled) or (filled[-1] if filled else None)
+    return last_error(filled) or (
+        f"it ended without an error of its own; its last line is: {filled[-1]}" if filled else None
+    )
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

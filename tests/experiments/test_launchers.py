@@ -88,7 +88,7 @@ def test_the_reason_is_the_last_error_or_the_last_line(tmp_path: Path) -> None:
     for text, reason in {
         "": "it printed nothing.",
         "error: first\nerror: the reason\nat exit\n": "the reason",
-        "Traceback\nKilled\n\n": "Killed",
+        "Traceback\nKilled\n\n": "it ended without an error of its own; its last line is: Killed",
     }.items():
         log.write_text(text)
         assert launcher.reason(tmp_path, 1) == reason
