@@ -19,7 +19,7 @@ def check_batch(response_mask: torch.Tensor, group: torch.Tensor, **rows: torch.
     check_group_type(group)
     size = len(response_mask)
     for name, values in {"group": group, **rows}.items():
-        if values is None:
+        if values is None and name != "correct":
             continue
         if not isinstance(values, torch.Tensor) or values.is_complex() or values.dim() != 1:
             raise ValueError(

@@ -149,8 +149,6 @@ class Algorithm:
         missing = [name for name in INPUTS if name in self.needs and getattr(batch, name) is None]
         if missing:
             raise ValueError(f"{self.name} needs {' and '.join(missing)} in the batch: Batch(..., {missing[0]}=...)")
-        if batch.correct is None:
-            raise ValueError("correct must be a bool tensor (B,), the verdict of the verifier, got None")
         rows = {name: getattr(batch, name) for name in ("correct", "rewards", "length_penalty", "guide")}
         check_batch(batch.response_mask, batch.group, **rows)
         for name in {"entropy", "old_log_probs"} & self.needs:
