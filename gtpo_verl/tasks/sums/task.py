@@ -3,11 +3,7 @@
 A prompt is ``3+9+2+7`` and a newline. A demonstration writes the running total out, ``3+9=12;12+2=14;14+7=21;#21``, and
 what follows the last ``#`` is the answer. A step is off by one with a fixed probability and the rest continues from the
 wrong total, so a model that imitates the demonstrations well is right about half of the time, and only the verifier
-tells it which half: mixed groups from the first step, and room to learn.
-
-Problems with the same operands in another order have the same answer and resemble each other. Such a multiset of
-operands (660 of them) is therefore never split over two parts, and it is the cluster over which intervals are
-bootstrapped.
+tells it which half. Problems with the same multiset of operands have the same answer: a cluster.
 """
 
 import random
@@ -73,11 +69,8 @@ TASK = EmbeddedTask(
     demonstration=demonstration,
     compute_score=compute_score,
     max_response_length=MAX_RESPONSE_LENGTH,
-    # The loss reaches the floor set by the demonstrations' noise, so the baseline is the same on every machine; a
-    # higher peak rate ends further from that floor (measured: accuracies of 0.29 to 0.47 at 5e-3 and 3e-3). With 400
-    # steps the model gives the same baseline, and training at the quickstart's learning rate then forgets more than it
-    # learns: 24 steps of DAPO went from 0.47 to 0.35 on problems whose operands the warm start had not seen, and from
-    # 0.50 to 0.81 after 800.
+    # so many steps that the loss reaches the floor of the demonstrations' noise: the baseline is the same on every
+    # machine, and training does not forget more than it learns
     warm_start=WarmStart(steps=800, batch_size=64),
     baseline_range=(0.3, 0.6),
 )
