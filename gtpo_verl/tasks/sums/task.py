@@ -69,8 +69,8 @@ TASK = EmbeddedTask(
     demonstration=demonstration,
     compute_score=compute_score,
     max_response_length=MAX_RESPONSE_LENGTH,
-    # so many that the loss reaches the noise of the demonstrations: the baseline is the same on every machine, and
-    # training does not forget more than it learns
+    # so many steps that the loss reaches the floor of the demonstrations' noise: the baseline is the same on every
+    # machine, and training does not forget more than it learns
     warm_start=WarmStart(steps=800, batch_size=64),
     baseline_range=(0.3, 0.6),
 )
