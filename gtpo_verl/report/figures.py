@@ -16,7 +16,7 @@ from gtpo_verl.report.results import (
     OTHER_PHASE,
     STEP_PHASES,
     VALIDATION_PHASE,
-    ArmResult,
+    Arm,
     cost_until,
     data_sources,
     has_seeds,
@@ -139,7 +139,7 @@ FIGURES = (
 )
 
 
-def report_figures(arms: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
+def report_figures(arms: Sequence[Arm]) -> tuple[tuple[ReportFigure, ...], tuple[str, ...]]:
     """The figures that the runs have data for, in order, and a sentence for each that is missing."""
     builders = {"accuracy": _accuracy, "cost": _cost, "pass_at_k": _pass_at_k, "step_time": _step_time}
     built = [builders[name](arms) if name in builders else _metrics(name, arms) for name in FIGURES]
@@ -147,12 +147,12 @@ def report_figures(arms: Sequence[ArmResult]) -> tuple[tuple[ReportFigure, ...],
     return drawn, tuple(one for one in built if isinstance(one, str))
 
 
-def styles(arms: Sequence[ArmResult]) -> dict[str, Style]:
+def styles(arms: Sequence[Arm]) -> dict[str, Style]:
     """The style of each arm, by name."""
-    return arm_styles({arm.name: arm.arm.method for arm in arms})
+    return arm_styles({arm.name: arm.method for arm in arms})
 
 
-def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
+def _accuracy(arms: Sequence[Arm]) -> ReportFigure | str:
     """A curve per arm: over seeds where any arm has several, so that all bands are of one kind; else over prompts."""
     sources, several = data_sources(arms), has_seeds(arms)
     height = 320 if len(sources) == 1 else 220
@@ -169,7 +169,7 @@ def _accuracy(arms: Sequence[ArmResult]) -> ReportFigure | str:
     return ReportFigure("accuracy", "Validation accuracy", caption + _absence(arms, panels, "accuracy"), tuple(panels))
 
 
-def _accuracy_line(arm: ArmResult, source: str, several: bool) -> Line | None:
+def _accuracy_line(arm: Arm, source: str, several: bool) -> Line | None:
     curves = [one.accuracies[source].curve for one in arm.counted if source in one.accuracies]
     if not curves:
         return None
@@ -183,7 +183,7 @@ def _accuracy_line(arm: ArmResult, source: str, several: bool) -> Line | None:
     return Line(arm.name, steps, values, low, high)
 
 
-def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
+def _cost(arms: Sequence[Arm]) -> ReportFigure | str:
     """Accuracy against what it cost: responses generated, and seconds."""
     sources = data_sources(arms)
     panels = []
@@ -209,7 +209,7 @@ def _cost(arms: Sequence[ArmResult]) -> ReportFigure | str:
     return ReportFigure("cost", "Accuracy by cost", caption + _absence(arms, panels, "cost"), tuple(panels))
 
 
-def _cost_line(arm: ArmResult, source: str, what: str) -> Line | None:
+def _cost_line(arm: Arm, source: str, what: str) -> Line | None:
     """The arm's curve over its cost; None where a training did not log it."""
     validated = [one for one in arm.counted if source in one.accuracies]
     costs = [cost for one in validated if (cost := cost_until(one.training, what)) is not None]
@@ -224,7 +224,7 @@ def _cost_line(arm: ArmResult, source: str, what: str) -> Line | None:
     return Line(arm.name, spent, values, low, high)
 
 
-def _pass_at_k(arms: Sequence[ArmResult]) -> ReportFigure | str:
+def _pass_at_k(arms: Sequence[Arm]) -> ReportFigure | str:
     """pass@k of the last validation, where a prompt was sampled more than once."""
     panels = []
     for source in data_sources(arms):
@@ -241,7 +241,7 @@ def _pass_at_k(arms: Sequence[ArmResult]) -> ReportFigure | str:
     return ReportFigure("pass_at_k", "pass@k", caption + _absence(arms, panels, "pass@k"), tuple(panels))
 
 
-def _metrics(name: str, arms: Sequence[ArmResult]) -> ReportFigure | str:
+def _metrics(name: str, arms: Sequence[Arm]) -> ReportFigure | str:
     title, caption, metrics = METRIC_FIGURES[name]
     panels, remarks = [], []
     absent: dict[str, list[str]] = {}  # keys by the arms that lack them
@@ -278,7 +278,7 @@ def _capitalized(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def metric_line(arm: ArmResult, key: str, smooth: bool = True) -> Line | None:
+def metric_line(arm: Arm, key: str, smooth: bool = True) -> Line | None:
     """The running mean of a metric over steps; of several seeds the mean of theirs."""
     curves, raw = [], None
     for one in arm.counted:
@@ -293,7 +293,7 @@ def metric_line(arm: ArmResult, key: str, smooth: bool = True) -> Line | None:
     return replace(line, raw=raw) if single else line
 
 
-def _step_time(arms: Sequence[ArmResult]) -> ReportFigure | str:
+def _step_time(arms: Sequence[Arm]) -> ReportFigure | str:
     timed = {
         arm.name: found for arm in arms if (found := [one.step_seconds for one in arm.counted if one.step_seconds])
     }
@@ -317,7 +317,7 @@ def _step_time(arms: Sequence[ArmResult]) -> ReportFigure | str:
     return ReportFigure("step_time", "Step time by phase", caption, bars=bars)
 
 
-def _absence(arms: Sequence[ArmResult], panels: Sequence[Panel], what: str) -> str:
+def _absence(arms: Sequence[Arm], panels: Sequence[Panel], what: str) -> str:
     drawn = {line.label for panel in panels for line in panel.lines}
     absent = [arm.name for arm in arms if arm.name not in drawn]
     return f" No {what}: {', '.join(absent)}." if absent else ""

@@ -23,11 +23,11 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
 from gtpo_verl.report import charts, figures, results, seeds, tables, words
 from gtpo_verl.report.accuracy import Comparison
+from gtpo_verl.report.design import Design, design, setting_differences
 from gtpo_verl.report.figures import ReportFigure
-from gtpo_verl.report.results import ArmResult, TrainingResult
+from gtpo_verl.report.results import Arm, TrainingResult
 from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
 from gtpo_verl.report.seeds import Final, SeedComparison
-from gtpo_verl.runs.design import Design, design, setting_differences
 from gtpo_verl.runs.reader import Run, Training, read_runs
 
 SUMMARY_SCHEMA = 3  # raised when a key of summary.json changes its meaning or goes
@@ -45,7 +45,6 @@ class Report:
     status: str | None
     runs: tuple[Run, ...]
     design: Design
-    arms: tuple[ArmResult, ...]
     comparisons: tuple[Comparison, ...]
     finals: tuple[Final, ...]
     over_seeds: tuple[SeedComparison, ...]
@@ -85,7 +84,7 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
         pictures.mkdir(parents=True, exist_ok=True)
         report = _analyse(read, compared, output)
         drawn = {figure.name: figure for figure in report.figures}
-        styles = figures.styles(report.arms)
+        styles = figures.styles(report.design.arms)
         for name, theme in itertools.product(figures.FIGURES, charts.THEMES):
             file = pictures / (f"{name}.png" if theme == "light" else f"{name}-{theme}.png")
             file.unlink(missing_ok=True)  # one of an earlier report would be taken for one of this
@@ -101,14 +100,14 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
 def print_table(report: Report, console: Console | None = None) -> None:
     """Print the accuracies of each data source, a warning about what is not complete, and the report's path."""
     console = console or Console(highlight=False)
-    sources = results.data_sources(report.arms)
+    sources = results.data_sources(report.design.arms)
     for shown in [[source] for source in sources] or [[]]:
         title = report.title if len(sources) < 2 else f"{report.title}, {shown[0]}"
         if report.finals:
             finals = [final for final in report.finals if final.source in shown]
             console.print(_console_table(title, tables.final_table(finals, shown), _FINAL_COLUMNS, _FINAL_NAMES))
         else:
-            changes = tables.change_table(results.trainings_of(report.arms), shown)
+            changes = tables.change_table(results.trainings_of(report.design.arms), shown)
             console.print(_console_table(title, changes, _CHANGE_COLUMNS, _CHANGE_NAMES))
     for comparison in report.over_seeds:
         where = f"{comparison.source}: " if len(sources) > 1 else ""
@@ -137,23 +136,22 @@ def _console_table(title: str, found: tables.Table, columns: Sequence[str], name
 
 
 def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
-    arms = results.arm_results(compared, runs)
+    arms = compared.arms
     drawn, missing = figures.report_figures(arms)
     several = results.has_seeds(arms)
-    over_seeds = seeds.seed_comparisons(compared, arms) if several else []
+    over_seeds = seeds.seed_comparisons(compared.pairs, arms) if several else []
     return Report(
         title=" · ".join(dict.fromkeys(one.name for one in (runs if len(runs) <= 3 else arms))),
         status=words.status_text(runs, arms),
         runs=tuple(runs),
         design=compared,
-        arms=arms,
-        comparisons=results.comparisons(compared, arms),
+        comparisons=results.comparisons(compared.pairs),
         finals=tuple(seeds.finals(arms)) if several else (),
         over_seeds=tuple(over_seeds),
         figures=drawn,
         missing=missing,
         samples=tuple(credit_samples(arms)),
-        notes=tuple(words.notes(runs, compared, arms, over_seeds)),
+        notes=tuple(words.notes(runs, compared, over_seeds)),
         html=output / "report.html",
         summary=output / "summary.json",
     )
@@ -188,11 +186,11 @@ def render_page(
 
 
 def _page(report: Report) -> str:
-    sources = results.data_sources(report.arms)
-    trainings = results.trainings_of(report.arms)
-    styles = figures.styles(report.arms)
+    sources = results.data_sources(report.design.arms)
+    trainings = results.trainings_of(report.design.arms)
+    styles = figures.styles(report.design.arms)
     drawn = {figure.name: figure.charts(styles, interactive=True) for figure in report.figures}
-    several = results.has_seeds(report.arms)
+    several = results.has_seeds(report.design.arms)
     phases = list(dict.fromkeys(phase for one in report.figures for row in (one.bars or {}).values() for phase in row))
     return render_page(
         "gtpo_verl.report",
@@ -202,29 +200,29 @@ def _page(report: Report) -> str:
         report=report,
         sources=sources,
         several=several,
-        one_seed=words.ONE_SEED if not several and len(report.arms) > 1 else None,
-        counts=words.counts_text(report.runs, report.arms),
-        cards={arm.name: _card(report, arm) for arm in report.arms},
+        one_seed=words.ONE_SEED if not several and len(report.design.arms) > 1 else None,
+        counts=words.counts_text(report.runs, report.design.arms),
+        cards={arm.name: _card(report, arm) for arm in report.design.arms},
         no_accuracy=words.NO_ACCURACY,
         final_table=tables.final_table(report.finals, sources),
         seed_table=tables.seed_table(report.over_seeds, sources),
         change_table=tables.change_table(trainings, sources),
         comparison_table=tables.comparison_table(report.comparisons, sources, intervals=several),
-        entropy_table=tables.entropy_table(report.arms),
+        entropy_table=tables.entropy_table(report.design.arms),
         titles={name: list(one) for name, one in drawn.items()},
         phases=dict(zip(phases, charts.category_colours(phases), strict=True)),
-        responses=responses_over_time(report.arms),
+        responses=responses_over_time(report.design.arms),
         allowed=words.allowed_text(report.design),
         commands=_commands(report, trainings),
         links={one.name: os.path.relpath(one.training.path, report.html.parent) for one in trainings},
-        dots={one.name: arm.name for arm in report.arms for one in arm.trainings},
+        dots={one.name: arm.name for arm in report.design.arms for one in arm.trainings},
         common=common_settings([one.training for one in trainings]),
         facts=common_facts([one.training for one in trainings]),
-        differences=setting_differences([arm.counted[0].training for arm in report.arms]),
+        differences=setting_differences([arm.counted[0].training for arm in report.design.arms]),
     )
 
 
-def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str]]:
+def _card(report: Report, arm: Arm) -> list[tuple[str, str, str, str]]:
     """Of each data source of an arm: its name, the accuracy, the interval or where it began, and a sentence."""
     verdicts = {(one.arm, one.source): words.seed_verdict(one) for one in report.over_seeds}
     card = []
@@ -236,7 +234,7 @@ def _card(report: Report, arm: ArmResult) -> list[tuple[str, str, str, str]]:
             card.append(
                 (final.source, words.percent(final.mean), interval if final.interval else "no interval", sentence)
             )
-    if results.has_seeds(report.arms):
+    if results.has_seeds(report.design.arms):
         validated = any(one.accuracies for one in arm.trainings)
         return card or ([("", "", "", words.NONE_COMPLETE)] if validated else [])
     (result,) = arm.trainings
@@ -333,8 +331,8 @@ def _summary(report: Report) -> dict[str, Any]:
             for run in report.runs
         ],
         "arms": [
-            {"name": arm.name, "method": arm.arm.method, "trainings": [_training_summary(one) for one in arm.trainings]}
-            for arm in report.arms
+            {"name": arm.name, "method": arm.method, "trainings": [_training_summary(one) for one in arm.trainings]}
+            for arm in report.design.arms
         ],
         "over_prompts": [asdict(one) for one in report.comparisons],
         "over_seeds": {

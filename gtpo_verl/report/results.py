@@ -1,13 +1,13 @@
 """What the report says of each arm and of each of its trainings: names, accuracy by data source, cost, step time."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from gtpo_verl.report.accuracy import Accuracy, Comparison, accuracies, comparison
-from gtpo_verl.runs.design import Arm, Design
-from gtpo_verl.runs.reader import Run, Training
+from gtpo_verl.runs.reader import Training
 
 # the phases within verl's `timing_s/step`, in the order they happen; validation is timed outside of it
 STEP_PHASES = {
@@ -30,16 +30,36 @@ VALIDATION_PHASE = "validation"
 class TrainingResult:
     """What the report says of one training: its arm's name, with the seed where the arm has several.
 
-    run: the name of the run that it is of. accuracies: by data source. step_seconds: mean seconds per training step of
-    each phase, in the order they happen.
+    ``run``: the name of the run that it is of.
     """
 
     name: str
     run: str
-    seed: str | None
     training: Training
-    accuracies: Mapping[str, Accuracy]
-    step_seconds: Mapping[str, float]
+
+    @property
+    def seed(self) -> str | None:
+        return self.training.seed
+
+    @cached_property
+    def accuracies(self) -> Mapping[str, Accuracy]:
+        """By data source."""
+        return accuracies(self.training)
+
+    @property
+    def step_seconds(self) -> dict[str, float]:
+        """Mean seconds per training step of each phase, in the order they happen; empty where they were not logged."""
+        steps = [data for data in self.training.metrics.values() if "timing_s/step" in data]
+        if not steps:
+            return {}
+
+        def mean(phase: str) -> float:
+            return float(np.mean([data.get(f"timing_s/{phase}", 0.0) for data in steps]))
+
+        seconds = {title: mean(phase) for phase, title in STEP_PHASES.items()}
+        seconds[OTHER_PHASE] = mean("step") - sum(seconds.values())
+        seconds[VALIDATION_PHASE] = mean("testing")
+        return {title: value for title, value in seconds.items() if value > 0}
 
     @property
     def complete(self) -> bool:
@@ -48,12 +68,21 @@ class TrainingResult:
 
 
 @dataclass(frozen=True, eq=False)
-class ArmResult:
-    """An arm and its trainings, in the order of their seeds."""
+class Arm:
+    """Trainings that differ in their seed alone, in the order of the seeds.
+
+    ``values``: of the axes; arms of one baseline agree in them but for the axes of the baseline.
+    """
 
     name: str
-    arm: Arm
+    values: Mapping[str, str]
     trainings: tuple[TrainingResult, ...]
+
+    @property
+    def method(self) -> str | None:
+        """The name of the registered method, or None."""
+        method = self.trainings[0].training.method
+        return method.name if method else None
 
     @property
     def counted(self) -> tuple[TrainingResult, ...]:
@@ -61,59 +90,32 @@ class ArmResult:
         return tuple(result for result in self.trainings if result.complete) or self.trainings
 
 
-def arm_results(design: Design, runs: Sequence[Run]) -> tuple[ArmResult, ...]:
-    """A result for each arm of a design, in its order."""
-    run_of = {training: run.name for run in runs for training in run.trainings}
-    found = []
-    for arm in design.arms:
-        trainings = []
-        for seed, one in arm.trainings.items():
-            name = arm.name if len(arm.trainings) == 1 else f"{arm.name}, seed {seed}"
-            trainings.append(TrainingResult(name, run_of[one], seed, one, accuracies(one), _step_seconds(one)))
-        found.append(ArmResult(arm.name, arm, tuple(trainings)))
-    return tuple(found)
-
-
-def trainings_of(arms: Iterable[ArmResult]) -> list[TrainingResult]:
+def trainings_of(arms: Iterable[Arm]) -> list[TrainingResult]:
     return [training for arm in arms for training in arm.trainings]
 
 
-def has_seeds(arms: Iterable[ArmResult]) -> bool:
+def has_seeds(arms: Iterable[Arm]) -> bool:
     """Whether any arm was trained with several seeds, so that there is something to say over seeds."""
     return any(len(arm.trainings) > 1 for arm in arms)
 
 
-def data_sources(arms: Iterable[ArmResult]) -> list[str]:
+def data_sources(arms: Iterable[Arm]) -> list[str]:
     """Every data source that an arm validated."""
     return sorted({source for result in trainings_of(arms) for source in result.accuracies})
 
 
-def comparisons(design: Design, arms: Sequence[ArmResult]) -> tuple[Comparison, ...]:
+def comparisons(pairs: Iterable[tuple[Arm, Arm]]) -> tuple[Comparison, ...]:
     """Every arm against its baseline, seed by seed, on each data source with a validated step and prompts in common."""
-    by_arm = {result.arm: {one.seed: one for one in result.trainings} for result in arms}
     found = []
-    for arm, baseline in design.pairs:
-        for seed, result in by_arm[arm].items():
-            if partner := by_arm[baseline].get(seed):
+    for arm, baseline in pairs:
+        partners = {one.seed: one for one in baseline.trainings}
+        for result in arm.trainings:
+            if partner := partners.get(result.seed):
                 found += [
                     comparison(result.name, result.accuracies[source], partner.name, partner.accuracies[source])
                     for source in sorted(result.accuracies.keys() & partner.accuracies.keys())
                 ]
     return tuple(filter(None, found))
-
-
-def _step_seconds(training: Training) -> dict[str, float]:
-    steps = [data for data in training.metrics.values() if "timing_s/step" in data]
-    if not steps:
-        return {}
-
-    def mean(phase: str) -> float:
-        return float(np.mean([data.get(f"timing_s/{phase}", 0.0) for data in steps]))
-
-    seconds = {title: mean(phase) for phase, title in STEP_PHASES.items()}
-    seconds[OTHER_PHASE] = mean("step") - sum(seconds.values())
-    seconds[VALIDATION_PHASE] = mean("testing")
-    return {title: value for title, value in seconds.items() if value > 0}
 
 
 def cost_until(training: Training, what: str) -> Mapping[int, float] | None:

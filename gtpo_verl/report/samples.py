@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gtpo_verl.report.results import ArmResult
+from gtpo_verl.report.results import Arm
 from gtpo_verl.runs.reader import Response, read_credit_samples, read_responses
 
 SHOWN_PROMPTS = 2  # of the validation, with their responses over time
@@ -42,7 +42,7 @@ class CreditSample:
     alone: bool
 
 
-def credit_samples(arms: Sequence[ArmResult]) -> list[CreditSample]:
+def credit_samples(arms: Sequence[Arm]) -> list[CreditSample]:
     """Two responses of each arm's first training to one prompt, the same for as many arms as kept one, in their order.
 
     Preferred are prompts with two responses of each verdict in every arm, and the last step that has one.
@@ -64,7 +64,7 @@ def credit_samples(arms: Sequence[ArmResult]) -> list[CreditSample]:
     return [sample for samples in kept[max(kept, key=worth)].values() for sample in samples]
 
 
-def responses_over_time(arms: Sequence[ArmResult]) -> list[tuple[str, list[tuple[str, list[Response]]]]]:
+def responses_over_time(arms: Sequence[Arm]) -> list[tuple[str, list[tuple[str, list[Response]]]]]:
     """Of the first prompts that all arms validated: the prompt, and for each arm its responses at a few validations."""
     by_arm = {arm.name: _over_time(arm) for arm in arms}
     read = {name: found for name, found in by_arm.items() if found}
@@ -74,7 +74,7 @@ def responses_over_time(arms: Sequence[ArmResult]) -> list[tuple[str, list[tuple
     return [(prompt, [(name, found[prompt]) for name, found in read.items()]) for prompt in prompts[:SHOWN_PROMPTS]]
 
 
-def _over_time(arm: ArmResult) -> dict[str, list[Response]]:
+def _over_time(arm: Arm) -> dict[str, list[Response]]:
     """The first response to each prompt at the first validation, one in the middle and the last."""
     training = arm.counted[0].training
     steps = sorted({validation.step for found in training.validations.values() for validation in found})

@@ -1,13 +1,13 @@
 """Arms over their seeds: final accuracies, paired differences to the baseline, and what was left out."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from gtpo_verl.evaluation.paired import Paired, compared, interquartile_mean, student_bounds, student_interval
-from gtpo_verl.report.results import ArmResult, data_sources, trainings_of
-from gtpo_verl.runs.design import Design
+from gtpo_verl.report.results import Arm, data_sources, trainings_of
 from gtpo_verl.runs.statistics import Floats, Interval
 
 BAND_SEEDS = 3  # from so many seeds on a band is drawn: of two, Student's interval is 13 standard errors wide
@@ -42,7 +42,7 @@ class SeedComparison:
     paired: Paired
 
 
-def finals(arms: Sequence[ArmResult]) -> list[Final]:
+def finals(arms: Sequence[Arm]) -> list[Final]:
     """The final accuracy of each arm on each data source, arms without a complete training left out."""
     found = []
     for source in data_sources(arms):
@@ -59,12 +59,10 @@ def finals(arms: Sequence[ArmResult]) -> list[Final]:
     return found
 
 
-def seed_comparisons(design: Design, arms: Sequence[ArmResult]) -> list[SeedComparison]:
+def seed_comparisons(pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm]) -> list[SeedComparison]:
     """Every arm against its baseline on each data source, over the seeds that both completed; one family for Holm."""
-    by_arm = {result.arm: result for result in arms}
-    pairs = [(by_arm[arm], by_arm[baseline], source) for source in data_sources(arms) for arm, baseline in design.pairs]
     found = []
-    for arm, baseline, source in pairs:
+    for source, (arm, baseline) in itertools.product(data_sources(arms), pairs):
         step = _final_step(arms, source)
         ours, theirs = _values(arm, source, step), _values(baseline, source, step)
         common = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
@@ -94,7 +92,7 @@ def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats,
     return x, values.mean(axis=0), *student_bounds(values.T)
 
 
-def _final_step(arms: Sequence[ArmResult], source: str) -> int | None:
+def _final_step(arms: Sequence[Arm], source: str) -> int | None:
     """The last step that all complete trainings validated on a data source."""
     curves = [one.accuracies[source].curve for one in trainings_of(arms) if one.complete and source in one.accuracies]
     if not curves:
@@ -102,7 +100,7 @@ def _final_step(arms: Sequence[ArmResult], source: str) -> int | None:
     return max(set.intersection(*({point.step for point in curve} for curve in curves)), default=None)
 
 
-def _values(arm: ArmResult, source: str, step: int | None) -> dict[str | None, float]:
+def _values(arm: Arm, source: str, step: int | None) -> dict[str | None, float]:
     """The accuracy of each complete training at a step, by seed."""
     return {
         result.seed: point.accuracy

@@ -7,7 +7,7 @@ import numpy as np
 
 from gtpo_verl.report.accuracy import Accuracy, Comparison
 from gtpo_verl.report.figures import metric_line
-from gtpo_verl.report.results import ArmResult, TrainingResult
+from gtpo_verl.report.results import Arm, TrainingResult
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.report.words import interval_text, number_range, p_text, percent, points, share_interval
 
@@ -88,7 +88,7 @@ def seed_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) ->
     return _by_source("Arms", columns, rows, sources)
 
 
-def entropy_table(arms: Sequence[ArmResult]) -> Table:
+def entropy_table(arms: Sequence[Arm]) -> Table:
     """Per arm and verdict of the responses: how far their entropy fell, and how far it has come up again."""
     rows = []
     for arm in arms:

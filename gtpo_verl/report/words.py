@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gtpo_verl.evaluation.paired import ALPHA, SKEWED, least_sign_flip_p
 from gtpo_verl.report.accuracy import Accuracy, Change, Point
-from gtpo_verl.report.results import ArmResult, TrainingResult, data_sources, has_seeds, trainings_of
+from gtpo_verl.report.design import Design
+from gtpo_verl.report.results import Arm, TrainingResult, data_sources, has_seeds, trainings_of
 from gtpo_verl.report.seeds import BAND_SEEDS, SeedComparison
-from gtpo_verl.runs.design import Design
 from gtpo_verl.runs.reader import Run, Training, logged_mean_acc
 from gtpo_verl.runs.statistics import DRAWS, FEW_PROMPTS, Interval
 
@@ -86,7 +86,7 @@ def curve_basis(accuracies: Sequence[Accuracy]) -> str:
     return f"{samples} samples of {prompts} prompts per validation · bands: 95 % intervals, bootstrap over {over}"
 
 
-def seed_basis(arms: Sequence[ArmResult]) -> str:
+def seed_basis(arms: Sequence[Arm]) -> str:
     """What the curves of arms with seeds rest on, in one line."""
     counts = [len(arm.counted) for arm in arms]
     bands = "bands: 95 % Student's t intervals over seeds"
@@ -116,7 +116,7 @@ def seed_verdict(comparison: SeedComparison) -> str:
     )
 
 
-def counts_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str:
+def counts_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str:
     """How many arms, seeds and trainings a report over seeds rests on."""
     trainings = trainings_of(arms)
     complete = sum(result.complete for result in trainings)
@@ -125,7 +125,7 @@ def counts_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str:
     return f"{len(arms)} arm{'s' * (len(arms) != 1)} · {seeds_text(seeds)} · {complete} of {planned} trainings complete"
 
 
-def status_text(runs: Sequence[Run], arms: Sequence[ArmResult]) -> str | None:
+def status_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str | None:
     """A warning at the top about what is not complete; None where all is, or the status was not recorded."""
     left_out = []
     for run in runs:
@@ -154,10 +154,9 @@ def allowed_text(design: Design) -> tuple[str, ...]:
     )
 
 
-def notes(
-    runs: Sequence[Run], design: Design, arms: Sequence[ArmResult], over_seeds: Sequence[SeedComparison]
-) -> list[str]:
+def notes(runs: Sequence[Run], design: Design, over_seeds: Sequence[SeedComparison]) -> list[str]:
     """What the intervals cover, what is unusual about these runs, and what the runs themselves recorded."""
+    arms = design.arms
     sentences = [*(_seed_notes(over_seeds) if has_seeds(arms) else ()), *_prompt_notes(arms)]
     sentences += [f"{sentence}." for sentence in (*allowed_text(design), *design.unknown)]
     for result in trainings_of(arms):
@@ -208,7 +207,7 @@ def _added_seeds(run: Run) -> Iterator[str]:
         )
 
 
-def _prompt_notes(arms: Sequence[ArmResult]) -> Iterator[str]:
+def _prompt_notes(arms: Sequence[Arm]) -> Iterator[str]:
     every = [accuracy for result in trainings_of(arms) for accuracy in result.accuracies.values()]
     sampled = [point for accuracy in every for point in accuracy.curve if point.prompts]
     if any(point.interval for point in sampled):

@@ -9,10 +9,10 @@ import pytest
 from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.report import tables
 from gtpo_verl.report.accuracy import Accuracy
-from gtpo_verl.report.results import ArmResult, TrainingResult, arm_results, cost_until, data_sources, trainings_of
+from gtpo_verl.report.design import design, setting_differences
+from gtpo_verl.report.results import Arm, TrainingResult, cost_until, data_sources, trainings_of
 from gtpo_verl.report.results import comparisons as compare
 from gtpo_verl.report.words import notes, points, status_text, verdict
-from gtpo_verl.runs.design import design, setting_differences
 from gtpo_verl.runs.reader import read_run, read_runs
 from gtpo_verl.runs.statistics import Interval
 
@@ -33,9 +33,8 @@ def write_arm(path: Path, validations: dict[int, dict[str, list[int]]], **last: 
     return path
 
 
-def arms_of(*paths: Path) -> tuple[ArmResult, ...]:
-    runs = read_runs(list(paths))
-    return arm_results(design(runs), runs)
+def arms_of(*paths: Path) -> tuple[Arm, ...]:
+    return design(read_runs(list(paths))).arms
 
 
 def results_of(*paths: Path) -> list[TrainingResult]:
@@ -44,19 +43,16 @@ def results_of(*paths: Path) -> list[TrainingResult]:
 
 def status_of(*paths: Path) -> str | None:
     runs = read_runs(list(paths))
-    return status_text(runs, arm_results(design(runs), runs))
+    return status_text(runs, design(runs).arms)
 
 
 def comparisons(*paths: Path):
-    runs = read_runs(list(paths))
-    compared = design(runs)
-    return compare(compared, arm_results(compared, runs))
+    return compare(design(read_runs(list(paths))).pairs)
 
 
 def notes_of(*paths: Path) -> list[str]:
     runs = read_runs(list(paths))
-    compared = design(runs)
-    return notes(runs, compared, arm_results(compared, runs), [])
+    return notes(runs, design(runs), [])
 
 
 def only(result: TrainingResult) -> Accuracy:

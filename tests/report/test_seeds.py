@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.report.design import design
 from gtpo_verl.report.page import Report, write_report
-from gtpo_verl.report.results import arm_results
 from gtpo_verl.report.samples import credit_samples
 from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons
 from gtpo_verl.report.tables import entropy_table
 from gtpo_verl.report.words import notes, seed_verdict, status_text
-from gtpo_verl.runs.design import design
 from gtpo_verl.runs.reader import read_runs
 from gtpo_verl.runs.sweep import load, write
 
@@ -34,7 +33,7 @@ def written(tmp_path_factory, run_writer) -> Report:
 def analysed(*paths: Path):
     runs = read_runs(list(paths))
     compared = design(runs)
-    return runs, compared, arm_results(compared, runs)
+    return runs, compared, compared.arms
 
 
 def set_final(path: Path, accuracies: dict[str, float]) -> None:
@@ -56,7 +55,7 @@ def test_final_accuracies_and_differences_on_a_hand_made_sweep(runs):
     baseline, arm = finals(arms)
     assert (baseline.mean, arm.mean) == (pytest.approx(0.6125), pytest.approx(0.6475))
     assert baseline.interquartile_mean == pytest.approx(0.605)
-    (comparison,) = seed_comparisons(compared, arms)
+    (comparison,) = seed_comparisons(compared.pairs, arms)
     assert (comparison.step, comparison.seeds) == (60, ("0", "1", "2", "3"))
     found = comparison.paired
     differences = np.subtract(ours, theirs)
@@ -73,7 +72,7 @@ def test_no_difference_is_said_with_what_would_have_been_shown(runs):
     named = {f"algo=dapo,seed={seed}": 0.6 for seed in range(8)}
     set_final(path, named | {f"algo=gtpo,seed={seed}": 0.6 + one for seed, one in enumerate(differences)})
     _, compared, arms = analysed(path)
-    (comparison,) = seed_comparisons(compared, arms)
+    (comparison,) = seed_comparisons(compared.pairs, arms)
     assert not comparison.paired.shown
     assert seed_verdict(comparison) == (
         "No difference between GTPO and DAPO shown: +0.1 points (95 % interval −1.7 to +1.9, p = 0.875). One of "
@@ -87,7 +86,7 @@ def test_no_difference_is_said_with_what_would_have_been_shown(runs):
 def test_the_report_says_which_tests_can_reject(runs, seeds: int, can: str):
     path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(seeds), **BARE)
     read, compared, arms = analysed(path)
-    text = " ".join(notes(read, compared, arms, seed_comparisons(compared, arms)))
+    text = " ".join(notes(read, compared, seed_comparisons(compared.pairs, arms)))
     assert (
         f"With {seeds} seeds the exact sign-flip test, which assumes only that differences are symmetric, has p of at "
         in text
@@ -101,7 +100,7 @@ def test_skewed_differences_are_warned_about(runs):
     values = (0.51, 0.515, 0.51, 0.52, 0.505, 0.7)
     set_final(path, named | {f"algo=gtpo,seed={seed}": value for seed, value in enumerate(values)})
     read, compared, arms = analysed(path)
-    text = " ".join(notes(read, compared, arms, seed_comparisons(compared, arms)))
+    text = " ".join(notes(read, compared, seed_comparisons(compared.pairs, arms)))
     assert "GTPO − DAPO: the differences are skewed (+1.8), where Student's interval covers less than it says" in text
 
 
@@ -186,12 +185,12 @@ def test_credit_is_shown_on_a_prompt_of_all_arms_with_two_of_each_verdict(runs):
 def test_seeds_that_were_added_to_a_planned_sweep_are_said(runs):
     path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(3), **BARE)
     first = load(path)
-    assert not any("added later" in note for note in notes(*analysed(path), []))
+    assert not any("added later" in note for note in notes(*analysed(path)[:2], []))
     write(replace(first, axes=first.axes | {"seed": ("0", "1")}))
     facts = json.loads((path / "sweep.json").read_text())
     assert (facts["planned_seeds"], facts["axes"]["seed"]) == (3, ["0", "1", "2"])
     (path / "sweep.json").write_text(json.dumps(facts | {"planned_seeds": 2}))
-    assert any("2 seeds were planned and 1 added later." in note for note in notes(*analysed(path), []))
+    assert any("2 seeds were planned and 1 added later." in note for note in notes(*analysed(path)[:2], []))
 
 
 def test_rebound_is_measured_from_the_lowest_point(runs):

@@ -9,12 +9,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.config import option_keys
 from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.report.results import Arm, TrainingResult
 from gtpo_verl.runs.directory import NOT_SET, is_bookkeeping, within
 from gtpo_verl.runs.provenance import FILE_KEYS
 from gtpo_verl.runs.reader import Run, Training
@@ -31,32 +32,14 @@ ANY_SETTING = "*"
 
 
 @dataclass(frozen=True)
-class ArmKey:
-    """What makes an arm: the values of the axes, and the settings of its method that tell it from the method's others.
-
-    Both are of texts. Arms of one baseline agree in ``values`` but for the axes of the baseline.
-    """
+class _Key:
+    """What makes an arm: values of the axes, and settings of its method that tell it from the method's others."""
 
     values: Mapping[str, str]
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str]
 
     def identity(self) -> tuple[tuple[str, str], ...]:
         return (*sorted(self.values.items()), *sorted(self.settings.items()))
-
-
-@dataclass(frozen=True, eq=False)
-class Arm:
-    """Trainings that differ in their seed alone, by seed, in the order of the seeds."""
-
-    name: str
-    key: ArmKey
-    trainings: Mapping[str | None, Training]
-
-    @property
-    def method(self) -> str | None:
-        """The name of the registered method, or None."""
-        first = next(iter(self.trainings.values()))
-        return first.method.name if first.method else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +69,7 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     """
     sweeps = [run.sweep for run in runs if run.sweep]
     trainings = [training for run in runs for training in run.trainings]
-    keys = dict(zip(trainings, _arm_keys(trainings, allow), strict=True))
+    keys = _arm_keys(trainings, allow)
     facts = {training: _facts(training) for training in trainings}
     known = {*_RECORDED, *(key for training in trainings for key in (*facts[training], *training.config))}
     for key in allow:
@@ -94,11 +77,11 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
             hint = did_you_mean(key, known) or ": name one in which they differ."
             raise UserError(f"--allow {key}: no run has such a setting{hint}")
     _refuse_differences(facts, keys, allow, _explained(trainings, sweeps))
-    arms = _arms(keys)
+    arms = _arms(keys, {training: run.name for run in runs for training in run.trainings})
     baseline = next((sweep.baseline for sweep in sweeps if sweep.baseline), None)
     if baseline is None:
-        baseline = arms[0].key.values if not any(sweeps) else {}
-        several = len({arm.key.values.get(ALGORITHM) for arm in arms}) > 1
+        baseline = arms[0].values if not any(sweeps) else {}
+        several = len({arm.values.get(ALGORITHM) for arm in arms}) > 1
         baseline = {ALGORITHM: baseline[ALGORITHM]} if several and ALGORITHM in baseline else baseline
     recorded = [facts[training] for training in trainings]
     allowed = {
@@ -129,9 +112,8 @@ def setting_differences(trainings: Sequence[Training]) -> tuple[dict[str, list[s
 # ---------------------------------------------------------------- arms
 
 
-def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> list[ArmKey]:
-    """The key of each training's arm, not yet without the settings that all of a method share."""
-    keys = []
+def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> dict[Training, _Key]:
+    keys: dict[Training, _Key] = {}
     for training in trainings:
         values = {key: value for key, value in training.axes.items() if key != SEED}
         if not training.axes:
@@ -140,19 +122,16 @@ def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> list[ArmKe
         values |= {key: _shown(training.config, key) for key in tolerated if key not in values}
         method_keys = training.method.keys if training.method and not training.axes else ()
         settings = {key: _shown(training.config, key) for key in training.config if _listed(key, method_keys)}
-        keys.append(ArmKey(values, settings))
-    shared = _varying([key.values for key in keys])
-    trimmed = []
-    for training, key in zip(trainings, keys, strict=True):
+        keys[training] = _Key(values, settings)
+    varying = _varying([key.values for key in keys.values()])
+    trimmed = {}
+    for training, key in keys.items():
         # of the settings of a method, those in which its trainings differ
-        same = [other.settings for one, other in zip(trainings, keys, strict=True) if one.method is training.method]
-        varying = _varying(same)
-        axes = {*training.axes, ALGORITHM}
-        trimmed.append(
-            ArmKey(
-                {name: value for name, value in key.values.items() if name in shared or name in axes},
-                {name: value for name, value in key.settings.items() if name in varying and name not in key.values},
-            )
+        of_method = _varying([other.settings for one, other in keys.items() if one.method is training.method])
+        kept = {*varying, *training.axes, ALGORITHM}
+        trimmed[training] = _Key(
+            {name: value for name, value in key.values.items() if name in kept},
+            {name: value for name, value in key.settings.items() if name in of_method and name not in key.values},
         )
     return trimmed
 
@@ -163,17 +142,15 @@ def _varying(rows: Sequence[Mapping[str, str]]) -> set[str]:
     return {name for name in names if len({row.get(name, NOT_SET) for row in rows}) > 1}
 
 
-def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
+def _arms(keys: Mapping[Training, _Key], runs: Mapping[Training, str]) -> tuple[Arm, ...]:
     grouped: dict[tuple[tuple[str, str], ...], list[Training]] = {}
     for training, key in keys.items():
         grouped.setdefault(key.identity(), []).append(training)
     arms = []
-    first = [trainings[0] for trainings in grouped.values()]
-    names = _names([keys[training] for training in first], first)
+    names = _names({trainings[0]: keys[trainings[0]] for trainings in grouped.values()})
     for name, trainings in zip(names, grouped.values(), strict=True):
         by_seed: dict[str | None, Training] = {}
-        of_arm = sorted(trainings, key=lambda one: str(one.seed).zfill(20))  # numbers as numbers
-        for training in of_arm:
+        for training in sorted(trainings, key=lambda one: str(one.seed).zfill(20)):  # numbers as numbers
             twin = by_seed.setdefault(training.seed, training)
             if twin is not training:
                 seed = f"seed {training.seed}" if training.seed is not None else "without a recorded seed"
@@ -181,27 +158,28 @@ def _arms(keys: Mapping[Training, ArmKey]) -> tuple[Arm, ...]:
                     f"{twin.path} and {training.path} are both {name}, {seed}: give one of them. A setting in "
                     "which they differ makes two arms: --allow KEY."
                 )
-        arms.append(Arm(name, keys[trainings[0]], by_seed))
+        titles = [f"{name}, seed {seed}" if len(by_seed) > 1 else name for seed in by_seed]
+        results = [TrainingResult(title, runs[one], one) for title, one in zip(titles, by_seed.values(), strict=True)]
+        arms.append(Arm(name, keys[trainings[0]].values, tuple(results)))
     order = {name: place for place, name in enumerate(algorithms())}  # the baseline first
     return tuple(sorted(arms, key=lambda arm: order.get(str(arm.method), len(order))))
 
 
-def _names(keys: Sequence[ArmKey], examples: Sequence[Training]) -> list[str]:
-    """The label of the method, and what else tells the arms apart."""
+def _names(keys: Mapping[Training, _Key]) -> list[str]:
+    """The label of the method, and what else tells the arms apart; each with one of its trainings."""
+    choices = {training: key.values.get("algo") or key.values.get(ALGORITHM) for training, key in keys.items()}
     chosen: dict[str, set[str | None]] = {}  # by method: the presets, or the method itself
-    for key, training in zip(keys, examples, strict=True):
+    for training, choice in choices.items():
         if training.method:
-            chosen.setdefault(training.method.name, set()).add(key.values.get("algo") or key.values.get(ALGORITHM))
-    varying = _varying([key.values for key in keys])
+            chosen.setdefault(training.method.name, set()).add(choice)
+    varying = _varying([key.values for key in keys.values()]) - {"algo", ALGORITHM}
     names = []
-    for key, training in zip(keys, examples, strict=True):
-        choice = key.values.get("algo") or key.values.get(ALGORITHM)
+    for training, key in keys.items():
+        choice = choices[training]
         alone = training.method is not None and len(chosen[training.method.name]) == 1
         label = training.method.label if training.method and alone else choice
-        rest = {
-            name: value for name, value in key.values.items() if name in varying and name not in ("algo", ALGORITHM)
-        }
-        parts = [f"{name.rsplit('.', 1)[-1]}={value}" for name, value in (rest | dict(key.settings)).items()]
+        told = {name: value for name, value in key.values.items() if name in varying} | dict(key.settings)
+        parts = [f"{name.rsplit('.', 1)[-1]}={value}" for name, value in told.items()]
         names.append(", ".join([label or training.name, *parts]))
     return names
 
@@ -210,8 +188,8 @@ def _pairs(arms: Sequence[Arm], baseline: Mapping[str, str]) -> tuple[tuple[Arm,
     """Each arm with the arm that has its values but for those of the baseline."""
     pairs = []
     for arm in arms:
-        wanted = dict(arm.key.values) | dict(baseline)
-        partner = next((other for other in arms if dict(other.key.values) == wanted), None)
+        wanted = {**arm.values, **baseline}
+        partner = next((other for other in arms if other.values == wanted), None)
         if baseline and partner is not None and partner is not arm:
             pairs.append((arm, partner))
     return tuple(pairs)
@@ -256,7 +234,7 @@ def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[
 
 def _refuse_differences(
     facts: Mapping[Training, Mapping[str, str]],
-    keys: Mapping[Training, ArmKey],
+    keys: Mapping[Training, _Key],
     allow: Sequence[str],
     explained: Sequence[str],
 ) -> None:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.design import Design, design
+from gtpo_verl.report.design import Design, design
 from gtpo_verl.runs.directory import MetricsRecorder
 from gtpo_verl.runs.reader import read_runs
 from gtpo_verl.runs.session import training_session
@@ -43,7 +43,7 @@ def trained(runs, name: str, algorithm: str, seed: int | None) -> Path:
 
 def test_a_sweep_has_arms_seeds_and_a_baseline(sweep: Path):
     found = designed(sweep)
-    assert [(arm.name, list(arm.trainings)) for arm in found.arms] == [
+    assert [(arm.name, [one.seed for one in arm.trainings]) for arm in found.arms] == [
         ("DAPO", ["0", "1", "10"]),
         ("GTPO", ["0", "1", "10"]),
     ]
@@ -54,7 +54,7 @@ def test_a_sweep_has_arms_seeds_and_a_baseline(sweep: Path):
 def test_runs_are_sorted_by_their_configuration_whatever_their_directories_are_called(runs):
     paths = [trained(runs, "b/dapo", "gtpo", 1), trained(runs, "x", "gtpo", 0), trained(runs, "gtpo", "dapo", 0)]
     found = designed(*paths)
-    assert [(arm.name, [one.path for one in arm.trainings.values()]) for arm in found.arms] == [
+    assert [(arm.name, [one.training.path for one in arm.trainings]) for arm in found.arms] == [
         ("DAPO", [paths[2]]),
         ("GTPO", [paths[1], paths[0]]),
     ]
