@@ -9,7 +9,7 @@ from rich.text import Text
 from gtpo_verl.commands.options import share
 from gtpo_verl.commands.stop import is_job
 from gtpo_verl.runs.directory import SWEEP_FILE
-from gtpo_verl.runs.status import status_of
+from gtpo_verl.runs.state import status_of
 
 STYLES = {"running": "bold green", "complete": "bold green", "failed": "bold red"}
 

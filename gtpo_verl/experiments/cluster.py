@@ -35,19 +35,15 @@ def prove_cluster(plugin: str, run_dir: Path) -> None:
 def check_node(plugin: str) -> str:
     """The versions of Python and verl in this process, a worker of the job.
 
+    Import, metadata and entry points must lead to the package that was carried, whatever is installed. What it requires
+    must be installed: it was carried without its dependencies.
+
     Raises:
         UserError: it is not the carried plugin that is imported here, or verl or a requirement does not fit.
     """
     verl = check_verl()
-    _check_plugin(plugin)
-    _check_requirements()
-    return f"Python {platform.python_version()}, verl {verl}"
-
-
-def _check_plugin(expected: str) -> None:
-    """Check that import, metadata and entry points lead to the package that was carried, whatever is installed."""
     package = Path(next(iter(gtpo_verl.__path__)))
-    if fingerprint(package) != expected:
+    if fingerprint(package) != plugin:
         raise UserError(f"gtpo_verl is imported from {package}, which is not what was submitted: uninstall it there.")
     version = installed_version("gtpo-verl")
     if version != gtpo_verl.__version__:
@@ -57,10 +53,6 @@ def _check_plugin(expected: str) -> None:
         specs = [importlib.util.find_spec(point.module) for point in found]
         if not specs or any(spec is None or not Path(str(spec.origin)).is_relative_to(package) for spec in specs):
             raise UserError(f"the entry point gtpo_verl of {group} is not the submitted one: {found}.")
-
-
-def _check_requirements() -> None:
-    """Check that what gtpo-verl requires is installed: it was carried without its dependencies."""
     missing = []
     for text in importlib.metadata.requires("gtpo-verl") or ():
         requirement = Requirement(text)
@@ -71,3 +63,4 @@ def _check_requirements() -> None:
             missing.append(f"'{requirement.name}{requirement.specifier}'")
     if missing:
         raise UserError(f"gtpo-verl's requirements are not met there: pip install {' '.join(missing)} on every node.")
+    return f"Python {platform.python_version()}, verl {verl}"

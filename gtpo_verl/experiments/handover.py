@@ -21,24 +21,15 @@ HOOK = f"{__name__}.export_environment"  # Ray's name for "when a worker starts"
 
 @dataclass(frozen=True, kw_only=True)
 class HandOver:
-    """What a job is to do.
-
-    action: ``train``, ``check`` (everything up to the training) or ``stop`` (ask the training in ``run_dir`` to stop).
-    run_dir: that of the run, absolute.
-    overrides: Hydra overrides of the run.
-    environment: variables of the job and of all its workers; secrets are among them.
-    wait: whether a training waits for devices that other jobs hold.
-    retries: attempts in a row at a training that has failed, without a new step.
-    plugin: :func:`fingerprint` of the package that was carried; known when it is packed.
-    """
+    """What a job is to do: ``train``, ``check`` (everything up to it), or ``stop`` the training in ``run_dir``."""
 
     action: str
-    run_dir: str
-    overrides: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
-    wait: bool = False
-    retries: int = 0
-    plugin: str = ""
+    run_dir: str  # absolute
+    overrides: tuple[str, ...] = ()  # Hydra's
+    environment: dict[str, str] = field(default_factory=dict)  # of the job and all its workers; secrets are among them
+    wait: bool = False  # whether a training waits for devices that other jobs hold
+    retries: int = 0  # attempts in a row at a training that has failed, without a new step
+    plugin: str = ""  # `fingerprint` of the package that was carried; known when it is packed
 
     def write(self, directory: Path) -> None:
         """Write it into ``directory``, readable by its owner only; Ray keeps the mode on every node."""

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,13 +45,13 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class JobInfo:
-    """A job of ours; ``start`` and ``end`` in seconds of Unix time, ``message`` Ray's on its end."""
+    """A job of ours; ``message``: Ray's on its end."""
 
     id: str
     status: str
     run_dir: str
-    start: float | None
-    end: float | None
+    start: datetime | None
+    end: datetime | None
     message: str = ""
 
     @property
@@ -129,7 +130,7 @@ class Jobs:
     def list(self) -> "list[JobInfo]":
         """The trainings among the jobs of the cluster, from the oldest to the newest."""
         jobs = [_ours(job) for job in self._call(lambda: self._client.list_jobs())]
-        return sorted((job for job in jobs if job is not None), key=lambda job: job.start or 0)
+        return sorted((job for job in jobs if job is not None), key=lambda job: job.start or datetime.min)
 
     def stop(self, submission_id: str, *, grace: float) -> None:
         """Ask the training to stop after its step, with a checkpoint; stop the job if it has not ended in time.
@@ -273,5 +274,5 @@ def _ours(job: Any) -> JobInfo | None:
     metadata = job.metadata or {}
     if MARK not in metadata or metadata.get("action") == "stop":
         return None
-    start, end = (None if moment is None else moment / 1000 for moment in (job.start_time, job.end_time))
+    start, end = (None if one is None else datetime.fromtimestamp(one / 1000) for one in (job.start_time, job.end_time))
     return JobInfo(job.submission_id, job.status.value, metadata["run_dir"], start, end, job.message or "")

@@ -35,14 +35,10 @@ _libc = ctypes.CDLL(None)  # loaded before a process forks, not after
 
 
 class Launcher(Protocol):
-    """Starts attempts at runs. An attempt is known by its run directory and its number.
+    """Starts attempts at runs. An attempt is known by its run directory and its number."""
 
-    capacity: runs at once.
-    cluster: the dashboard of the Ray cluster that they run on and remembers them when this process is killed, or None.
-    """
-
-    capacity: int
-    cluster: str | None
+    capacity: int  # runs at once
+    cluster: str | None  # dashboard of the Ray cluster that remembers the runs when this process is killed
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
         """Start an attempt; False if it is known to have been started before."""
@@ -97,12 +93,10 @@ class LocalLauncher:
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         if run_dir not in self._processes:
             return False
-        process, slot = self._processes[run_dir]
-        if process.poll() is None:
+        if self._processes[run_dir][0].poll() is None:
             return True
-        del self._processes[run_dir]
+        self._free.append(self._processes.pop(run_dir)[1])
         self._asked.pop(run_dir, None)
-        self._free.append(slot)
         return False
 
     def stop(self, run_dir: Path, attempt: int, *, at_once: bool) -> None:

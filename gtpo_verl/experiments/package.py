@@ -95,11 +95,6 @@ def copy_plugin(target: Path) -> list[Path]:
     configs = importlib.import_module("gtpo_verl.configs")  # elsewhere in an editable installation
     shutil.copytree(next(iter(configs.__path__)), package / "configs", ignore=ignore, dirs_exist_ok=True)
     keep_code_state(package)
-    return [package, _copy_metadata(target)]
-
-
-def _copy_metadata(target: Path) -> Path:
-    """Write a ``.dist-info`` with what identifies the distribution, and its entry points."""
     try:
         installed = importlib.metadata.distribution("gtpo-verl")
     except importlib.metadata.PackageNotFoundError as error:
@@ -110,12 +105,8 @@ def _copy_metadata(target: Path) -> Path:
         )
     directory = target / f"gtpo_verl-{installed.version}.dist-info"
     directory.mkdir()
-    texts = {
-        "METADATA": installed.read_text("METADATA") or installed.read_text("PKG-INFO"),
-        "entry_points.txt": installed.read_text("entry_points.txt"),
-    }
-    for name, text in texts.items():
-        if not text:
+    for name, other in (("METADATA", "PKG-INFO"), ("entry_points.txt", "entry_points.txt")):
+        if not (text := installed.read_text(name) or installed.read_text(other)):
             raise UserError(f"the installed gtpo-verl has no {name}: install it again.")
         (directory / name).write_text(text, encoding="utf-8")
-    return directory
+    return [package, directory]

@@ -87,12 +87,13 @@ def _choices(items: Sequence[Override]) -> Iterator[Problem]:
 # -------------------------------------------------------------------- files
 
 
+def _listed(value: Any) -> list[str]:
+    return [str(one) for one in (value if isinstance(value, list) else [value]) if one is not None]
+
+
 def _paths(item: Override) -> list[str]:
     """What an override of a key in ``SHARED`` names; empty for any other."""
-    if item.key_or_group not in SHARED or item.is_delete() or item.value() is None:
-        return []
-    value = item.value()
-    return [str(path) for path in (value if isinstance(value, list) else [value])]
+    return [] if item.key_or_group not in SHARED or item.is_delete() else _listed(item.value())
 
 
 def _with_absolute_path(item: Override) -> str:
@@ -127,8 +128,7 @@ def _data(values: dict[str, Any]) -> Iterator[Problem]:
         files = values.get(key)
         if files is None and not settings["custom_cls"]["path"]:
             yield Problem(f"no data: set {key}=FILE.parquet, on a file system that all nodes share.")
-        here = [str(file) for file in (files if isinstance(files, list) else [files]) if Path(str(file)).exists()]
-        if here:
+        if here := [file for file in _listed(files) if Path(file).exists()]:
             name = key.removeprefix("data.")
             yield from data(OmegaConf.create({"data": settings | {name: here}}), (name,))
 

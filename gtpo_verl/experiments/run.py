@@ -14,13 +14,13 @@ from rich.live import Live
 from rich.table import Table
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, local_slots
+from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, gpus_of, local_slots
 from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, unfinished
-from gtpo_verl.experiments.status import is_scheduled, progress_line, statuses, summary, table
+from gtpo_verl.experiments.status import progress_line, statuses, summary, table
 from gtpo_verl.experiments.sweep import check_directory, compose_runs, define, embedded_task, few_seeds, idle_axes
 from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
-from gtpo_verl.runs.lock import sweep_lock
+from gtpo_verl.runs.lock import live_owner, sweep_lock
 from gtpo_verl.runs.state import state_of
 from gtpo_verl.runs.sweep import Sweep, load, write
 from gtpo_verl.runs.terminal import outlive_terminal
@@ -101,12 +101,10 @@ def train_all(
 
 def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu: str, measured: Path | None) -> int:
     """Print the runs of a sweep, their overrides and their cost; nothing is written, and no model or data is read."""
-    from gtpo_verl.experiments.cost import cost_of, total  # imports torch
-
     console = _console()
     sweep, _ = embedded_task(define(overrides, directory, local=where.local))
     configs = _checked(sweep, console)
-    costs = {name: cost_of(config, gpu=gpu, measured=measured) for name, config in configs.items()}
+    costs = {name: cost_of(config, gpu, measured) for name, config in configs.items()}
     found = Table(box=None, pad_edge=False)
     for column in ("run", "overrides", "cost", ""):
         found.add_column(column, overflow="fold")
@@ -114,20 +112,55 @@ def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu:
         state = "finished" if state_of(sweep.run_dir(name)).is_complete else ""
         found.add_row(name, " ".join(values), str(costs[name]), state)
     console.print(found)
-    console.print(total(list(costs.values())))
+    every = list(costs.values())
+    hours = sum((one.hours or 0.0) * one.devices for one in every)
+    unit = "rank-hours" if every[0].on_cpu else "GPU-hours"
+    if any(one.hours is None for one in every):
+        console.print(f"{len(every)} runs; their time is not estimated: --measured RUN takes it from a run.")
+    else:
+        console.print(f"{len(every)} runs, {hours:,.0f} {unit}, without validation and verifier.")
     return 0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Devices of a run (ranks on a CPU), its steps, and hours on them where they can be estimated."""
+
+    devices: int
+    on_cpu: bool
+    steps: int | None
+    hours: float | None
+
+    def __str__(self) -> str:
+        plural, where = "s" * (self.devices > 1), " on CPUs" if self.on_cpu else ""
+        time = "" if self.hours is None else f", {self.hours:,.1f} h"
+        devices = f"{self.devices} {'rank' if self.on_cpu else 'GPU'}{plural}{where}"
+        return f"{devices}, {self.steps or 'an unknown number of'} steps{time}"
+
+
+def cost_of(config: DictConfig, gpu: str, measured: Path | None) -> Cost:
+    """The cost of one run; on a CPU there is no estimate without a ``measured`` one. See `make_plan`."""
+    from gtpo_verl.planning.plan import make_plan  # imports torch
+    from gtpo_verl.planning.step import total_steps
+
+    try:
+        plan = make_plan(config, gpu=gpu, measured=measured)
+        hours = None if plan.time is None else plan.time.total * plan.total_steps / 3600
+    except UserError:  # the shape of its model is not known here, or its number of steps
+        hours = None
+    return Cost(gpus_of(config), config.trainer.device == "cpu", total_steps(config), hours)
 
 
 def status(directory: Path) -> int:
     """Show the runs of a sweep: on a terminal until the sweep ends or Ctrl-C, else once."""
     console = _console()
-    if not console.is_terminal or not is_scheduled(directory):
+    if not console.is_terminal or not live_owner(directory):
         console.print(table(statuses(directory)))
         return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
             live.update(table(statuses(directory)), refresh=True)
-            if not is_scheduled(directory):
+            if not live_owner(directory):
                 return 0
             time.sleep(REFRESH)
 
@@ -137,9 +170,9 @@ def stop(directory: Path) -> int:
     console = _console()
     sweep = load(directory)
     console.print(f"Stopping {directory}: what runs finishes its step and saves a checkpoint.")
-    if is_scheduled(directory):
+    if live_owner(directory):
         (directory / STOP_FILE).touch()
-        while is_scheduled(directory):
+        while live_owner(directory):
             time.sleep(1)
     else:
         cluster = cluster_of(directory)

@@ -118,8 +118,6 @@ class Scheduler:
         stop_file.unlink(missing_ok=True)
         return unfinished(self.sweep)
 
-    # ---------------------------------------------------------------- one look at the runs
-
     def _step(self) -> bool:
         """Look at every run, start what fits; returns whether there is anything left to do."""
         try:
@@ -215,8 +213,6 @@ class Scheduler:
         for name in running:
             self.launcher.stop(self.sweep.run_dir(name), self.attempts[name].number, at_once=self.stops > 1)
 
-    # ---------------------------------------------------------------- what goes wrong
-
     def _check_space(self) -> None:
         if shutil.disk_usage(self.sweep.directory).free < self.least_space:
             raise OSError(errno.ENOSPC, "little space left")
@@ -243,8 +239,6 @@ class Scheduler:
             if not running:
                 return
             time.sleep(POLL)
-
-    # ---------------------------------------------------------------- state
 
     def _save(self) -> None:
         begun = {name: asdict(state) for name, state in self.attempts.items() if state.number}

@@ -1,6 +1,5 @@
 """What is known of the runs of a sweep, from its directory alone; and a table of a cluster's jobs."""
 
-import datetime as dt
 import math
 import sys
 from collections import Counter
@@ -33,18 +32,12 @@ class RunStatus:
 
 def statuses(directory: Path) -> list[RunStatus]:
     """The status of every run of the sweep in a directory. UserError: there is no sweep."""
-    attempts = read_attempts(directory)
-    scheduled = is_scheduled(directory)
+    attempts, scheduled = read_attempts(directory), live_owner(directory) is not None
     found = []
     for name in load(directory).runs:
         begun, training = attempts.get(name, Attempts()), state_of(directory / name)
         found.append(RunStatus(name, _state(training, begun, scheduled), begun, training))
     return found
-
-
-def is_scheduled(directory: Path) -> bool:
-    """Whether a sweep is at work in a directory."""
-    return live_owner(directory) is not None
 
 
 def _state(training: RunState, attempts: Attempts, scheduled: bool) -> str:
@@ -99,16 +92,12 @@ def table(runs: Sequence[RunStatus], at_once: int | None = None) -> Table:
     for name in ("run", "state", "step", "accuracy", "left"):
         found.add_column(name, justify="right" if name in ("step", "accuracy", "left") else "left", overflow="fold")
     for run in runs:
-        found.add_row(run.name, run.state, *_cells(run), style=STYLES.get(run.state))
+        one = run.training
+        step = f"{one.step}/{one.steps}" if one.steps is not None else ""
+        shown = [f"{v:.3f}" if len(one.accuracy) == 1 else f"{source} {v:.3f}" for source, v in one.accuracy.items()]
+        time = in_words(one.seconds_left) if one.seconds_left and run.state == "running" else ""
+        found.add_row(run.name, run.state, step, ", ".join(shown), time, style=STYLES.get(run.state))
     return found
-
-
-def _cells(run: RunStatus) -> tuple[str, str, str]:
-    one = run.training
-    step = f"{one.step}/{one.steps}" if one.steps is not None else ""
-    shown = [f"{v:.3f}" if len(one.accuracy) == 1 else f"{source} {v:.3f}" for source, v in one.accuracy.items()]
-    left = in_words(one.seconds_left) if one.seconds_left and run.state == "running" else ""
-    return step, ", ".join(shown), left
 
 
 def print_jobs(jobs: Sequence[JobInfo]) -> None:
@@ -117,13 +106,10 @@ def print_jobs(jobs: Sequence[JobInfo]) -> None:
     for column in ("job", "status", "started", "ended", "run directory"):
         table.add_column(column, overflow="fold")
     for job in jobs:
-        table.add_row(job.id, job.status, _moment(job.start), _moment(job.end), job.run_dir)
+        moments = (f"{one:%Y-%m-%d %H:%M:%S}" if one else "" for one in (job.start, job.end))
+        table.add_row(job.id, job.status, *moments, job.run_dir)
     console = Console(highlight=False, markup=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     console.print(table if jobs else "No training was submitted to this cluster.")
     for job in jobs:
         if job.status == "FAILED":
             console.print(f"{job.id}: {job.reason}")
-
-
-def _moment(seconds: float | None) -> str:
-    return "" if seconds is None else f"{dt.datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

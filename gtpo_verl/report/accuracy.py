@@ -106,7 +106,7 @@ def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:
         same = [validation for validation in validations if validation.prompts == prompts]
         clusters = _clusters(same, prompts)
         for validation, value in zip(same, estimates(_accuracies(same, prompts), clusters=clusters), strict=True):
-            sizes = validation.samples, len(prompts), len(set(clusters))
+            sizes = int(validation.counts.sum()), len(prompts), len(set(clusters))
             points.append(Point(validation.step, value.value, value.interval, *sizes))
     return tuple(sorted(points, key=lambda point: point.step))
 
@@ -121,8 +121,8 @@ def _sampled_change(validations: Sequence[Validation]) -> Change | None:
     accuracy, clusters = _accuracies(ends, prompts), _clusters(ends, prompts)
     before, after = accuracy.mean(axis=0)
     difference = estimate(accuracy[:, 1] - accuracy[:, 0], clusters=clusters)
-    samples = (ends[0].samples_of(prompts), ends[1].samples_of(prompts))
-    return Change(float(before), float(after), difference, samples, len(prompts), len(set(clusters)))
+    samples = [int(one.counts[one.rows(prompts)].sum()) for one in ends]
+    return Change(float(before), float(after), difference, (samples[0], samples[1]), len(prompts), len(set(clusters)))
 
 
 def _common_prompts(validations: Sequence[Validation]) -> list[str]:

@@ -249,9 +249,9 @@ def _card(report: Report, arm: Arm) -> list[tuple[str, str, str, str]]:
 
 def _commands(report: Report, trainings: Sequence[TrainingResult]) -> dict[str, str]:
     """The commands that repeat the runs, those of trainings where their run has none of its own."""
-    whole = {run.name: run.command for run in report.runs if run.command}
+    whole = {run.name: run.record["command"] for run in report.runs if run.record.get("command")}
     single = {one.name: one.training.record.get("command") for one in trainings if one.run not in whole}
-    return whole | {name: str(command) for name, command in single.items() if command}
+    return whole | {name: command for name, command in single.items() if command}
 
 
 # settings that a reader asks for first, by what they are called on the page

@@ -1,13 +1,17 @@
 """Responses on the page: where a method put the credit, and how answers to one prompt changed over the training."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gtpo_verl.files import read_json_lines
 from gtpo_verl.report.results import Arm
-from gtpo_verl.runs.reader import Response, read_credit_samples, read_responses
+from gtpo_verl.runs.correctness import is_correct
+from gtpo_verl.runs.directory import SAMPLES_FILE
+from gtpo_verl.runs.reader import Training, threshold_of
 
 SHOWN_PROMPTS = 2  # of the validation, with their responses over time
+READ_PROMPTS = 8 * SHOWN_PROMPTS  # those are chosen among
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,15 @@ class CreditSample:
     alone: bool
 
 
+@dataclass(frozen=True)
+class Response:
+    """A response of a validation; ``correct`` as the training scored it."""
+
+    step: int
+    text: str
+    correct: bool
+
+
 def credit_samples(arms: Sequence[Arm]) -> list[CreditSample]:
     """Two responses of each arm's first training to one prompt, the same for as many arms as kept one, in their order.
 
@@ -49,11 +62,9 @@ def credit_samples(arms: Sequence[Arm]) -> list[CreditSample]:
     """
     kept: dict[tuple[int, str], dict[str, list[CreditSample]]] = {}
     for arm in arms:
-        for line in read_credit_samples(arm.counted[0].training):
-            for found in line["samples"]:
-                if found.get("tokens"):
-                    place = kept.setdefault((line["step"], found["prompt"]), {})
-                    place.setdefault(arm.name, []).append(_sample(arm.name, line["step"], found))
+        for step, found in _kept(arm.counted[0].training):
+            place = kept.setdefault((step, found["prompt"]), {})
+            place.setdefault(arm.name, []).append(_sample(arm.name, step, found))
     if not kept:
         return []
 
@@ -62,6 +73,16 @@ def credit_samples(arms: Sequence[Arm]) -> list[CreditSample]:
         return sum(min(samples[0].group) > 1 for samples in by_arm), len(by_arm), place[0]
 
     return [sample for samples in kept[max(kept, key=worth)].values() for sample in samples]
+
+
+def _kept(training: Training) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Responses that a training kept with their advantages, each with its step."""
+    file = training.path / SAMPLES_FILE
+    lines = [line for _, line in read_json_lines(file) if isinstance(line, dict)] if file.is_file() else []
+    for line in lines:
+        for found in line.get("samples") or ():
+            if found.get("tokens") and line["step"] <= training.last_step:
+                yield line["step"], found
 
 
 def responses_over_time(arms: Sequence[Arm]) -> list[tuple[str, list[tuple[str, list[Response]]]]]:
@@ -81,8 +102,15 @@ def _over_time(arm: Arm) -> dict[str, list[Response]]:
     chosen = sorted({steps[0], steps[len(steps) // 2], steps[-1]}) if steps else []
     found: dict[str, list[Response]] = {}
     for step in chosen:
-        for response in read_responses(training, step, SHOWN_PROMPTS * 8):
-            found.setdefault(response.prompt, []).append(response)
+        firsts: dict[str, Response] = {}
+        for _, line in read_json_lines(training.path / "validation" / f"{step}.jsonl"):
+            if line is not None and line["input"] not in firsts:
+                correct = is_correct(line.get("acc"), threshold_of(training.config))
+                firsts[line["input"]] = Response(step, str(line.get("output", "")), correct)
+            if len(firsts) == READ_PROMPTS:
+                break
+        for prompt, response in firsts.items():
+            found.setdefault(prompt, []).append(response)
     return {prompt: responses for prompt, responses in found.items() if len(responses) == len(chosen)}
 
 

@@ -7,7 +7,7 @@ from gtpo_verl.report.accuracy import Accuracy, Change, Point
 from gtpo_verl.report.design import Design
 from gtpo_verl.report.results import Arm, TrainingResult, data_sources, has_seeds, trainings_of
 from gtpo_verl.report.seeds import BAND_SEEDS, SeedComparison
-from gtpo_verl.runs.reader import Run, Training, logged_mean_acc
+from gtpo_verl.runs.reader import Run, Training, logged_accuracies
 from gtpo_verl.runs.statistics import DRAWS, FEW_PROMPTS, Interval
 
 NO_ACCURACY = "No validation accuracy was logged, so nothing can be said about learning."
@@ -246,7 +246,8 @@ def _accuracy_notes(result: TrainingResult) -> Iterator[str]:
         if accuracy.change and apart:
             only = "are only in the first or only in the last validation: left out of the change"
             yield f"{prefix}{len(apart)} prompts {only}"
-        key = logged_mean_acc(result.training.keys, source)
+        # verl's mean of acc
+        key = logged_accuracies([one for one in result.training.keys if one.startswith("val-core/")]).get(source)
         for validation in validations if key else ():
             logged = result.training.metrics.get(validation.step, {}).get(str(key))
             if logged is not None and abs(logged - validation.mean_acc) > _SAME_ACCURACY:

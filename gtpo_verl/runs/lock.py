@@ -66,12 +66,6 @@ def live_owner(directory: Path) -> Owner | None:
     return None if owner is None or owner.is_dead else owner
 
 
-def is_abandoned(run_dir: Path) -> bool:
-    """Whether the last training in a run directory ended without a word: it was killed, or its host is gone."""
-    owner = _recorded(run_dir / OWNER_FILE)
-    return owner is not None and owner.is_dead
-
-
 def _recorded(record: Path) -> Owner | None:
     with reading(record):
         values = read_json(record)

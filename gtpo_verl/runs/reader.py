@@ -27,13 +27,12 @@ from gtpo_verl.runs.directory import (
     CONFIG_FILE,
     METRICS_FILE,
     RECORD_FILE,
-    SAMPLES_FILE,
     SWEEP_FILE,
     flatten,
     read_config,
     read_record,
 )
-from gtpo_verl.runs.lock import is_abandoned
+from gtpo_verl.runs.lock import live_owner
 from gtpo_verl.runs.loggers import read_logger
 from gtpo_verl.runs.statistics import Floats, cluster_means
 from gtpo_verl.runs.sweep import Sweep, load
@@ -53,7 +52,6 @@ UNKNOWN_SOURCE = "unknown"  # as verl names the source of rows without one
 _LARGEST = 1e100  # of a metric; what is above, such as ±1e308, overflows in differences and axes
 _LAST_STEP = 10**12
 _THRESHOLD = "algorithm.correct_threshold"
-_DEFAULT_THRESHOLD = 1.0  # where no configuration was recorded: a sample is correct with full marks
 _LOGGED_ACCURACY = (
     re.compile(r"^val/(?P<source>.+)/mean@(?P<samples>\d+)$"),  # this package's: the share of correct samples
     re.compile(r"^val-core/(?P<source>.+)/acc/mean@(?P<samples>\d+)$"),  # verl's: the mean of acc
@@ -78,16 +76,9 @@ class Validation:
     counts: NDArray[np.int64]
     mean_acc: float
 
-    @property
-    def samples(self) -> int:
-        return int(self.counts.sum())
-
     def rows(self, prompts: Sequence[str]) -> NDArray[np.int64]:
         """Indices of the given prompts, all of which must be in this validation."""
         return np.searchsorted(self.prompts, prompts)
-
-    def samples_of(self, prompts: Sequence[str]) -> int:
-        return int(self.counts[self.rows(prompts)].sum())
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
@@ -157,14 +148,6 @@ class Run:
     missing: tuple[str, ...] = ()
     sweep: Sweep | None = None
 
-    @property
-    def status(self) -> str | None:
-        return self.record.get("status")
-
-    @property
-    def command(self) -> str | None:
-        return self.record.get("command")
-
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every given run; see `read_run`.
@@ -228,14 +211,6 @@ def read_run(path: Path) -> Run:
     return Run(sweep.name, path, tuple(placed), record, missing, sweep)
 
 
-def _read_record(path: Path) -> dict[str, Any]:
-    record = read_record(path)
-    _check_types(path / RECORD_FILE, record)
-    if record.get("status") == "running" and is_abandoned(path):
-        return record | {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
-    return record
-
-
 def _check_types(file: Path, record: Mapping[str, Any]) -> None:
     """Check what a report reads of a record."""
     for name, kinds in _RECORDED.items():
@@ -257,7 +232,10 @@ def _read_training(directory: Path, metrics_file: Path, name: str) -> Training |
             content = read_config(directory / CONFIG_FILE)
             json.dumps(content, default=str)  # a ValueError where a list holds itself
             config = dict(flatten(content)) if isinstance(content, dict) else {}
-    record = _read_record(directory)
+    record = read_record(directory)
+    _check_types(directory / RECORD_FILE, record)
+    if record.get("status") == "running" and live_owner(directory) is None:
+        record |= {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     with reading(directory / RECORD_FILE):
         notes += changed_settings(record)
     validations, validation_notes = _read_validations(directory / "validation", metrics, config)
@@ -286,36 +264,9 @@ def _method(config: Mapping[str, Any]) -> "Algorithm | None":
     return algorithm_of({"algorithm": {"adv_estimator": estimator}, "actor_rollout_ref": {"actor": objective}})
 
 
-def read_credit_samples(training: Training) -> list[dict[str, Any]]:
-    """Steps that kept responses with their advantages, {"step": ..., "samples": [...]}; none where none were kept."""
-    file = training.path / SAMPLES_FILE
-    if not training.path.is_dir() or not file.is_file():
-        return []
-    lines = [line for _, line in read_json_lines(file) if isinstance(line, dict) and line.get("samples")]
-    return [line for line in lines if line["step"] <= training.last_step]
-
-
-@dataclass(frozen=True)
-class Response:
-    """A response of a validation; ``correct`` as the training scored it."""
-
-    step: int
-    prompt: str
-    text: str
-    correct: bool
-
-
-def read_responses(training: Training, step: int, count: int) -> list[Response]:
-    """The first response to each of the first ``count`` prompts of a validation, in the order of its file."""
-    threshold = float(training.config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
-    found: dict[str, Response] = {}
-    for _, line in read_json_lines(training.path / "validation" / f"{step}.jsonl"):
-        if line is not None and line["input"] not in found:
-            text, acc = str(line.get("output", "")), line.get("acc")
-            found[line["input"]] = Response(step, line["input"], text, is_correct(acc, threshold))
-        if len(found) == count:
-            break
-    return list(found.values())
+def threshold_of(config: Mapping[str, Any]) -> float:
+    """The ``acc`` from which on a sample is correct; full marks where no configuration was recorded."""
+    return float(config.get(_THRESHOLD, 1.0))
 
 
 def logged_accuracies(keys: Collection[str]) -> dict[str, str]:
@@ -330,11 +281,6 @@ def logged_accuracies(keys: Collection[str]) -> dict[str, str]:
                 candidate = (rank, int(match["samples"]), key)
                 best[match["source"]] = max(best.get(match["source"], candidate), candidate)
     return {source: key for source, (_, _, key) in sorted(best.items())}
-
-
-def logged_mean_acc(keys: Collection[str], source: str) -> str | None:
-    """The key of verl's mean of ``acc`` for a data source; None where it was not logged."""
-    return logged_accuracies([key for key in keys if key.startswith("val-core/")]).get(source)
 
 
 def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
@@ -381,7 +327,7 @@ def _read_validations(
     directory: Path, metrics: Mapping[int, Mapping[str, float]], config: Mapping[str, Any]
 ) -> tuple[dict[str, tuple[Validation, ...]], list[str]]:
     """Validations by data source, and notes about what was left out."""
-    threshold = float(config.get(_THRESHOLD, _DEFAULT_THRESHOLD))
+    threshold = threshold_of(config)
     last_step = max(metrics)
     logged = list(logged_accuracies({key for data in metrics.values() for key in data}))
     files = {int(file.stem): file for file in directory.glob("*.jsonl") if file.stem.isdecimal() and file.is_file()}

@@ -23,7 +23,7 @@ import psutil
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import read_json
 from gtpo_verl.runs.directory import PHASE_FILE
-from gtpo_verl.runs.status import status_of
+from gtpo_verl.runs.state import status_of
 
 # by what the title of the process holds
 KINDS = {

@@ -165,4 +165,4 @@ def test_what_was_trained_is_not_trained_again(tmp_path: Path, quick: None) -> N
     assert "dapo: started" not in printed
     assert "gtpo: finished" in printed
     run = read_run(tmp_path / "run")
-    assert (run.status, run.missing, run.command) == ("complete", (), sweep.about["command"])
+    assert (run.record["status"], run.missing, run.record["command"]) == ("complete", (), sweep.about["command"])

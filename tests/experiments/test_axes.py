@@ -10,7 +10,7 @@ import pytest
 from gtpo_verl.config import choices, compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.axes import combinations, parse, split
-from gtpo_verl.experiments.cost import cost_of
+from gtpo_verl.experiments.run import cost_of
 from gtpo_verl.experiments.sweep import (
     check_directory,
     compose_runs,
@@ -197,7 +197,7 @@ def test_the_cost_of_a_run_is_that_of_the_plan() -> None:
     overrides = ["setting=paper_gtpo_7b", "hardware=gpu"]
     config = compose_config(overrides)
     prepare(config, overrides)
-    cost = cost_of(config, gpu="h100", measured=None)
+    cost = cost_of(config, "h100", None)
     assert (cost.devices, cost.steps) == (64, 210)
     assert cost.hours is not None
     assert str(cost) == f"64 GPUs, 210 steps, {cost.hours:,.1f} h"

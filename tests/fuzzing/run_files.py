@@ -22,8 +22,7 @@ from gtpo_verl.report.page import write_report
 from gtpo_verl.runs import checkpoints
 from gtpo_verl.runs.directory import restore_step
 from gtpo_verl.runs.reader import read_runs
-from gtpo_verl.runs.state import state_of
-from gtpo_verl.runs.status import status_of
+from gtpo_verl.runs.state import state_of, status_of
 from gtpo_verl.verifiers.agreement import read_samples, threshold_of
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))

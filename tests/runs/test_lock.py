@@ -17,7 +17,7 @@ from filelock import FileLock
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_json
 from gtpo_verl.runs import lock as module
-from gtpo_verl.runs.lock import DirectoryLock, LockedError, Owner, is_abandoned, preparing, training_lock
+from gtpo_verl.runs.lock import DirectoryLock, LockedError, Owner, live_owner, preparing, training_lock
 
 
 def write_owner(file: Path, *, host: str = "node7", age: float) -> None:
@@ -64,18 +64,17 @@ def test_a_directory_is_abandoned_when_its_owner_elsewhere_has_no_heartbeat(
     tmp_path: Path, age: float, abandoned: bool
 ) -> None:
     write_owner(tmp_path / "LOCK", age=age)
-    assert is_abandoned(tmp_path) is abandoned
+    assert (live_owner(tmp_path) is None) is abandoned
 
 
 def test_a_directory_is_abandoned_when_its_owner_here_was_killed(tmp_path: Path) -> None:
-    assert not is_abandoned(tmp_path)
     with training_lock(tmp_path):
-        assert not is_abandoned(tmp_path)
-    assert not is_abandoned(tmp_path)
+        assert live_owner(tmp_path)
+    assert live_owner(tmp_path) is None
     killed = subprocess.Popen([sys.executable, "-c", ""])
     killed.wait()
     write_json(tmp_path / "LOCK.json", asdict(Owner(socket.gethostname(), killed.pid, time.time(), "theirs")))
-    assert is_abandoned(tmp_path)
+    assert live_owner(tmp_path) is None
 
 
 def test_a_training_that_is_stopping_has_a_grace_period(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

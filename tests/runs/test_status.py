@@ -12,7 +12,7 @@ from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import MetricsRecorder, record_phase, write_record
 from gtpo_verl.runs.lock import training_lock
-from gtpo_verl.runs.status import status_of
+from gtpo_verl.runs.state import status_of
 
 
 @pytest.fixture
