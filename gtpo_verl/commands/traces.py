@@ -86,8 +86,6 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
     name = f"{source.stem}.traces.parquet"
     output: Path = (args.output / name if args.output else source.with_name(name)).resolve()
     check_path_in_job("--output", output)
-    if output == source:
-        raise UserError(f"--output {output} is the input file: give another name.")
     check_writable(output.parent, f"--output {output}")
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")

@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,7 @@ def prepare(request: Request) -> "Summary":
     if not files:
         assert dataset is not None
         files, commit = download(dataset, request.revision)
-    columns = (request.problem_column, request.answer_column)
-    options = {"aime": dataset is not None and dataset.aime, "guide_column": request.guide_column}
-    rows = (row for file in files for row in _with_progress(file, read(file, *columns, **options)))
+    rows = (row for file in files for row in _read_with_progress(file, request))
     seen = {loose_key(row.problem) for file in request.against for row in read(file)}
     prepared, summary = select(rows, seen, conflicts=request.conflicts)
     if not prepared:
@@ -220,7 +218,9 @@ def _checksum(file: Path) -> dict[str, Any]:
     return {"file": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
-def _with_progress(file: Path, rows: Iterator[Row]) -> Iterable[Row]:
+def _read_with_progress(file: Path, request: Request) -> Iterable[Row]:
     from rich.progress import track
 
+    aime = request.dataset is not None and request.dataset.aime
+    rows = read(file, request.problem_column, request.answer_column, aime=aime, guide_column=request.guide_column)
     return track(rows, f"Reading {file.name}", total=row_count(file), transient=True)

@@ -119,7 +119,7 @@ def test_a_model_directory_takes_settings_like_train(model: Path, val_file: Path
 def test_an_embedded_task_has_its_own_prompts(model: Path, val_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The task is not made here, which takes minutes."""
     asked = []
-    monkeypatch.setattr(prepare, "prepare_task", lambda *task: asked.append(task) or Task(task[1]))
+    monkeypatch.setattr(prepare, "prepare_task", lambda *task: asked.append(task) or Task(task[1].absolute()))
     subject, own = find_subject(str(model)), f"data.val_files={val_file}"
     for name in ("sums", "countdown"):
         config = configuration(subject, ["setting=quickstart", "hardware=cpu", f"task={name}"])

@@ -67,7 +67,7 @@ def test_the_columns_are_what_a_training_reads(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["model", "nothing.parquet"], "nothing.parquet: no such file; FILE is the parquet file"),
-        (["model", "data.parquet", "--output", "data.parquet"], "is the input file"),
+        (["model", "data.parquet", "--output", "data.parquet"], "data.parquet is a file, not a directory"),
         (["model", "data.parquet", "--samples", "0"], "--samples 0: it must be at least 1"),
         (["model", "data.parquet", "--output", "data.parquet/x"], "data.parquet is a file, not a directory"),
     ],
