@@ -304,7 +304,7 @@ FAULTS = (
         "ranges",
         "null passes where a number is needed",
         "rules/ranges.py",
-        "value is None and row.null",
+        "value is None and kind.null",
         "value is None",
         ("tests/rules/test_rules.py::test_a_value_of_another_kind_is_one_line",),
     ),
