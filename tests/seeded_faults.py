@@ -351,7 +351,7 @@ FAULTS = (
     Fault(
         "comparable",
         "settings that differ between runs are not looked at",
-        "runs/design.py",
+        "report/design.py",
         "if any(len(different) > 1 for different in by_group.values()):",
         'if key.startswith("code") and len(by_group) > 9:',
         ("tests/runs/test_design.py",),
