@@ -104,20 +104,14 @@ def read_json(file: Path) -> Any:
 
 
 def append_json_line(file: Path, value: Any) -> None:
-    """Append a value as one line of JSON."""
-    line = json.dumps(value)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(line + "\n")
-
-
-def end_torn_line(file: Path) -> None:
-    """End a last line that a crash has torn, so that the next one is not glued to it."""
-    if not file.is_file() or not file.stat().st_size:
-        return
-    with file.open("rb+") as content:
-        content.seek(-1, 2)
-        if content.read(1) != b"\n":
-            content.write(b"\n")
+    """Append a value as one line of JSON, behind a last line that a crash may have torn."""
+    line = json.dumps(value).encode() + b"\n"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab+") as lines:
+        if lines.seek(0, 2):
+            lines.seek(-1, 2)
+            line = line if lines.read(1) == b"\n" else b"\n" + line
+        lines.write(line)
 
 
 def read_json_lines(file: Path) -> Iterator[tuple[int, Any]]:

@@ -59,8 +59,6 @@ def test_a_torn_line_takes_no_other_with_it(tmp_path: Path, torn: bytes) -> None
     file = tmp_path / "lines.jsonl"
     files.append_json_line(file, {"step": 1, "text": "π"})
     file.write_bytes(file.read_bytes() + b"\n" + torn)
-    files.end_torn_line(file)
-    files.end_torn_line(file)
     files.append_json_line(file, {"step": 2})
     assert list(files.read_json_lines(file)) == [(1, {"step": 1, "text": "π"}), (3, None), (4, {"step": 2})]
     lines, offset = files.read_json_lines_from(file, 0)
@@ -100,12 +98,10 @@ def test_lines_are_moved_and_a_reader_of_the_file_goes_on_behind_what_is_left(tm
     assert to.read_text() == '2\n3\n4\n{"to\n2\n'
 
 
-def test_ending_the_torn_line_of_no_file_or_an_empty_one_writes_nothing(tmp_path: Path) -> None:
-    files.end_torn_line(tmp_path / "none")
-    assert not (tmp_path / "none").exists()
+def test_the_first_line_of_an_empty_file_is_not_blank(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    files.end_torn_line(tmp_path / "empty")
-    assert (tmp_path / "empty").read_bytes() == b""
+    files.append_json_line(tmp_path / "empty", 1)
+    assert (tmp_path / "empty").read_bytes() == b"1\n"
 
 
 def test_an_option_that_names_a_place_for_results_takes_no_address(capsys: pytest.CaptureFixture[str]) -> None:

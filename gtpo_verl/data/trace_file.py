@@ -10,7 +10,7 @@ from typing import Any
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import append_json_line, end_torn_line, read_json_lines, reading, write_atomically, write_text
+from gtpo_verl.files import append_json_line, read_json_lines, reading, write_atomically, write_text
 from gtpo_verl.runs.directory import differences
 
 
@@ -47,7 +47,6 @@ class TraceFile:
                         "discard it with --fresh."
                     )
                 self.answers = {line["row"]: Answers(**line) for line in lines[1:]}
-            end_torn_line(file)
         else:
             write_text(file, json.dumps({"settings": dict(settings)}) + "\n")
 

@@ -33,7 +33,7 @@ from gtpo_verl.integrations.streams import PromptNames, SeedingClient, SeedingFu
 from gtpo_verl.integrations.temporarily import temporarily
 from gtpo_verl.integrations.transfer_queue import put_zeros
 from gtpo_verl.integrations.validation import ValidatingTrainer
-from gtpo_verl.runs.directory import record_phase
+from gtpo_verl.runs.directory import record_metrics, record_phase
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         metrics = super()._validate()
         self.health.check_servers()  # verl would take the responses of the other engines for all
         if not self._in_training:
-            self.records.metrics.write(self.global_steps, metrics)
+            record_metrics(Path(self.config.trainer.run_dir), self.global_steps, metrics)
         return metrics
 
 

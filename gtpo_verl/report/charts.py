@@ -305,17 +305,12 @@ def _values(line: Line, log: bool) -> dict[str, Any]:
     """A curve as columns, which Vega flattens: a tenth of the bytes of a row for each point."""
     count = len(line.steps)
     kept = np.unique(np.linspace(0, count - 1, min(count, _MOST_POINTS)).round().astype(np.int64))
+    values: dict[str, Any] = {"arm": line.label, "dashed": line.dashed}
     columns = {"x": line.steps, "y": line.values, "low": line.low, "high": line.high, "raw": line.raw}
-    return {
-        "arm": line.label,
-        "dashed": line.dashed,
-        **{
-            name: [float(f"{one:.5g}") if math.isfinite(one) and (one > 0 or not log) else None for one in column[kept]]
-            for name, column in columns.items()
-            if column is not None
-        },
-        **{name: [] for name, column in columns.items() if column is None},  # what Vega flattens must be there
-    }
+    for name, column in columns.items():  # what Vega flattens must be there
+        shown = [] if column is None else column[kept]
+        values[name] = [float(f"{one:.5g}") if math.isfinite(one) and (one > 0 or not log) else None for one in shown]
+    return values
 
 
 def _y_scale(panel: Panel) -> dict[str, Any]:

@@ -22,10 +22,9 @@ from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
 from gtpo_verl.report import charts, figures, results, seeds, tables, words
-from gtpo_verl.report.accuracy import Comparison
 from gtpo_verl.report.design import Design, design, setting_differences
 from gtpo_verl.report.figures import ReportFigure
-from gtpo_verl.report.results import Arm, TrainingResult
+from gtpo_verl.report.results import Arm, Comparison, TrainingResult
 from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.runs.reader import Run, Training, read_runs

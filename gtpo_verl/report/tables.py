@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gtpo_verl.report.accuracy import Accuracy, Comparison
 from gtpo_verl.report.figures import metric_line
-from gtpo_verl.report.results import Arm, TrainingResult
+from gtpo_verl.report.results import Accuracy, Arm, Comparison, TrainingResult
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.report.words import interval_text, number_range, p_text, percent, points, share_interval
 

@@ -3,9 +3,8 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from gtpo_verl.evaluation.paired import ALPHA, SKEWED, least_sign_flip_p
-from gtpo_verl.report.accuracy import Accuracy, Change, Point
 from gtpo_verl.report.design import Design
-from gtpo_verl.report.results import Arm, TrainingResult, data_sources, has_seeds, trainings_of
+from gtpo_verl.report.results import Accuracy, Arm, Change, Point, TrainingResult, data_sources, has_seeds, trainings_of
 from gtpo_verl.report.seeds import BAND_SEEDS, SeedComparison
 from gtpo_verl.runs.reader import Run, Training, logged_accuracies
 from gtpo_verl.runs.statistics import DRAWS, FEW_PROMPTS, Interval

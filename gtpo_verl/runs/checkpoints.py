@@ -28,24 +28,16 @@ _NAME = re.compile(r"global_step_(\d+)")
 
 @dataclass(frozen=True)
 class Layout:
-    """What the run that resumes expects of a checkpoint.
+    """What the run that resumes expects of a checkpoint."""
 
-    strategy: the actor's, ``fsdp``, ``fsdp2`` or ``megatron``; checkpoints of others are not looked into.
-    ranks: of the actor; FSDP loads the shards of as many.
-    contents: what is loaded, verl's ``checkpoint.load_contents``.
-    """
-
-    strategy: str
-    ranks: int
-    contents: Collection[str] = VERL_CONTENTS
+    strategy: str  # the actor's, fsdp, fsdp2 or megatron; checkpoints of others are not looked into
+    ranks: int  # of the actor; FSDP loads the shards of as many
+    contents: Collection[str] = VERL_CONTENTS  # what is loaded, verl's checkpoint.load_contents
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a training starts.
-
-    folder: the checkpoint; None starts from the first step. message: what is said about it, empty if nothing.
-    """
+    """The checkpoint from which a training starts, None for the first step, and what is said about it."""
 
     folder: Path | None
     message: str = ""

@@ -13,7 +13,6 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from gtpo_verl.files import (
     append_json_line,
-    end_torn_line,
     move_json_lines,
     read_json,
     read_json_lines,
@@ -41,21 +40,12 @@ _BOOKKEEPING = re.compile(
 )
 
 
-class MetricsRecorder:
-    """Appends ``{"step": int, "data": {name: number}}`` to ``metrics.jsonl``.
+def record_metrics(run_dir: Path, step: int, metrics: Mapping[str, Any]) -> None:
+    """Append ``{"step": int, "data": {name: number}}`` to ``metrics.jsonl``; ``not_finite`` has the names of others.
 
     The step from which a run resumes may be written again, with its validation; readers take the later values.
     """
-
-    def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.path = run_dir / METRICS_FILE
-        end_torn_line(self.path)
-        end_torn_line(run_dir / GROUPS_FILE)
-
-    def write(self, step: int, metrics: dict[str, Any]) -> None:
-        """Append one step; values that are not finite are left out and their names listed under ``not_finite``."""
-        append_json_line(self.path, _metrics_line(step, metrics))
+    append_json_line(run_dir / METRICS_FILE, _metrics_line(step, metrics))
 
 
 def _metrics_line(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:

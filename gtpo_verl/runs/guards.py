@@ -11,22 +11,14 @@ ACTIONS = ("warn", "stop")
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One entry of ``guards.bounds``.
+    """One entry of ``guards.bounds``."""
 
-    Attributes:
-        metric: its name in ``metrics.jsonl``; steps that do not log it are skipped.
-        min, max: of its value; None for no bound.
-        unchanged: whether a value equal to the last step's is outside as well.
-        steps: how many steps in a row it must be outside.
-        action: ``warn``, once until it is inside again, or ``stop``.
-    """
-
-    metric: str
+    metric: str  # its name in metrics.jsonl; steps that do not log it are skipped
     min: float | None = None
     max: float | None = None
-    unchanged: bool = False
-    steps: int = 1
-    action: str = "warn"
+    unchanged: bool = False  # whether a value equal to the last step's is outside as well
+    steps: int = 1  # how many in a row it must be outside
+    action: str = "warn"  # once until it is inside again, or "stop"
 
     def outside(self, value: float, last: float | None) -> bool:
         """Whether a value is outside, after the last step's."""
@@ -35,9 +27,8 @@ class Bound:
 
     def describe(self) -> str:
         """What it allows, in words."""
-        parts = [
-            f"{word} {limit}" for word, limit in (("at least", self.min), ("at most", self.max)) if limit is not None
-        ]
+        limits = {"at least": self.min, "at most": self.max}
+        parts = [f"{word} {limit}" for word, limit in limits.items() if limit is not None]
         return " and ".join([*parts, *["changing"] * self.unchanged])
 
 

@@ -313,14 +313,12 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
         finite = {key: float(value) for key, value in values.items() if abs(value) <= _LARGEST}
         not_finite += len(values) - len(finite)
         metrics.setdefault(step, {}).update(finite)
-    notes = []
-    if torn:
-        notes.append(f"{_count(torn, 'line')} of {file.name} could not be read (torn by a crash) and left out")
-    if dropped:
-        notes.append(f"{_count(dropped, 'step')} logged before a resume from an earlier checkpoint left out")
-    if not_finite:
-        notes.append(f"{_count(not_finite, 'metric value')} not finite (NaN, infinite or beyond 1e100) and left out")
-    return metrics, notes
+    left_out = {
+        f"{_count(torn, 'line')} of {file.name} could not be read (torn by a crash) and left out": torn,
+        f"{_count(dropped, 'step')} logged before a resume from an earlier checkpoint left out": dropped,
+        f"{_count(not_finite, 'metric value')} not finite (NaN, infinite or beyond 1e100) and left out": not_finite,
+    }
+    return metrics, [note for note, number in left_out.items() if number]
 
 
 def _read_validations(

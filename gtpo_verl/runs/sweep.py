@@ -21,20 +21,17 @@ RETRIES = 2
 class Sweep:
     """Runs that differ in their values on some axes.
 
-    axes: the values of each key. common: overrides that all runs have. runs: by name, which is also that of the run's
-    directory, its values on the axes as overrides. baseline: the values on some axes of the runs that the others are
-    compared with. retries: attempts at a run after one that failed without a new training step. about: what a report
-    says of the sweep beside its runs: ``command``, ``created``, ``settings``, ``notes``, ``planned_seeds``, how many
-    the first definition had.
+    ``about``: what a report says of the sweep beside its runs: ``command``, ``created``, ``settings``, ``notes``,
+    ``planned_seeds``, how many the first definition had.
     """
 
     name: str
     directory: Path
-    axes: Mapping[str, tuple[str, ...]]
-    common: tuple[str, ...]
-    runs: Mapping[str, tuple[str, ...]]
-    baseline: Mapping[str, str] | None = None
-    retries: int = RETRIES
+    axes: Mapping[str, tuple[str, ...]]  # the values of each key
+    common: tuple[str, ...]  # overrides that all runs have
+    runs: Mapping[str, tuple[str, ...]]  # the values on the axes as overrides, by the name of the run and its directory
+    baseline: Mapping[str, str] | None = None  # values of the runs that the others are compared with
+    retries: int = RETRIES  # after an attempt that failed without a new training step
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def run_dir(self, name: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 from gtpo_verl import cli
 from gtpo_verl.cli import main
 from gtpo_verl.commands.options import overrides_of, share
-from gtpo_verl.runs.directory import MetricsRecorder, write_record
+from gtpo_verl.runs.directory import record_metrics, write_record
 from gtpo_verl.runs.sweep import Sweep, write
 
 
@@ -95,7 +95,7 @@ def test_a_run_that_trains_is_shown_and_stopped(tmp_path: Path, capsys: pytest.C
 
 def test_a_sweep_is_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(Sweep("s", tmp_path, {"seed": ("1",)}, (), {"seed=1": ("seed=1",)}))
-    MetricsRecorder(tmp_path / "seed=1").write(3, {"timing_s/step": 1.0})
+    record_metrics(tmp_path / "seed=1", 3, {"timing_s/step": 1.0})
     write_record(tmp_path / "seed=1", {"status": "complete", "attempts": []})
     assert main(["status", str(tmp_path)]) == 0
     assert "seed=1" in capsys.readouterr().out

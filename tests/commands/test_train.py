@@ -10,7 +10,7 @@ from gtpo_verl.cli import main
 from gtpo_verl.commands.train import launch
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations import launch as launching
-from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.directory import record_metrics
 from gtpo_verl.runs.reader import read_metrics
 
 
@@ -74,7 +74,7 @@ def test_a_resumed_run_says_from_where(
     assert "Resuming" not in capsys.readouterr().out
     write_fsdp(tmp_path / "checkpoints", 6)
     for step in (6, 7, 8):
-        MetricsRecorder(tmp_path).write(step, {"a": 1})
+        record_metrics(tmp_path, step, {"a": 1})
     assert launch(config, args) == 0
     printed = capsys.readouterr().out
     assert "Resuming from global_step_6 of 24 steps.\n" in printed

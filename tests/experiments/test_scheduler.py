@@ -26,7 +26,7 @@ from gtpo_verl.experiments.launchers import LocalLauncher
 from gtpo_verl.experiments.scheduler import Attempts, Scheduler, read_attempts, unfinished
 from gtpo_verl.experiments.status import RunStatus, progress_line, seconds_left, statuses, summary, table
 from gtpo_verl.files import write_json
-from gtpo_verl.runs.directory import MetricsRecorder, write_record
+from gtpo_verl.runs.directory import record_metrics, write_record
 from gtpo_verl.runs.lock import sweep_lock
 from gtpo_verl.runs.state import RunState, state_of
 from gtpo_verl.runs.sweep import write
@@ -264,9 +264,8 @@ class Cluster:
         looks = self.jobs.get((run_dir, attempt), 0)
         if looks == 1:
             step = next(self.outcomes)
-            recorder = MetricsRecorder(run_dir)
             for number in range(1, step + 1):
-                recorder.write(number, {"x": 1.0})
+                record_metrics(run_dir, number, {"x": 1.0})
             write_record(run_dir, {"status": "complete" if step == 3 else "failed"})
         if looks:
             self.jobs[run_dir, attempt] = looks - 1

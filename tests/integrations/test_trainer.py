@@ -29,7 +29,7 @@ from gtpo_verl.integrations.step.checkpoints import restore_groups
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.not_finite import NotFiniteError
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
-from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.directory import record_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -380,7 +380,7 @@ def test_a_step_that_was_saved_and_not_logged_is_logged_when_it_resumes(
         self.global_steps = 2
 
     monkeypatch.setattr(PPOTrainer, "_load_checkpoint", load)
-    MetricsRecorder(tmp_path).write(1, {"actor/grad_norm": 0.1})
+    record_metrics(tmp_path, 1, {"actor/grad_norm": 0.1})
     saving.global_steps = 2
     batch = put(saving, {"b_0_0": Row(2), "pad_0_0": Row(1)})
     saving.records.trained({"actor/grad_norm": 0.5, "table": {1: 2}}, batch)

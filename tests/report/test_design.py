@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.report.design import Design, design
-from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.directory import record_metrics
 from gtpo_verl.runs.reader import read_runs
 from gtpo_verl.runs.session import training_session
 
@@ -210,7 +210,7 @@ def test_real_trainings_of_every_method_are_comparable(tmp_path: Path):
         prepare(config, overrides)
         resolved = OmegaConf.to_yaml(config, resolve=True)
         with training_session(run_dir, config=resolved, command="gtpo-verl train", overrides=overrides):
-            MetricsRecorder(run_dir).write(1, {"credit/responses": 1})
+            record_metrics(run_dir, 1, {"credit/responses": 1})
     found = designed(*tmp_path.glob("run-*"))
     assert [arm.name for arm in found.arms] == ["DAPO", "GTPO", "GRPO-S", "GRPO"]
     assert {baseline.name for _, baseline in found.pairs} == {"DAPO"}

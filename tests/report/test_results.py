@@ -8,9 +8,8 @@ import pytest
 
 from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.report import tables
-from gtpo_verl.report.accuracy import Accuracy
 from gtpo_verl.report.design import design, setting_differences
-from gtpo_verl.report.results import Arm, TrainingResult, cost_until, data_sources, trainings_of
+from gtpo_verl.report.results import Accuracy, Arm, TrainingResult, cost_until, data_sources, trainings_of
 from gtpo_verl.report.results import comparisons as compare
 from gtpo_verl.report.words import notes, points, status_text, verdict
 from gtpo_verl.runs.reader import read_run, read_runs

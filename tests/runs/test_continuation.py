@@ -14,7 +14,7 @@ from gtpo_verl.integrations import launch as launching
 from gtpo_verl.problems import errors_of, evaluate
 from gtpo_verl.rules.start import checkpoint
 from gtpo_verl.runs.continuation import changes, decides
-from gtpo_verl.runs.directory import MetricsRecorder, read_record
+from gtpo_verl.runs.directory import read_record, record_metrics
 from gtpo_verl.runs.reader import read_run
 
 Train = Callable[..., None]
@@ -46,7 +46,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
         prepare(config, given)
 
         def trained(*_: object, **__: object) -> None:
-            MetricsRecorder(tmp_path).write(step, {"val/sums/mean@1": 0.5})
+            record_metrics(tmp_path, step, {"val/sums/mean@1": 0.5})
             write_fsdp(tmp_path / "checkpoints", step)
 
         monkeypatch.setattr(launching, "run_job", trained)

@@ -77,7 +77,7 @@ def test_run_directory_with_its_record(runs):
     assert arm.last_step == 60
     validations = arm.validations["arithmetic"]
     assert [validation.step for validation in validations] == [0, 10, 20, 30, 40, 50, 60]
-    assert validations[0].samples == 1_000
+    assert validations[0].counts.sum() == 1_000
     assert len(validations[0].prompts) == 500
     assert arm.config["actor_rollout_ref.actor.policy_loss.loss_mode"] == "vanilla"
 

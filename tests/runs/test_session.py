@@ -11,7 +11,7 @@ import pytest
 from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.checkpoints import HF_WEIGHTS, TRACKER
-from gtpo_verl.runs.directory import MetricsRecorder, read_record, record_phase
+from gtpo_verl.runs.directory import read_record, record_metrics, record_phase
 from gtpo_verl.runs.session import Record, training_session
 
 
@@ -134,7 +134,7 @@ def test_ray_stops_a_job_with_the_signal_of_ctrl_c(tmp_path: Path, monkeypatch: 
 def test_one_that_is_stopped_in_its_last_step_is_complete(tmp_path: Path, step: int, expected: str) -> None:
     with training_session(tmp_path, config="trainer: {total_training_steps: 3}\n", command="gtpo-verl train"):
         os.kill(os.getpid(), signal.SIGTERM)
-        MetricsRecorder(tmp_path).write(step, {"timing_s/step": 1.0})
+        record_metrics(tmp_path, step, {"timing_s/step": 1.0})
     assert status(tmp_path) == expected
 
 
@@ -150,7 +150,7 @@ def test_one_that_is_stopped_says_how_far_it_is_and_how_to_go_on(
     assert stop() == (
         f"Stopped after step 0 of 30 {why}. The same command starts from the first step, for nothing was saved."
     )
-    MetricsRecorder(tmp_path).write(12, {"timing_s/step": 1.0})
+    record_metrics(tmp_path, 12, {"timing_s/step": 1.0})
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("12")
     assert stop() == f"Stopped after step 12 of 30 {why}. The same command resumes from global_step_12."

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gtpo_verl.runs.directory import MetricsRecorder, record_phase
+from gtpo_verl.runs.directory import record_metrics, record_phase
 from gtpo_verl.runs.lock import training_lock
 from gtpo_verl.runs.state import RunState, in_words, state_of
 
@@ -40,16 +40,15 @@ def test_a_training_goes_from_running_to_stopping_to_its_end(tmp_path: Path) -> 
 
 def test_steps_accuracy_and_time_left_follow_the_files(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("trainer: {total_training_steps: 20}\n")
-    recorder = MetricsRecorder(tmp_path)
-    recorder.write(0, {"val/sums/mean@4": 0.25, "val-core/sums/acc/mean@4": 0.2})
+    record_metrics(tmp_path, 0, {"val/sums/mean@4": 0.25, "val-core/sums/acc/mean@4": 0.2})
     assert state_of(tmp_path).accuracy == {"sums": 0.25}
     assert state_of(tmp_path).step_seconds is None
     for step in range(1, 13):
-        recorder.write(step, {"timing_s/step": 100.0 if step < 3 else 4.0, "training/accuracy": 0.5})
+        record_metrics(tmp_path, step, {"timing_s/step": 100.0 if step < 3 else 4.0, "training/accuracy": 0.5})
     state = state_of(tmp_path)
     assert (state.step, state.steps, state.step_seconds, state.seconds_left) == (12, 20, 4.0, 32.0)
     assert (state.metrics["training/accuracy"], state.accuracy) == (0.5, {"sums": 0.25})
-    recorder.write(21, {"timing_s/step": 4.0})
+    record_metrics(tmp_path, 21, {"timing_s/step": 4.0})
     assert state_of(tmp_path).seconds_left == 0
 
 

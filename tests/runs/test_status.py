@@ -10,7 +10,7 @@ from checkpoint_writer import write_fsdp
 
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.directory import MetricsRecorder, record_phase, write_record
+from gtpo_verl.runs.directory import record_metrics, record_phase, write_record
 from gtpo_verl.runs.lock import training_lock
 from gtpo_verl.runs.state import status_of
 
@@ -20,9 +20,8 @@ def run_dir(tmp_path: Path) -> Path:
     """A training of 10 steps that has logged 3 of them."""
     record(tmp_path, "running")
     (tmp_path / "config.yaml").write_text("trainer: {total_training_steps: 10}\n")
-    recorder = MetricsRecorder(tmp_path)
     for step in (1, 2, 3):
-        recorder.write(step, {"timing_s/step": 20.0, "training/accuracy": step / 10, "actor/grad_norm": 0.25})
+        record_metrics(tmp_path, step, {"timing_s/step": 20.0, "training/accuracy": step / 10, "actor/grad_norm": 0.25})
     record_phase(tmp_path, 4, "generating")
     write_fsdp(tmp_path / "checkpoints", 2)
     return tmp_path

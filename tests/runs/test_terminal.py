@@ -19,7 +19,7 @@ from gtpo_verl.runs.directory import read_record
 RUN = """
 import json, os, pathlib, subprocess, sys
 from gtpo_verl.runs import terminal
-from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.directory import record_metrics
 directory = pathlib.Path(sys.argv[1])
 log = directory / "train.log"
 print("before")
@@ -30,8 +30,8 @@ with terminal.printing_to(log), terminal.following(directory, 2, verbose="verbos
     for pid in (1, 2):
         print(f"(RewardWorker pid={pid}) gtpo_verl WARNING: the verifier is slow", flush=True)
     print("WARNING: of another package")
-    MetricsRecorder(directory).write(1, {"training/accuracy": 0.5, "credit/entropy_all": 1.25, "timing_s/step": 3.21})
-    MetricsRecorder(directory).write(2, {"val-core/x/acc/mean@2": 0.75})
+    record_metrics(directory, 1, {"training/accuracy": 0.5, "credit/entropy_all": 1.25, "timing_s/step": 3.21})
+    record_metrics(directory, 2, {"val-core/x/acc/mean@2": 0.75})
     terminal.say("said")
 print("after", file=sys.stderr)
 """
@@ -109,7 +109,7 @@ TRAINING = """
 import pathlib, sys, time
 from gtpo_verl.errors import main_guard
 from gtpo_verl.runs import terminal
-from gtpo_verl.runs.directory import MetricsRecorder
+from gtpo_verl.runs.directory import record_metrics
 from gtpo_verl.runs.session import training_session
 directory = pathlib.Path(sys.argv[1])
 
@@ -120,7 +120,7 @@ def train():
         log = directory / "train.log"
         with terminal.printing_to(log), terminal.following(directory, 1000, verbose="verbose" in sys.argv):
             for step in range(1, 1000):
-                MetricsRecorder(directory).write(step, {"timing_s/step": 0.05})
+                record_metrics(directory, step, {"timing_s/step": 0.05})
                 terminal.say("said")
                 print("noise", flush=True)
                 time.sleep(0.05)

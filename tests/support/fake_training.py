@@ -13,7 +13,7 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from gtpo_verl.errors import UserError, main_guard
-from gtpo_verl.runs.directory import STOP_FILE, MetricsRecorder
+from gtpo_verl.runs.directory import STOP_FILE, record_metrics
 from gtpo_verl.runs.session import training_session
 from gtpo_verl.runs.state import state_of
 
@@ -28,12 +28,11 @@ def main() -> int:
         attempts = (run_dir / STARTS).read_text().count("\n") if (run_dir / STARTS).exists() else 0
         with (run_dir / STARTS).open("a") as starts:
             starts.write(json.dumps({"from": state_of(run_dir).step}) + "\n")
-        recorder = MetricsRecorder(run_dir)
         for step in range(state_of(run_dir).step + 1, steps + 1):
             if step == values.get("fake.fail_at") and attempts < int(values.get("fake.failures", 99)):
                 raise UserError(f"step {step} went wrong.")
             time.sleep(seconds)
-            recorder.write(step, {"timing_s/step": seconds, "val/sums/mean@1": step / steps})
+            record_metrics(run_dir, step, {"timing_s/step": seconds, "val/sums/mean@1": step / steps})
             if (run_dir / STOP_FILE).exists():
                 break
     return 0

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from transfer_queue import KVBatchMeta
 
 from gtpo_verl.integrations.transfer_queue import real_rows, uid_of
-from gtpo_verl.runs.directory import MetricsRecorder, keep_step, record_groups
+from gtpo_verl.runs.directory import keep_step, record_groups, record_metrics
 from gtpo_verl.runs.guards import Guards, read_bounds
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,6 @@ class Records:
     def __init__(self, config: DictConfig) -> None:
         self._run_dir = Path(config.trainer.run_dir)
         self._limit = config.data.max_response_length
-        self.metrics = MetricsRecorder(self._run_dir)
         bounds: Any = OmegaConf.to_container(config.guards.bounds)
         self._bounds = Guards(read_bounds(bounds))
         self._trained: tuple[dict[str, Any], dict[str, int]] | None = None  # of a step that is not logged yet
@@ -39,7 +38,7 @@ class Records:
         lengths = [tag["response_len"] for tag in real_rows(batch).values()]
         truncated = sum(length >= self._limit for length in lengths)
         metrics["response_length/truncated_share"] = truncated / len(lengths)
-        self.metrics.write(number, metrics)
+        record_metrics(self._run_dir, number, metrics)
         record_groups(self._run_dir, number, _groups(batch))
         self._trained = None
         for warning in self._bounds.check(number, metrics):
