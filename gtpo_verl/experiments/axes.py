@@ -18,11 +18,7 @@ LONGEST_NAME = 160  # bytes; a file system's limit is 255, and trackers and job 
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides in which a value may be a sweep: `a,b`, `choice(a,b)`, `range(8)` or `glob(*)`.
-
-    Raises:
-        UserError: one does not parse.
-    """
+    """Parse overrides in which a value may be a sweep: `a,b`, `choice(a,b)`, `range(8)` or `glob(*)`; or UserError."""
     with hydra_app() as hydra:
         return parse_overrides(overrides, hydra)
 
@@ -61,8 +57,7 @@ def _count(item: Override) -> float:
 
 def _values(item: Override) -> tuple[str, ...]:
     """The values of an axis, as Hydra's parser writes them."""
-    found = list(item.sweep_iterator())
-    texts = list(item.sweep_string_iterator())
+    found, texts = list(item.sweep_iterator()), list(item.sweep_string_iterator())
     for value, text in zip(found, texts, strict=True):
         if found.count(value) > 1:
             raise UserError(f"{item.input_line}: the axis has the value {text} more than once.")
@@ -79,7 +74,9 @@ def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]
     Raises:
         UserError: two runs would have the same name.
     """
-    keys = _short(list(axes))
+    # the last part of each dotted key, or all of it where another axis has the same last part
+    tails = {key: re.split(r"[./+]", key)[-1] for key in axes}
+    keys = {key: tail if list(tails.values()).count(tail) == 1 else _safe(key) for key, tail in tails.items()}
     ordered = sorted(axes, key=lambda key: key != SEED)
     found: dict[str, tuple[str, ...]] = {}
     for values in itertools.product(*(axes[key] for key in ordered)):
@@ -96,13 +93,6 @@ def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]
             )
         found[name] = overrides
     return found
-
-
-def _short(keys: Sequence[str]) -> dict[str, str]:
-    """The last part of each dotted key, or all of it where another axis has the same last part."""
-    tails = {key: re.split(r"[./+]", key)[-1] for key in keys}
-    count = Counter(tails.values())
-    return {key: tail if count[tail] == 1 else _safe(key) for key, tail in tails.items()}
 
 
 def _safe(text: str) -> str:

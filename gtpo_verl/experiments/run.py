@@ -32,15 +32,11 @@ LINE_EVERY = 60.0  # seconds between two lines where there is no terminal
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where the runs of a sweep run.
+    """Where the runs of a sweep run."""
 
-    local: in processes of this machine, else as jobs of the Ray cluster whose dashboard is at `address`.
-    parallel: runs at once, instead of what fits.
-    """
-
-    local: bool = False
-    parallel: int | None = None
-    address: str | None = None
+    local: bool = False  # in processes of this machine, else as jobs of the Ray cluster
+    parallel: int | None = None  # runs at once, instead of what fits
+    address: str | None = None  # of the cluster's dashboard
 
     def __post_init__(self) -> None:
         if self.parallel is not None and self.parallel < 1:

@@ -30,17 +30,13 @@ LEAST_SPACE = 1024**3  # bytes free on the disk, under which the sweep stops whi
 
 @dataclass
 class Attempts:
-    """The attempts at a run: how many were begun, whether the last may still run, and how many failed in a row.
+    """The attempts at a run."""
 
-    step: the last training step that any attempt has logged.
-    reason: why the last one ended without finishing the run.
-    """
-
-    number: int = 0
-    open: bool = False
-    failures: int = 0
-    step: int = 0
-    reason: str = ""
+    number: int = 0  # that were begun
+    open: bool = False  # whether the last may still run
+    failures: int = 0  # in a row
+    step: int = 0  # the last one that any attempt has logged
+    reason: str = ""  # why the last one ended without finishing the run
 
 
 def read_attempts(directory: Path) -> dict[str, Attempts]:
@@ -64,25 +60,15 @@ def unfinished(sweep: Sweep) -> list[str]:
 
 @dataclass(eq=False, kw_only=True)
 class Scheduler:
-    """Starts runs, waits for them, and starts those again that failed.
+    """Starts runs, waits for them, and starts those again that failed."""
 
-    Args:
-        sweep: its directory must hold this sweep, or nothing.
-        launcher: starts and stops the runs.
-        announce: takes a line for every change.
-        show: called after every look at the runs.
-        ended: called with the name of a run whose attempt has ended; `attempts` says how.
-        least_space: see `LEAST_SPACE`.
-        stops: 1 to stop what runs after its step instead of training, 2 at once.
-    """
-
-    sweep: Sweep = field(kw_only=False)
+    sweep: Sweep = field(kw_only=False)  # its directory must hold this sweep, or nothing
     launcher: Launcher = field(kw_only=False)
-    announce: Callable[[str], object]
-    show: Callable[[], object] = lambda: None
-    ended: Callable[[str], object] = lambda name: None
+    announce: Callable[[str], object]  # takes a line for every change
+    show: Callable[[], object] = lambda: None  # called after every look at the runs
+    ended: Callable[[str], object] = lambda name: None  # with a run whose attempt has ended; `attempts` says how
     least_space: int = LEAST_SPACE
-    stops: int = 0
+    stops: int = 0  # 1 to stop what runs after its step instead of training, 2 at once
 
     def __post_init__(self) -> None:
         self.attempts = defaultdict(Attempts, read_attempts(self.sweep.directory))

@@ -32,20 +32,13 @@ BASELINE = {"algo": "dapo"}  # of a sweep that names none
 
 @dataclass
 class SweepFile:
-    """A file of the config group `sweep`.
+    """A file of the config group `sweep`."""
 
-    axes: the values of each key, in Hydra's sweep syntax.
-    overrides: of every run.
-    baseline: the value on some axes of the runs that the others are compared with.
-    retries: attempts at a run after one that failed without a new training step.
-    max_runs: more are refused before they are counted out.
-    """
-
-    axes: dict[str, str] = field(default_factory=dict)
-    overrides: list[str] = field(default_factory=list)
-    baseline: dict[str, str] = field(default_factory=dict)
-    retries: int = RETRIES
-    max_runs: int = 1000
+    axes: dict[str, str] = field(default_factory=dict)  # the values of each key, in Hydra's sweep syntax
+    overrides: list[str] = field(default_factory=list)  # of every run
+    baseline: dict[str, str] = field(default_factory=dict)  # values of the runs that the others are compared with
+    retries: int = RETRIES  # after an attempt that failed without a new training step
+    max_runs: int = 1000  # more are refused before they are counted out
 
 
 # -------------------------------------------------------------------- definition

@@ -308,7 +308,7 @@ def _values(line: Line, log: bool) -> dict[str, Any]:
     values: dict[str, Any] = {"arm": line.label, "dashed": line.dashed}
     columns = {"x": line.steps, "y": line.values, "low": line.low, "high": line.high, "raw": line.raw}
     for name, column in columns.items():  # what Vega flattens must be there
-        shown = [] if column is None else column[kept]
+        shown = np.empty(0) if column is None else column[kept]
         values[name] = [float(f"{one:.5g}") if math.isfinite(one) and (one > 0 or not log) else None for one in shown]
     return values
 

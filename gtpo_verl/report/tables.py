@@ -20,11 +20,6 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def cells(self, columns: Iterable[str]) -> list[list[str]]:
-        """Every row's cells in some columns."""
-        places = [self.columns.index(column) for column in columns]
-        return [[row[place] for place in places] for row in self.rows]
-
 
 def _by_source(
     first: str, columns: Sequence[str], rows: Iterable[tuple[str, str, Sequence[str]]], sources: Sequence[str]
@@ -65,12 +60,11 @@ def final_table(finals: Sequence[Final], sources: Sequence[str]) -> Table:
     columns = ("Seeds", "Mean", "95 % interval", "Interquartile mean", "S.d.", "Lowest", "Highest")
     rows = []
     for final in finals:
+        values = final.values.values()
         deviation = "n/a" if final.deviation is None else f"{100 * final.deviation:.1f}"
-        middle, low, high = map(
-            percent, (final.interquartile_mean, min(final.values.values()), max(final.values.values()))
-        )
-        seeds, interval = str(len(final.values)), share_interval(final.interval)
-        rows.append((final.arm, final.source, [seeds, percent(final.mean), interval, middle, deviation, low, high]))
+        cells = [str(len(values)), percent(final.mean), share_interval(final.interval)]
+        cells += [percent(final.interquartile_mean), deviation, percent(min(values)), percent(max(values))]
+        rows.append((final.arm, final.source, cells))
     return _by_source("Arm", columns, rows, sources)
 
 
@@ -109,9 +103,5 @@ def _change_cells(accuracy: Accuracy | None) -> list[str]:
         return [*([only, "n/a"] if accuracy.curve[-1].step == 0 else ["n/a", only]), *["n/a"] * 4]
     cells = [percent(change.before), percent(change.after), points(change.difference.value)]
     samples = number_range(change.samples) if change.samples else "n/a"
-    return [
-        *cells,
-        interval_text(change.difference.interval),
-        samples,
-        f"{change.prompts:,}" if change.prompts else "n/a",
-    ]
+    prompts = f"{change.prompts:,}" if change.prompts else "n/a"
+    return [*cells, interval_text(change.difference.interval), samples, prompts]

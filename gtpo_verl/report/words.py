@@ -59,9 +59,8 @@ def verdict(accuracy: Accuracy) -> str:
         return f"Validated only once ({last}), so there is no change to report."
     if change is None:
         return f"First and last validation have no prompt in common, so there is no change to report (last: {last})."
-    moved = (
-        f"from {percent(change.before)} to {percent(change.after)} between steps {curve[0].step} and {curve[-1].step}"
-    )
+    ends = f"steps {curve[0].step} and {curve[-1].step}"
+    moved = f"from {percent(change.before)} to {percent(change.after)} between {ends}"
     if change.prompts is None:
         return f"Accuracy went {moved}; without the validation samples its significance cannot be estimated."
     interval = change.difference.interval
@@ -88,9 +87,8 @@ def curve_basis(accuracies: Sequence[Accuracy]) -> str:
 def seed_basis(arms: Sequence[Arm]) -> str:
     """What the curves of arms with seeds rest on, in one line."""
     counts = [len(arm.counted) for arm in arms]
-    bands = "bands: 95 % Student's t intervals over seeds"
-    if max(counts) < BAND_SEEDS:
-        bands = f"no bands below {BAND_SEEDS} seeds"
+    drawn = max(counts) >= BAND_SEEDS
+    bands = "bands: 95 % Student's t intervals over seeds" if drawn else f"no bands below {BAND_SEEDS} seeds"
     return f"Means over {number_range(counts)} seeds · {bands}"
 
 
@@ -118,10 +116,10 @@ def seed_verdict(comparison: SeedComparison) -> str:
 def counts_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str:
     """How many arms, seeds and trainings a report over seeds rests on."""
     trainings = trainings_of(arms)
-    complete = sum(result.complete for result in trainings)
+    seeds = seeds_text(len({result.seed for result in trainings}))
     planned = len(trainings) + sum(len(run.missing) for run in runs)
-    seeds = len({result.seed for result in trainings})
-    return f"{len(arms)} arm{'s' * (len(arms) != 1)} · {seeds_text(seeds)} · {complete} of {planned} trainings complete"
+    complete = f"{sum(result.complete for result in trainings)} of {planned} trainings complete"
+    return f"{len(arms)} arm{'s' * (len(arms) != 1)} · {seeds} · {complete}"
 
 
 def status_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str | None:

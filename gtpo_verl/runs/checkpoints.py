@@ -24,6 +24,7 @@ MODEL_LINK = "model"  # in a run's directory
 _FSDP_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 MOST_RANKS = 1_000_000  # more are not those of a training
 _NAME = re.compile(r"global_step_(\d+)")
+FSDP = ("fsdp", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,9 @@ def link_model(run_dir: Path) -> Path | None:
         saved = newest(run_dir / "checkpoints")
     except ValueError:  # what to do about the tracker is said where it is followed
         return None
-    weights = hf_weights(saved) if saved else None
+    link, weights = run_dir / MODEL_LINK, hf_weights(saved) if saved else None
     if weights is None:
         return None
-    link = run_dir / MODEL_LINK
     write_atomically(link, lambda path: path.symlink_to(weights.relative_to(run_dir)))
     return link
 
@@ -119,7 +119,7 @@ def fault(folder: Path, layout: Layout) -> str | None:
     found = None if actor.is_dir() else "actor/ is missing"
     if layout.strategy == "megatron":
         found = _megatron_fault(actor)
-    elif layout.strategy in ("fsdp", "fsdp2"):
+    elif layout.strategy in FSDP:
         found = _fsdp_fault(actor, layout)
     if found:
         return found
@@ -244,8 +244,7 @@ def check_folder(folder: Path, layout: Layout) -> None:
     """
     if not _NAME.fullmatch(folder.name):
         raise UserError(f"trainer.resume_from_path={folder}: name a checkpoint, .../global_step_N.")
-    broken = fault(folder, layout)
-    if broken:
+    if broken := fault(folder, layout):
         usable = [path.name for path in checkpoints(folder.parent).values() if not fault(path, layout)]
         raise UserError(
             f"trainer.resume_from_path={folder}: {broken}. Complete in {folder.parent}: {', '.join(usable) or 'none'}."

@@ -41,10 +41,16 @@ def read_logger(path: Path) -> Logged | None:
     """
     if path.is_dir() and any(path.glob(_EVENTS)):
         logged = _tensorboard(path)
-    elif file := _wandb_file(path):
-        logged = _wandb(file)
     else:
-        return None
+        files = [path] if path.suffix == ".wandb" else []
+        if path.is_dir():
+            files = sorted({*path.glob("run-*.wandb"), *path.glob("offline-run-*/run-*.wandb")})
+        if not files:
+            return None
+        if len(files) > 1:
+            many = f"{path} holds {len(files)} runs of Weights & Biases"
+            raise UserError(f"{many}: name the directory of one, offline-run-*.")
+        logged = _wandb(files[0])
     if not logged.metrics:
         raise UserError(f"{path} holds no logged step: has the training logged its first step yet?")
     return logged
@@ -63,17 +69,6 @@ def _tensorboard(directory: Path) -> Logged:
             if math.isfinite(event.value):
                 metrics.setdefault(event.step, {})[key] = event.value
     return Logged(metrics, {})
-
-
-def _wandb_file(path: Path) -> Path | None:
-    if path.suffix == ".wandb":
-        return path
-    found = sorted({*path.glob("run-*.wandb"), *path.glob("offline-run-*/run-*.wandb")}) if path.is_dir() else []
-    if len(found) > 1:
-        raise UserError(
-            f"{path} holds {len(found)} runs of Weights & Biases: name the directory of one, offline-run-*."
-        )
-    return found[0] if found else None
 
 
 def _wandb(file: Path) -> Logged:

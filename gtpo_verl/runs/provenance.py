@@ -9,7 +9,7 @@ import importlib.util
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
@@ -81,18 +81,17 @@ def checksums(config: Mapping[str, Any]) -> dict[str, str | None]:
     A model on the hub has ``hub:`` and its commit, or None while nothing of it is in the cache; so has any other
     address that is not on this machine.
     """
-    named = {key: config.get(key) for key in FILE_KEYS}
-    return {key: _checksum([value] if isinstance(value, str) else value) for key, value in named.items() if value}
+    found: dict[str, str | None] = {}
+    for key in FILE_KEYS:
+        if value := config.get(key):
+            places = [value] if isinstance(value, str) else value
+            digests = [digest for place in places if (digest := _checksum(place))]
+            whole = digests[0] if len(digests) == 1 else _combined(digests)
+            found[key] = whole if len(digests) == len(places) else None
+    return found
 
 
-def _checksum(places: Sequence[str]) -> str | None:
-    digests = [digest for place in places if (digest := _path_checksum(place))]
-    if len(digests) < len(places):
-        return None
-    return digests[0] if len(digests) == 1 else _combined(digests)
-
-
-def _path_checksum(place: str) -> str | None:
+def _checksum(place: str) -> str | None:
     path = Path(place).expanduser()
     if path.is_file():
         return _file_checksum(path)

@@ -32,7 +32,7 @@ from gtpo_verl.runs.directory import (
     read_config,
     read_record,
 )
-from gtpo_verl.runs.lock import live_owner
+from gtpo_verl.runs.lock import OWNER_FILE, live_owner
 from gtpo_verl.runs.loggers import read_logger
 from gtpo_verl.runs.statistics import Floats, cluster_means
 from gtpo_verl.runs.sweep import Sweep, load
@@ -234,7 +234,7 @@ def _read_training(directory: Path, metrics_file: Path, name: str) -> Training |
             config = dict(flatten(content)) if isinstance(content, dict) else {}
     record = read_record(directory)
     _check_types(directory / RECORD_FILE, record)
-    if record.get("status") == "running" and live_owner(directory) is None:
+    if record.get("status") == "running" and (directory / OWNER_FILE).exists() and not live_owner(directory):
         record |= {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     with reading(directory / RECORD_FILE):
         notes += changed_settings(record)

@@ -118,11 +118,10 @@ def progress_over(log: Path, kept: Path) -> "Iterator[Progress]":
     counts = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30), bars.MofNCompleteColumn())
     times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
     print(f"All that Ray and vLLM print is in {log}", flush=True)
+    columns = (*counts, *times)
     with (
         printing_to(log),
-        bars.Progress(
-            *counts, *times, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False
-        ) as progress,
+        bars.Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
     ):
         try:
             yield progress

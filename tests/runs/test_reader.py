@@ -112,7 +112,7 @@ def test_one_training_of_a_sweep_has_its_own_record(runs):
     run = read_run(path / "gtpo")
     assert (run.name, run.record["command"], run.record["status"]) == ("gtpo", "gtpo-verl train", "failed")
     assert [training.name for training in run.trainings] == ["gtpo"]
-    assert read_run(path).status is None
+    assert read_run(path).record["status"] is None
 
 
 def test_a_sweep_lists_its_runs_and_names_those_that_are_missing(runs):
@@ -136,10 +136,10 @@ def test_a_sweep_lists_its_runs_and_names_those_that_are_missing(runs):
 def test_a_training_whose_process_is_dead_was_interrupted_whatever_its_record_says(runs):
     path = runs.arm(runs.root / "run")
     (path / "run.json").write_text(json.dumps({"name": "run", "status": "running"}))
-    assert read_run(path).status == "running"
+    assert read_run(path).record["status"] == "running"
     owner = {"host": "node7", "pid": 1, "heartbeat": 0.0, "token": "theirs"}
     (path / "LOCK.json").write_text(json.dumps(owner))
-    assert read_run(path).status == "interrupted"
+    assert read_run(path).record["status"] == "interrupted"
 
 
 def test_single_arm_of_a_users_own_run(runs):
@@ -165,7 +165,7 @@ def test_same_prompt_with_another_ground_truth_is_another_prompt(tmp_path: Path)
     )
     (validation,) = read_run(tmp_path).trainings[0].validations["unknown"]
     assert sorted(validation.accuracy.tolist()) == [0.5, 1.0]
-    assert validation.samples == 3
+    assert validation.counts.sum() == 3
 
 
 def test_samples_without_verdict_count_as_wrong_as_in_verl(tmp_path: Path):
@@ -315,7 +315,7 @@ def test_files_that_verl_itself_writes(tmp_path: Path, monkeypatch: pytest.Monke
     arm = read_run(tmp_path).trainings[0]
     assert arm.metrics == {0: {"val-core/x/acc/mean@2": 0.5}, 1: {"actor/entropy": 0.25}}
     (validation,) = arm.validations["x"]  # verl's lines name no source: it is the only one in the metrics
-    assert (validation.accuracy.tolist(), validation.samples) == ([0.5], 2)
+    assert (validation.accuracy.tolist(), validation.counts.sum()) == ([0.5], 2)
 
 
 # -------------------------------------------------------------------- files that nobody wrote by intention
