@@ -135,14 +135,11 @@ class Jobs:
     def stop(self, submission_id: str, *, grace: float) -> None:
         """Ask the training to stop after its step, with a checkpoint; stop the job if it has not ended in time.
 
-        The training is asked through the file ``STOP`` in its run directory, which a small job writes on the node where
-        the training was started: its file system need not be this machine's. A job that has ended is left alone.
+        It is asked through the file ``STOP`` in its run directory, which a small job writes on the node where it was
+        started: that file system need not be this machine's. A job that has ended is left alone.
 
         Args:
             grace: seconds for the step and its checkpoint; 0: the training is interrupted at once.
-
-        Raises:
-            UserError: there is no such job.
         """
         job = self.known(submission_id)
         deadline = time.monotonic() + grace
@@ -155,10 +152,8 @@ class Jobs:
     def follow(self, submission_id: str) -> Iterator[str]:
         """The log of a job from its beginning, as text that arrives, until the job ends.
 
-        A connection that is lost is made again, and what was already given is not repeated.
-
-        Raises:
-            UserError: the cluster does not answer any more; the job may go on.
+        A connection that is lost is made again, and what was already given is not repeated. UserError: the cluster does
+        not answer any more; the job may go on.
         """
         from aiohttp import ClientError
 

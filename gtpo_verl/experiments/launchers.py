@@ -175,11 +175,7 @@ def gpus_of(config: DictConfig) -> int:
 
 
 def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dict[str, str]]:
-    """As many slots as runs fit on this machine at once, or ``parallel``, each with the GPUs of its own.
-
-    Raises:
-        UserError: not even one fits.
-    """
+    """Slots for as many runs as fit on this machine, or ``parallel``, each with its own GPUs. UserError: none fits."""
     needed = max(gpus_of(config) for config in configs)
     if all(config.trainer.device == "cpu" for config in configs):
         memory = psutil.virtual_memory().available // (CPU_MEMORY * needed)

@@ -84,10 +84,7 @@ def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
 def copy_plugin(target: Path) -> list[Path]:
     """Copy this package, its YAML files and its metadata into ``target``; returns the directories made there.
 
-    The copy says of which commit it is, where it is made of a checkout.
-
-    Raises:
-        UserError: it is not installed, or another version's metadata is.
+    The copy of a checkout says of which commit it is. UserError: it is not installed, or in another version.
     """
     package = target / "gtpo_verl"
     ignore = shutil.ignore_patterns("__pycache__")

@@ -26,11 +26,7 @@ SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_s
 
 
 def run_dir_of(overrides: Sequence[str]) -> str:
-    """The run directory, on the cluster.
-
-    Raises:
-        UserError: there is none, or it is relative: a job does not run where it was submitted.
-    """
+    """The run directory on the cluster. UserError: there is none, or it is relative: a job runs elsewhere."""
     path = _values(parse_overrides(overrides)).get(RUN_DIR)
     if path is None or not Path(str(path)).is_absolute():
         raise UserError(

@@ -44,11 +44,7 @@ class Where:
 
 
 def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int:
-    """Train every run of a sweep that is not finished; returns the exit code, 1 where a run failed, 130 when stopped.
-
-    Raises:
-        UserError: what is wrong with the sweep, its directory or the place where it runs.
-    """
+    """Train every run of a sweep that is not finished; returns the exit code, 1 if a run failed, 130 when stopped."""
     outlive_terminal()
     console = _console()
     sweep, task = embedded_task(define(overrides, directory, local=where.local))
@@ -60,12 +56,13 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
         count = len(sweep.runs) - len(unfinished(sweep))
         if count:
             console.print(f"{count} of {len(sweep.runs)} runs are finished already.")
-        inputs: dict[str, DictConfig] = {}  # the first run with each model, data and reward
+        checked: set[tuple[str, ...]] = set()  # the models, data and rewards of runs
         for config in configs.values():
             data, model = config.data, config.actor_rollout_ref.model.path
-            inputs.setdefault(f"{model} {data.train_files} {data.val_files} {OmegaConf.to_yaml(config.reward)}", config)
-        for config in inputs.values():
-            check(config)
+            inputs = (model, str(data.train_files), str(data.val_files), OmegaConf.to_yaml(config.reward))
+            if inputs not in checked:
+                check(config)
+            checked.add(inputs)
         scheduler = train_all(sweep, launcher, console)
     console.print(summary(statuses(sweep.directory)))
     console.print(f"Report: gtpo-verl report {sweep.directory}")
@@ -221,15 +218,15 @@ def _console() -> Console:
 @contextmanager
 def _shown(directory: Path, at_once: int, console: Console, line_every: float) -> Iterator[Callable[[], None]]:
     """A table below the lines that are printed, or without a terminal a line now and then; gives what refreshes it."""
-    last = time.monotonic()
-
-    def say() -> None:
-        nonlocal last
-        if time.monotonic() - last >= line_every:
-            last = time.monotonic()
-            console.print(progress_line(statuses(directory), at_once), markup=False)
-
     if not console.is_terminal:
+        last = time.monotonic()
+
+        def say() -> None:
+            nonlocal last
+            if time.monotonic() - last >= line_every:
+                last = time.monotonic()
+                console.print(progress_line(statuses(directory), at_once), markup=False)
+
         yield say
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:

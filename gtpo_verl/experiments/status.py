@@ -68,12 +68,9 @@ def progress_line(runs: Sequence[RunStatus], at_once: int) -> str:
 
 
 def seconds_left(runs: Sequence[RunStatus], at_once: int) -> float | None:
-    """The time until all runs have ended, where those to come take as long as the slowest of those that run or have
-    finished; None where none of them has taken a step.
+    """The time until all runs of a sweep have ended, ``at_once`` at a time; None where none has taken a step.
 
-    Args:
-        runs: of one sweep.
-        at_once: runs at the same time.
+    Those to come are taken to last as long as the slowest of those that run or have finished.
     """
     known = [run for run in runs if run.training.seconds_left is not None]
     running, finished = ([run.training for run in known if run.state == state] for state in ("running", "finished"))

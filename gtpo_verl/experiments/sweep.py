@@ -174,8 +174,6 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
     """
     configs: dict[str, DictConfig] = {}
     failing: dict[str, list[str]] = {}  # the runs that have each problem
-    failures: list[Problem] = []
-    seen: dict[str, str] = {}
     for name in sweep.runs:
         overrides = sweep.overrides(name)
         try:
@@ -186,10 +184,12 @@ def compose_runs(sweep: Sweep) -> dict[str, DictConfig]:
         configs[name] = config
         for message in errors_of(problems(config)):
             failing.setdefault(message, []).append(name)
+    failures = []
     for message, names in failing.items():
         others = f" and {len(names) - 1} other run{'s' * (len(names) > 2)}" if len(names) > 1 else ""
         failures.append(Problem(f"{names[0]}{others}: {message}"))
     refuse(failures)
+    seen: dict[str, str] = {}
     for name, config in configs.items():
         values: Any = OmegaConf.to_container(config, resolve=True)
         trained = sorted((key, str(value)) for key, value in flatten(values) if not is_bookkeeping(key))

@@ -59,11 +59,7 @@ def checkpoints(directory: Path) -> dict[int, Path]:
 
 
 def tracked_step(directory: Path) -> int | None:
-    """The step that the tracker names; None where there is no tracker.
-
-    Raises:
-        ValueError: it holds no number; the message says what it holds.
-    """
+    """The step that the tracker names; None where there is none. ValueError, saying what it holds: it is no number."""
     file = directory / TRACKER
     if not file.exists():
         return None
@@ -74,11 +70,7 @@ def tracked_step(directory: Path) -> int | None:
 
 
 def newest(directory: Path) -> Path | None:
-    """The checkpoint that the tracker names, whatever lies beside it; None where there is none, or no such folder.
-
-    Raises:
-        ValueError: see `tracked_step`.
-    """
+    """The checkpoint that the tracker names; None without one, or such a folder. ValueError: see `tracked_step`."""
     step = tracked_step(directory)
     folder = directory / f"global_step_{step}"
     return folder if step is not None and folder.is_dir() else None
@@ -169,11 +161,7 @@ def _bad_files(folder: Path, files: Iterable[Path]) -> Iterator[str]:
 
 
 def check_ranks(folder: Path, layout: Layout) -> None:
-    """Check that this run's backend and number of ranks can load a checkpoint.
-
-    Raises:
-        UserError: they cannot, with how to convert it.
-    """
+    """Check that this run's backend and ranks can load a checkpoint. UserError: they cannot, with how to convert it."""
     actor = folder / "actor"
     fsdp, megatron = actor / "fsdp_config.json", actor / "ckpt_contents.json"
     if layout.strategy in ("fsdp", "fsdp2") and fsdp.is_file():
@@ -237,11 +225,7 @@ def find_start(directory: Path, layout: Layout) -> Start:
 
 
 def check_folder(folder: Path, layout: Layout) -> None:
-    """Check a checkpoint that the user names with ``trainer.resume_from_path``.
-
-    Raises:
-        UserError: it is not complete, or this run cannot load it.
-    """
+    """Check what ``trainer.resume_from_path`` names. UserError: it is not complete, or this run cannot load it."""
     if not _NAME.fullmatch(folder.name):
         raise UserError(f"trainer.resume_from_path={folder}: name a checkpoint, .../global_step_N.")
     if broken := fault(folder, layout):

@@ -33,11 +33,7 @@ class Bound:
 
 
 def read_bounds(settings: Mapping[str, Any]) -> dict[str, Bound]:
-    """{name: bound} of ``guards.bounds``; entries that are null are off.
-
-    Raises:
-        UserError: an entry has an unknown name or a value that is none.
-    """
+    """{name: bound} of ``guards.bounds``; entries that are null are off. UserError: an entry is not as it must be."""
     bounds = {}
     for name, entry in settings.items():
         if entry is None:

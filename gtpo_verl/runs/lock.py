@@ -106,11 +106,7 @@ class DirectoryLock:
         self._heart = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
 
     def acquire(self) -> None:
-        """Take the lock, without waiting.
-
-        Raises:
-            LockedError: somebody holds it.
-        """
+        """Take the lock, without waiting. LockedError: somebody holds it."""
         locked, former = self._try_flock(), self.owner()
         remote = former if former is not None and former.is_remote else None
         dead = remote is not None and remote.is_dead

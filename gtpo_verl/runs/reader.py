@@ -150,11 +150,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read every given run; see `read_run`.
-
-    Raises:
-        UserError: no path is given, one is given twice, or one cannot be read as a run.
-    """
+    """Read every run, see `read_run`. UserError: none is given, one is given twice, or one cannot be read."""
     if not paths:
         raise UserError(
             "no run is given: name a run directory, for example `gtpo-verl report outputs/gtpo-20260101-120000`."

@@ -48,14 +48,8 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
     after its step, by ``STOP``, and is recorded at once, because whoever sent it may kill the process before the step
     ends; a second Ctrl-C raises KeyboardInterrupt.
 
-    The record is that of the last attempt, with the start and the end of all of them in ``attempts``.
-
-    Args:
-        config: the resolved configuration as YAML, written to ``config.yaml``.
-        command: the command line that repeats the training.
-
-    Raises:
-        UserError: another training writes to the directory.
+    ``config``: resolved, as YAML. ``command``: the line that repeats the training. UserError: another training has
+    the directory.
     """
     with training_lock(run_dir):
         stop = run_dir / STOP_FILE

@@ -48,24 +48,17 @@ _CAUSES = (
 
 @dataclass(frozen=True)
 class RunState:
-    """The state of a training.
+    """The state of a training."""
 
-    status: ``running`` or ``stopping`` while a process works on it, else ``complete``, ``interrupted`` or ``failed``;
-    empty before its first attempt. reason: what a running one does, or why the last attempt ended. killed: whether that
-    ended without a word. seconds: how long the last attempt has run.
-    step: the last one logged; 0 is the validation before the first. steps: their number, None before the first attempt.
-    metrics: of the last step. accuracy: of the last validation, by data source. step_seconds: None before a step.
-    """
-
-    status: str = ""
-    reason: str = ""
-    killed: bool = False
-    seconds: float = 0.0
-    step: int = 0
-    steps: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    accuracy: Mapping[str, float] = field(default_factory=dict)
-    step_seconds: float | None = None
+    status: str = ""  # running or stopping while a process works on it, else complete, interrupted or failed; "" is new
+    reason: str = ""  # what a running one does, or why the last attempt ended
+    killed: bool = False  # whether that ended without a word
+    seconds: float = 0.0  # that the last attempt has run
+    step: int = 0  # the last one logged; 0 is the validation before the first
+    steps: int | None = None  # None before the first attempt
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the last step
+    accuracy: Mapping[str, float] = field(default_factory=dict)  # of the last validation, by data source
+    step_seconds: float | None = None  # None before a step
 
     @property
     def is_alive(self) -> bool:
@@ -84,11 +77,7 @@ class RunState:
 
 
 def state_of(run_dir: Path) -> RunState:
-    """Read the state of the training in a run directory; files that have not changed are not read again.
-
-    Raises:
-        UserError: a file is damaged.
-    """
+    """Read the state of a training; files that have not changed are not read again. UserError: a file is damaged."""
     progress = _read_progress(*_version(run_dir / METRICS_FILE))
     return RunState(**_attempt(run_dir), **progress, steps=_read_steps(*_version(run_dir / CONFIG_FILE)))
 
