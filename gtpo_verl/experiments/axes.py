@@ -26,9 +26,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 def split(parsed: Sequence[Override], most: int) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Separate the axes, {key: values}, which may make ``most`` runs, from the overrides that every run has.
 
-    Raises:
-        UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many;
-            or there are too many runs.
+    UserError: a key has several axes, or an axis and a value, or an axis has one value twice, or infinitely many; or
+    there are too many runs.
     """
     swept = {item.get_key_element(): item for item in parsed if item.is_sweep_override()}
     count = Counter(item.get_key_element() for item in parsed)

@@ -61,10 +61,7 @@ class JobInfo:
 
 
 class Jobs:
-    """The jobs of a cluster.
-
-    Args:
-        address: URL of the cluster's dashboard; None: ``RAY_API_SERVER_ADDRESS``, else this machine's.
+    """The jobs of the cluster whose dashboard has an address, by default ``RAY_API_SERVER_ADDRESS`` or this machine's.
 
     Raises:
         UserError: nothing answers there, or it asks for another token; in one line.
@@ -88,11 +85,8 @@ class Jobs:
     ) -> bool:
         """Submit a task, with this package and the user's files; False if the cluster has or had a job of this id.
 
-        Args:
-            working_dir, exclude: the files to carry, see `carried_files`; None: those of the current directory.
-
-        Raises:
-            UserError: there is too much to carry, or the cluster refuses the job.
+        ``working_dir``, ``exclude``: the files to carry, see `carried_files`; else those of this directory.
+        UserError: there is too much to carry, or the cluster refuses the job.
         """
         directory = working_dir or Path.cwd()
         files = carried_files(directory, exclude)
@@ -124,8 +118,7 @@ class Jobs:
 
         A training that was asked to stop, and saved a checkpoint, has SUCCEEDED; its ``run.json`` says ``interrupted``.
         """
-        job = self.info(submission_id)
-        return None if job is None else job.status
+        return job.status if (job := self.info(submission_id)) else None
 
     def list(self) -> "list[JobInfo]":
         """The trainings among the jobs of the cluster, from the oldest to the newest."""

@@ -94,26 +94,20 @@ _CONFIG: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Line:
-    """One arm's curve: positions (N,), values (N,), and the bounds of its intervals (N,), NaN where there is none.
-
-    ``raw``: what the values are the running mean of, (N,), drawn faintly behind them.
-    """
+    """One arm's curve: positions, values, and the bounds of its intervals, NaN where there is none; all (N,)."""
 
     label: str
     steps: Floats
     values: Floats
     low: Floats | None = None
     high: Floats | None = None
-    raw: Floats | None = None
+    raw: Floats | None = None  # what the values are the running mean of, drawn faintly behind them
     dashed: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: its title and the curves in it. ``scale``: of the horizontal axis; ``height``: in CSS pixels.
-
-    ``band``: (from, to, text) of a range of the horizontal axis that is marked.
-    """
+    """A chart: its title and the curves in it."""
 
     title: str
     lines: tuple[Line, ...]
@@ -121,9 +115,9 @@ class Panel:
     log: bool = False
     x_label: str = "step"
     x_scale: str = "linear"
-    height: int = 200
+    height: int = 200  # CSS pixels
     y_domain: tuple[float, float] | None = None
-    band: tuple[float, float, str] | None = None
+    band: tuple[float, float, str] | None = None  # (from, to, text) of a range of the horizontal axis that is marked
 
 
 def arm_styles(methods: Mapping[str, str | None]) -> dict[str, Style]:

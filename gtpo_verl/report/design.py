@@ -44,16 +44,12 @@ class _Key:
 
 @dataclass(frozen=True)
 class Design:
-    """Every arm, the arms that are compared, (arm, baseline), and what had to be allowed.
-
-    ``allowed``: for each key of ``--allow``, the values that it has and how many trainings have each. ``unknown``:
-    facts that some trainings did not record, which could not be compared.
-    """
+    """Every arm, the arms that are compared, and what had to be allowed."""
 
     arms: tuple[Arm, ...]
-    pairs: tuple[tuple[Arm, Arm], ...]
-    allowed: Mapping[str, Mapping[str, int]]
-    unknown: tuple[str, ...]
+    pairs: tuple[tuple[Arm, Arm], ...]  # (arm, baseline)
+    allowed: Mapping[str, Mapping[str, int]]  # of each key of --allow, how many trainings have each value
+    unknown: tuple[str, ...]  # facts that some trainings did not record, which could not be compared
 
 
 def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
@@ -186,13 +182,10 @@ def _names(keys: Mapping[Training, _Key]) -> list[str]:
 
 def _pairs(arms: Sequence[Arm], baseline: Mapping[str, str]) -> tuple[tuple[Arm, Arm], ...]:
     """Each arm with the arm that has its values but for those of the baseline."""
-    pairs = []
-    for arm in arms:
-        wanted = {**arm.values, **baseline}
-        partner = next((other for other in arms if other.values == wanted), None)
-        if baseline and partner is not None and partner is not arm:
-            pairs.append((arm, partner))
-    return tuple(pairs)
+    if not baseline:
+        return ()
+    partners = [next((one for one in arms if one.values == {**arm.values, **baseline}), None) for arm in arms]
+    return tuple((arm, one) for arm, one in zip(arms, partners, strict=True) if one is not None and one is not arm)
 
 
 # ---------------------------------------------------------------- what differs
@@ -213,11 +206,7 @@ def _facts(training: Training) -> dict[str, str]:
 
 
 def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[str, ...]:
-    """Keys, and prefixes that end with a dot, in which arms may differ; `ANY_SETTING` where a sweep has other axes.
-
-    What other settings follow from an axis, such as a length limit, only the composition knew: there every setting may
-    differ between arms, and none within one.
-    """
+    """Keys, and prefixes that end with a dot, in which arms may differ; `ANY_SETTING` where a sweep has other axes."""
     explained = [key for training in trainings if training.method for key in training.method.keys]
     explained += _FOLLOWING
     if any(not training.axes for training in trainings):
@@ -227,7 +216,7 @@ def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[
             axis = key.lstrip("+")
             if axis == "algo":
                 explained += [key for option in options for key in option_keys(axis, option)]
-            elif axis != SEED:
+            elif axis != SEED:  # what settings follow from it, such as a length limit, only the composition knew
                 explained += [ANY_SETTING, f"checksums.{axis}"]
     return tuple(dict.fromkeys(explained))
 

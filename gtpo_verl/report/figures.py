@@ -24,6 +24,7 @@ from gtpo_verl.report.results import (
 )
 from gtpo_verl.report.seeds import over_seeds
 from gtpo_verl.report.words import curve_basis, seed_basis
+from gtpo_verl.runs.statistics import Interval
 
 _SMALL_PHASE = 0.01  # a phase below this share of the longest step, in every arm, is drawn as part of "other"
 
@@ -175,12 +176,9 @@ def _accuracy_line(arm: Arm, source: str, several: bool) -> Line | None:
         return None
     if several:
         return Line(arm.name, *over_seeds([{float(p.step): p.accuracy for p in curve} for curve in curves]))
-    (curve,) = curves
-    bounds = [(p.interval.low, p.interval.high) if p.interval else (np.nan, np.nan) for p in curve]
-    steps, values, low, high = np.array(
-        [(p.step, p.accuracy, *bound) for p, bound in zip(curve, bounds, strict=True)], dtype=np.float64
-    ).T
-    return Line(arm.name, steps, values, low, high)
+    unknown = Interval(np.nan, np.nan)
+    rows = [(p.step, p.accuracy, (p.interval or unknown).low, (p.interval or unknown).high) for p in curves[0]]
+    return Line(arm.name, *np.array(rows, dtype=np.float64).T)
 
 
 def _cost(arms: Sequence[Arm]) -> ReportFigure | str:
@@ -294,15 +292,14 @@ def metric_line(arm: Arm, key: str, smooth: bool = True) -> Line | None:
 
 
 def _step_time(arms: Sequence[Arm]) -> ReportFigure | str:
-    timed = {
-        arm.name: found for arm in arms if (found := [one.step_seconds for one in arm.counted if one.step_seconds])
-    }
+    found = {arm.name: [one.step_seconds for one in arm.counted if one.step_seconds] for arm in arms}
+    timed = {name: seconds for name, seconds in found.items() if seconds}
     if not timed:
         return "Step time by phase: no arm logged timing_s/step."
     phases = [*STEP_PHASES.values(), OTHER_PHASE, VALIDATION_PHASE]
     means = {
-        name: {phase: float(np.mean([one.get(phase, 0.0) for one in found])) for phase in phases}
-        for name, found in timed.items()
+        name: {phase: float(np.mean([one.get(phase, 0.0) for one in seconds])) for phase in phases}
+        for name, seconds in timed.items()
     }
     threshold = _SMALL_PHASE * max(sum(row.values()) for row in means.values())
     titles = [title for title in STEP_PHASES.values() if any(row[title] >= threshold for row in means.values())]

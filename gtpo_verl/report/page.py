@@ -34,18 +34,14 @@ SUMMARY_SCHEMA = 3  # raised when a key of summary.json changes its meaning or g
 
 @dataclass(frozen=True)
 class Report:
-    """Everything the page says, and where it was written.
-
-    ``status``: a sentence about what is not complete, or None. ``comparisons``: over prompts, training by training;
-    ``finals`` and ``over_seeds``: over seeds, empty where no arm has several.
-    """
+    """Everything the page says, and where it was written."""
 
     title: str
-    status: str | None
+    status: str | None  # a sentence about what is not complete
     runs: tuple[Run, ...]
     design: Design
-    comparisons: tuple[Comparison, ...]
-    finals: tuple[Final, ...]
+    comparisons: tuple[Comparison, ...]  # over prompts, training by training
+    finals: tuple[Final, ...]  # over seeds, as those below: empty where no arm has several
     over_seeds: tuple[SeedComparison, ...]
     figures: tuple[ReportFigure, ...]
     missing: tuple[str, ...]

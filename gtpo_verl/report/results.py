@@ -43,18 +43,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Change:
-    """Accuracy before and after training on the same prompts, and the paired difference.
-
-    ``samples``: how many before and how many after; ``clusters``: how many units the bootstrap resamples, as many as
-    prompts where the data names none. Samples, prompts and clusters are None where only logged means are known.
-    """
+    """Accuracy before and after training on the same prompts; counts are None where only logged means are known."""
 
     before: float
     after: float
-    difference: Estimate
-    samples: tuple[int, int] | None = None
+    difference: Estimate  # paired
+    samples: tuple[int, int] | None = None  # before and after
     prompts: int | None = None
-    clusters: int | None = None
+    clusters: int | None = None  # that the bootstrap resamples: as many as prompts where the data names none
 
 
 @dataclass(frozen=True)
@@ -69,30 +65,24 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A training minus that of its baseline with the same seed, by name, on the common prompts of a data source.
-
-    ``after``: accuracies at ``step``, the last that both validated; ``gain``: gains up to it.
-    """
+    """A training minus that of its baseline with the same seed, by name, on the common prompts of a data source."""
 
     arm: str
     baseline: str
     source: str
-    step: int
-    after: Estimate
-    gain: Estimate
+    step: int  # the last that both validated
+    after: Estimate  # accuracies at it
+    gain: Estimate  # gains up to it
     prompts: int
     clusters: int
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingResult:
-    """What the report says of one training: its arm's name, with the seed where the arm has several.
+    """What the report says of one training."""
 
-    ``run``: the name of the run that it is of.
-    """
-
-    name: str
-    run: str
+    name: str  # its arm's, with the seed where the arm has several
+    run: str  # the name of the run that it is of
     training: Training
 
     @property
@@ -127,13 +117,10 @@ class TrainingResult:
 
 @dataclass(frozen=True, eq=False)
 class Arm:
-    """Trainings that differ in their seed alone, in the order of the seeds.
-
-    ``values``: of the axes; arms of one baseline agree in them but for the axes of the baseline.
-    """
+    """Trainings that differ in their seed alone, in the order of the seeds."""
 
     name: str
-    values: Mapping[str, str]
+    values: Mapping[str, str]  # of the axes; arms of one baseline agree in them but for the axes of the baseline
     trainings: tuple[TrainingResult, ...]
 
     @property

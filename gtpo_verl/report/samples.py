@@ -16,34 +16,27 @@ READ_PROMPTS = 8 * SHOWN_PROMPTS  # those are chosen among
 
 @dataclass(frozen=True)
 class Token:
-    """A token's text, advantage and entropy in nats, and their shades relative to the other tokens of the response.
-
-    ``shade``, in [0.15, 1]: how far the advantage is from 0; ``entropy_shade``, in [0, 1].
-    """
+    """A token of a response; shades are relative to its other tokens."""
 
     text: str
     advantage: float
-    entropy: float
-    shade: float
-    entropy_shade: float
+    entropy: float  # nats
+    shade: float  # in [0.15, 1]: how far the advantage is from 0
+    entropy_shade: float  # in [0, 1]
 
 
 @dataclass(frozen=True)
 class CreditSample:
-    """A response of an arm at a step; ``group``: how many of its group are correct and wrong.
-
-    ``left_out``: tokens behind those that were kept. ``alone``: whether no other of its group has its verdict: its
-    tokens then have one credit, whatever their entropies.
-    """
+    """A response of an arm at a step."""
 
     arm: str
     step: int
     prompt: str
     correct: bool
-    group: tuple[int, int]
+    group: tuple[int, int]  # how many of its group are correct and wrong
     tokens: tuple[Token, ...]
-    left_out: int
-    alone: bool
+    left_out: int  # tokens behind those that were kept
+    alone: bool  # no other of its group has its verdict: its tokens have one credit, whatever their entropies
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,16 @@ BAND_SEEDS = 3  # from so many seeds on a band is drawn: of two, Student's inter
 
 @dataclass(frozen=True)
 class Final:
-    """Accuracy of an arm on one data source at the last step that all complete trainings validated.
-
-    values: by seed. interval: Student's, over seeds; None for one seed. deviation: standard deviation over seeds.
-    """
+    """Accuracy of an arm on one data source at the last step that all complete trainings validated."""
 
     arm: str
     source: str
     step: int
-    values: Mapping[str, float]
+    values: Mapping[str, float]  # by seed
     mean: float
     interquartile_mean: float
-    deviation: float | None
-    interval: Interval | None
+    deviation: float | None  # standard deviation over seeds
+    interval: Interval | None  # Student's, over seeds; None for one seed
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,8 @@ class Logged:
 def read_logger(path: Path) -> Logged | None:
     """Read what TensorBoard or an offline run of Weights & Biases has logged; None where there is neither.
 
-    Args:
-        path: a directory with TensorBoard's event files; a directory ``offline-run-…`` of Weights & Biases, one that
-            holds a single such directory, or its ``.wandb`` file.
-
-    Raises:
-        UserError: the log holds no step, or its package is not installed.
+    ``path``: a directory with TensorBoard's event files; a directory ``offline-run-…`` of Weights & Biases, one that
+    holds a single such directory, or its ``.wandb`` file. UserError: it has no step, or its package is not installed.
     """
     if path.is_dir() and any(path.glob(_EVENTS)):
         logged = _tensorboard(path)

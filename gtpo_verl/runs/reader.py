@@ -60,21 +60,15 @@ _LOGGED_ACCURACY = (
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
 class Validation:
-    """One validation on one data source: the share of correct samples of each prompt.
-
-    ``prompts`` are P sorted keys, one per pair of prompt and ground truth; ``clusters`` P names, the prompts that the
-    bootstrap resamples together (the prompt's key where the data names no cluster); ``accuracy`` and ``counts`` have
-    shape (P,): the share of correct samples, and how many samples there are. ``mean_acc`` is the mean over prompts of
-    the verifier's ``acc``, which is what verl logs.
-    """
+    """One validation on one data source, of P prompts."""
 
     step: int
     source: str
-    prompts: tuple[str, ...]
-    clusters: tuple[str, ...]
-    accuracy: Floats
-    counts: NDArray[np.int64]
-    mean_acc: float
+    prompts: tuple[str, ...]  # P sorted keys, one per pair of prompt and ground truth
+    clusters: tuple[str, ...]  # P names: prompts that the bootstrap resamples together, their keys without any
+    accuracy: Floats  # (P,), the share of correct samples
+    counts: NDArray[np.int64]  # (P,), of samples
+    mean_acc: float  # mean over prompts of the verifier's acc, which is what verl logs
 
     def rows(self, prompts: Sequence[str]) -> NDArray[np.int64]:
         """Indices of the given prompts, all of which must be in this validation."""
@@ -83,21 +77,17 @@ class Validation:
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
 class Training:
-    """One training: metrics by step, validations by data source in order of steps, flattened configuration, record.
-
-    ``method`` is the registered method of the recorded configuration, or None. ``record`` is its ``run.json``, empty
-    where there is none. ``axes``: the values of a sweep's axes, empty outside of a sweep.
-    """
+    """One training, as it left its files."""
 
     name: str
     path: Path
-    metrics: Mapping[int, Mapping[str, float]]
-    validations: Mapping[str, tuple[Validation, ...]]
-    config: Mapping[str, Any]
-    method: "Algorithm | None"
+    metrics: Mapping[int, Mapping[str, float]]  # by step
+    validations: Mapping[str, tuple[Validation, ...]]  # by data source, in order of steps
+    config: Mapping[str, Any]  # flattened
+    method: "Algorithm | None"  # registered, of the configuration
     notes: tuple[str, ...] = ()
-    record: Mapping[str, Any] = field(default_factory=dict)
-    axes: Mapping[str, str] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)  # run.json, empty where there is none
+    axes: Mapping[str, str] = field(default_factory=dict)  # the values of a sweep's axes
 
     @property
     def last_step(self) -> int:
@@ -135,17 +125,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Run:
-    """One or several trainings of one command or one sweep.
-
-    ``record``: the ``run.json`` of the whole, empty where there is none; of a sweep what ``sweep.json`` says about it.
-    ``missing``: the names of trainings that were planned and logged no step.
-    """
+    """One or several trainings of one command or one sweep."""
 
     name: str
     path: Path
     trainings: tuple[Training, ...]
-    record: Mapping[str, Any]
-    missing: tuple[str, ...] = ()
+    record: Mapping[str, Any]  # run.json of the whole, or what sweep.json says about it; empty where there is none
+    missing: tuple[str, ...] = ()  # trainings that were planned and logged no step
     sweep: Sweep | None = None
 
 

@@ -54,6 +54,10 @@ def notes_of(*paths: Path) -> list[str]:
     return notes(runs, design(runs), [])
 
 
+def cells_of(table: tables.Table, *columns: str) -> list[list[str]]:
+    return [[row[table.columns.index(column)] for column in columns] for row in table.rows]
+
+
 def only(result: TrainingResult) -> Accuracy:
     """The accuracy of a training with a single data source."""
     (accuracy,) = result.accuracies.values()
@@ -154,7 +158,7 @@ def test_opposite_changes_of_two_sources_are_not_pooled(tmp_path: Path):
     assert "With 30 or fewer prompts the intervals on aime are too narrow." in text
     assert "on math are too narrow" not in text
     table = tables.change_table([result], data_sources(arms_of(arm)))
-    assert table.cells(["Arm", "Data source", "Before", "After", "Difference"]) == [
+    assert cells_of(table, "Arm", "Data source", "Before", "After", "Difference") == [
         ["GTPO", "aime", "100.0 %", "33.3 %", "−66.7"],
         ["GTPO", "math", "0.0 %", "66.6 %", "+66.6"],
     ]
@@ -165,7 +169,7 @@ def test_a_single_validation_is_before_or_after_training(tmp_path: Path, step: i
     arm = write_arm(tmp_path / "gtpo", {step: {}})
     write_samples(arm, step, *({"input": f"a{n}", "gts": "", "data_source": "aime", "acc": n % 2} for n in range(4)))
     table = tables.change_table(results_of(arm), data_sources(arms_of(arm)))
-    assert table.cells(["Before", "After", "Difference"]) == [[*cells, "n/a"]]
+    assert cells_of(table, "Before", "After", "Difference") == [[*cells, "n/a"]]
 
 
 @pytest.mark.slow
