@@ -68,10 +68,7 @@ def _values(item: Override) -> tuple[str, ...]:
 def combinations(axes: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
     """Every combination of values, as the overrides of a run by its name, which depends on nothing but the axes.
 
-    The seed varies slowest: a sweep that is stopped early has whole comparisons.
-
-    Raises:
-        UserError: two runs would have the same name.
+    The seed varies slowest: a sweep that is stopped early has whole comparisons. UserError: two names are the same.
     """
     # the last part of each dotted key, or all of it where another axis has the same last part
     tails = {key: re.split(r"[./+]", key)[-1] for key in axes}

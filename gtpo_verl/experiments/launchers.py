@@ -59,11 +59,8 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Runs as child processes, each in a session of its own, so that Ctrl-C reaches them only when passed on.
 
-    When this process is killed, they are asked to stop. What they print is appended to their `train.log`.
-
-    Args:
-        slots: environment variables for each of the runs at once, which give every run its own GPUs.
-        program: the command that trains.
+    When this process is killed, they are asked to stop. What they print is appended to their `train.log`. ``slots``:
+    environment variables for each of the runs at once, which give every run its own GPUs.
     """
 
     def __init__(self, slots: Sequence[Mapping[str, str]], *, program: Sequence[str] = TRAIN) -> None:

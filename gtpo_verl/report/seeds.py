@@ -73,13 +73,9 @@ def seed_comparisons(pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm]) -> l
 
 
 def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats, Floats | None, Floats | None]:
-    """The mean of several curves where all have a value, and Student's 95 % interval of it from three curves on.
+    """The mean of several curves, {position: value}, one per seed, where all have a value.
 
-    Args:
-        curves: {position: value}, one per seed, at least one.
-
-    Returns:
-        positions, means, lower and upper bounds, each of shape (N,); the bounds None below three curves.
+    Returns positions, means, and bounds of Student's 95 % interval, each (N,); no bounds below three curves.
     """
     positions = sorted(set.intersection(*(set(curve) for curve in curves)))
     values = np.array([[curve[position] for position in positions] for curve in curves], dtype=np.float64)

@@ -186,15 +186,15 @@ def training_lock(run_dir: Path) -> Iterator[None]:
     def wait(error: LockedError) -> str:
         if stop.exists() and time.monotonic() <= deadline:
             return f"Waiting for {error}, which is stopping in {run_dir}."
-        text = (
-            f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {stop}` from "
-            "elsewhere, or choose another trainer.run_dir."
-        )
+        since = ""
         if error.owner is not None and error.owner.is_remote:
-            text += (
+            since = (
                 f" Its last heartbeat was {error.owner.age:.0f} s ago; a new training may start {LEASE:.0f} s after it."
             )
-        raise UserError(text) from None
+        raise UserError(
+            f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {stop}` from "
+            f"elsewhere, or choose another trainer.run_dir.{since}"
+        ) from None
 
     with _held(lock, wait, lambda line: print(line, file=sys.stderr, flush=True)):
         yield

@@ -94,10 +94,8 @@ class Record:
     """``run.json`` of a training, written as it starts and as it ends."""
 
     def __init__(self, run_dir: Path, config: dict[str, Any], command: str, overrides: Sequence[str]) -> None:
-        self.run_dir = run_dir
-        self.config = dict(flatten(config))
-        earlier = read_record(run_dir)
-        started = now()
+        self.run_dir, self.config = run_dir, dict(flatten(config))
+        earlier, started = read_record(run_dir), now()
         code, changes = code_state()
         (run_dir / DIFF_FILE).unlink(missing_ok=True)
         if changes:

@@ -47,14 +47,9 @@ class Estimate:
 def cluster_means(
     clusters: Sequence[str], values: Sequence[float]
 ) -> tuple[tuple[str, ...], Floats, NDArray[np.int64]]:
-    """Mean value of each cluster, clusters in sorted order.
+    """The P different names in N, sorted, the mean value of each, (P,), and how many values it has, (P,).
 
-    Args:
-        clusters: N names, the prompt of each sample.
-        values: N numbers, 1 for a correct sample, 0 for a wrong one.
-
-    Returns:
-        The P different names, sorted; their means, shape (P,); how many samples each has, shape (P,).
+    ``clusters``: N names, the prompt of each sample. ``values``: N numbers, 1 for a correct sample, 0 for a wrong one.
     """
     names, index, counts = np.unique(np.asarray(clusters, dtype=np.str_), return_inverse=True, return_counts=True)
     return tuple(names.tolist()), np.bincount(index, weights=np.asarray(values, dtype=np.float64)) / counts, counts
@@ -66,12 +61,7 @@ def cluster_standard_error(means: Floats, clusters: Sequence[str] | None = None)
     It is sqrt(C / (C - 1)) / P times the root of the summed squares of the clusters' residual sums; with each prompt a
     cluster of its own that is s / sqrt(P), s with P - 1 in its denominator.
 
-    Args:
-        means: shape (P,).
-        clusters: P names, of at least 2 clusters; None: each prompt is one.
-
-    Raises:
-        ValueError: there are fewer than 2 clusters.
+    ``means``: (P,). ``clusters``: P names; None: each prompt is one. ValueError: there are fewer than 2 clusters.
     """
     sums, _ = _by_cluster((means - means.mean())[:, None], clusters)
     if len(sums) < 2:
@@ -90,11 +80,8 @@ def resampled_means(
     Args:
         means: shape (P, K), one row per prompt, one column per measurement of the same prompts.
         clusters: P names, the cluster of each prompt; None: each prompt is one.
-        draws: number of bootstrap draws D.
+        draws: number of bootstrap draws D, which are the rows of the result, (D, K).
         seed: the same seed and number of clusters give the same draws, whatever the columns are.
-
-    Returns:
-        shape (D, K).
     """
     sums, sizes = _by_cluster(means, clusters)
     count = len(sums)
@@ -112,19 +99,13 @@ def resampled_means(
 def estimates(
     means: Floats, *, clusters: Sequence[str] | None = None, draws: int = DRAWS, seed: int = SEED
 ) -> list[Estimate]:
-    """Mean over prompts of each column, with its percentile bootstrap interval over clusters of prompts.
+    """Mean over prompts of each of K columns, with its percentile bootstrap interval over clusters of prompts.
 
     A column without spread (one cluster, or the same value in all) has no interval: every draw would repeat its value,
     and an interval of width 0 would claim a certainty that the data does not give.
 
-    Args:
-        means: shape (P, K), P >= 1: the means of P prompts in K measurements, or differences of such means.
-        clusters: P names; prompts of one cluster are drawn together. None: each prompt is its own cluster.
-        draws: number of bootstrap draws.
-        seed: see `resampled_means`.
-
-    Returns:
-        K estimates.
+    ``means``: (P, K), P >= 1: of P prompts in K measurements, or differences of such means. The rest: see
+    `resampled_means`.
     """
     tail = (1 - CONFIDENCE) / 2
     resampled = resampled_means(means, clusters=clusters, draws=draws, seed=seed)
