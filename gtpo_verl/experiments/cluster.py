@@ -17,8 +17,7 @@ def prove_cluster(plugin: str, run_dir: Path) -> None:
     """Check on every node that a worker of this job uses the carried plugin, by its `fingerprint`, and a supported
     verl, and that all nodes see one run directory; prints one line.
 
-    Raises:
-        UserError: one does not, in one line that names the node.
+    UserError: one does not, in one line that names the node.
     """
     from gtpo_verl.integrations.nodes import joined, on_every_node, prove_shared
 
@@ -38,8 +37,7 @@ def check_node(plugin: str) -> str:
     Import, metadata and entry points must lead to the package that was carried, whatever is installed. What it requires
     must be installed: it was carried without its dependencies.
 
-    Raises:
-        UserError: it is not the carried plugin that is imported here, or verl or a requirement does not fit.
+    UserError: it is not the carried plugin that is imported here, or verl or a requirement does not fit.
     """
     verl = check_verl()
     package = Path(next(iter(gtpo_verl.__path__)))

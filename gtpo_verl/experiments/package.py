@@ -32,12 +32,8 @@ EXCLUDED = (
 def carried_files(directory: Path, exclude: Sequence[str] = ()) -> list[Path]:
     """The user's files to carry, relative to a directory, sorted.
 
-    Args:
-        directory: all below it that no pattern excludes.
-        exclude: patterns as in .gitignore, besides ``EXCLUDED`` and those of ``IGNORE_FILES``.
-
-    Raises:
-        UserError: there is no such directory, or more below it than ``MAX_FILES`` or ``MAX_SIZE``.
+    They are all below it that no pattern excludes: those of ``exclude``, as in .gitignore, of ``EXCLUDED`` and of
+    ``IGNORE_FILES``. UserError: there is no such directory, or more below it than ``MAX_FILES`` or ``MAX_SIZE``.
     """
     if not directory.is_dir():
         raise UserError(f"--working-dir {directory}: no such directory.")

@@ -39,11 +39,8 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     """Check what can be checked here; returns the overrides with absolute paths for data and a local model.
 
     Where verl and torch are installed the configuration is composed and its rules are asked; elsewhere the choices of
-    our config groups are looked at. Of data, what lies on this machine is checked. The job carries files of
-    ``working_dir``, relative to it.
-
-    Raises:
-        UserError: everything that is wrong.
+    our config groups are looked at. Of data, what lies on this machine is checked. ``carried``: files of
+    ``working_dir``, relative to it. UserError: everything that is wrong.
     """
     run_dir_of(overrides)
     result = [_with_absolute_path(item) for item in parse_overrides(overrides)]

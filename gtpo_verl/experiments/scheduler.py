@@ -77,13 +77,9 @@ class Scheduler:
         self._trouble: float | None = None  # since when the cluster does not answer
 
     def run(self) -> list[str]:
-        """Train until every run is finished or has failed for good, or a stop was asked for.
+        """Train until every run is finished or has failed for good, or a stop was asked for; returns the unfinished.
 
-        Returns:
-            The names of the runs that are not finished.
-
-        Raises:
-            OSError, UserError: the disk is full, or the cluster does not answer; what runs was stopped first.
+        OSError, UserError: the disk is full, or the cluster does not answer; what runs was stopped first.
         """
         stop_file = self.sweep.directory / STOP_FILE
         stop_file.unlink(missing_ok=True)

@@ -209,14 +209,14 @@ def _cost(arms: Sequence[Arm]) -> ReportFigure | str:
 
 def _cost_line(arm: Arm, source: str, what: str) -> Line | None:
     """The arm's curve over its cost; None where a training did not log it."""
-    validated = [one for one in arm.counted if source in one.accuracies]
-    costs = [cost for one in validated if (cost := cost_until(one.training, what)) is not None]
-    if not validated or len(costs) < len(validated):
+    curves, costs = [], []
+    for one in (one for one in arm.counted if source in one.accuracies):
+        if (cost := cost_until(one.training, what)) is None:
+            return None
+        costs.append(cost)
+        curves.append({float(p.step): p.accuracy for p in one.accuracies[source].curve if p.step in cost})
+    if not curves:
         return None
-    curves = [
-        {float(point.step): point.accuracy for point in one.accuracies[source].curve if point.step in cost}
-        for one, cost in zip(validated, costs, strict=True)
-    ]
     steps, values, low, high = over_seeds(curves)
     spent = np.array([[cost[int(step)] for step in steps] for cost in costs]).mean(axis=0)
     return Line(arm.name, spent, values, low, high)

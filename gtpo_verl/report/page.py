@@ -156,9 +156,7 @@ def render_page(
 ) -> str:
     """A page with everything in it: a template of a package, on the base and with the parts of this one.
 
-    Args:
-        styles: of every arm.
-        specifications: of the charts in Vega-Lite, by the id by which the template places them.
+    ``styles``: of every arm. ``specifications``: of charts in Vega-Lite, by the id by which the template places them.
     """
     loader = jinja2.ChoiceLoader([jinja2.PackageLoader(one, ".") for one in (package, "gtpo_verl.report")])
     environment = jinja2.Environment(

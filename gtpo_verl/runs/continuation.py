@@ -60,11 +60,9 @@ def decides(key: str) -> bool:
 def changes(run_dir: Path, config: DictConfig, *, contents: bool = True) -> Changes:
     """{key: (before, now)} of what a run directory was trained with and a configuration would go on with.
 
-    Names and places are left out, and what only follows from another key. Empty where nothing was trained.
-
-    Args:
-        config: composed and prepared, interpolations unresolved.
-        contents: whether data, model and reward function are compared by content, which is read then, or by path.
+    Names and places are left out, and what only follows from another key. Empty where nothing was trained. ``config``:
+    composed and prepared, interpolations unresolved. ``contents``: whether data, model and reward function are compared
+    by content, which is read then, or by path.
     """
     file = run_dir / CONFIG_FILE
     if not file.is_file():

@@ -10,12 +10,8 @@ from gtpo_verl.errors import UserError
 def verdict(info: Mapping[str, Any], place: str) -> float:
     """The ``acc`` among what the reward function returned, as a number; NaN, which is wrong, where it is None.
 
-    Args:
-        info: verl's ``reward_extra_info``: the dict that the function returned, or ``acc`` with the number.
-        place: the response, for messages.
-
-    Raises:
-        UserError: there is no ``acc``, or it is not a number.
+    ``info``: verl's ``reward_extra_info``: the dict that the function returned, or ``acc`` with the number. ``place``:
+    the response, for messages. UserError: there is no ``acc``, or it is not a number.
     """
     if "acc" not in info:
         raise UserError(

@@ -151,8 +151,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def read_run(path: Path) -> Run:
     """Read a run directory, a sweep's, a single training's, or the log of one of verl's loggers.
 
-    Raises:
-        UserError: the path does not exist, or holds no metrics, or a file in it is not what it should be.
+    UserError: the path does not exist, or holds no metrics, or a file in it is not what it should be.
     """
     path = Path(path)
     name = path.stem if path.is_file() else path.resolve().name
@@ -272,11 +271,8 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
     only that for the step it starts from). Where the steps jump back, the later steps of the abandoned attempt are
     dropped. Lines torn by a crash, and values that are not finite numbers, are left out.
 
-    Returns:
-        {step: {key: value}}, empty where no line can be read, and notes about what was left out.
-
-    Raises:
-        UserError: a line is JSON of another form.
+    Returns {step: {key: value}}, empty where no line can be read, and notes about what was left out. UserError: a line
+    is JSON of another form.
     """
     metrics: dict[int, dict[str, float]] = {}
     torn = dropped = not_finite = 0
