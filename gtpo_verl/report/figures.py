@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gtpo_verl.algorithms.registry import Style
-from gtpo_verl.report.charts import Line, Panel, arm_styles, bars_chart, panel_chart, running_mean, smoothing_window
+from gtpo_verl.report.charts import Line, Panel, bars_chart, panel_chart, running_mean, smoothing_window
 from gtpo_verl.report.pass_at_k import pass_at_ks
 from gtpo_verl.report.results import (
     OTHER_PHASE,
@@ -146,11 +146,6 @@ def report_figures(arms: Sequence[Arm]) -> tuple[tuple[ReportFigure, ...], tuple
     built = [builders[name](arms) if name in builders else _metrics(name, arms) for name in FIGURES]
     drawn = tuple(one for one in built if isinstance(one, ReportFigure))
     return drawn, tuple(one for one in built if isinstance(one, str))
-
-
-def styles(arms: Sequence[Arm]) -> dict[str, Style]:
-    """The style of each arm, by name."""
-    return arm_styles({arm.name: arm.method for arm in arms})
 
 
 def _accuracy(arms: Sequence[Arm]) -> ReportFigure | str:

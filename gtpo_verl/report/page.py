@@ -67,10 +67,8 @@ def default_output(paths: Sequence[Path]) -> Path:
 def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) -> Report:
     """Read runs and write their report: ``report.html``, ``summary.json`` and ``figures/*.png`` in ``output``.
 
-    ``runs`` are as for `read_run`, ``allow`` as for `design`.
-
-    Raises:
-        UserError: a run cannot be read, the runs may not be compared, or the output cannot be written.
+    ``runs`` are as for `read_run`, ``allow`` as for `design`. UserError: a run cannot be read, the runs may not be
+    compared, or the output cannot be written.
     """
     read = read_runs(runs)
     compared = design(read, allow)
@@ -78,14 +76,14 @@ def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) 
     try:
         report = _analyse(read, compared, output)
         drawn = {figure.name: figure for figure in report.figures}
-        styles = figures.styles(report.design.arms)
+        styles = charts.arm_styles({arm.name: arm.method for arm in compared.arms})
         for name, theme in itertools.product(figures.FIGURES, charts.THEMES):
             file = pictures / (f"{name}.png" if theme == "light" else f"{name}-{theme}.png")
             file.unlink(missing_ok=True)  # one of an earlier report would be taken for one of this
             if name in drawn:
                 write_bytes(file, charts.png(drawn[name].charts(styles), theme, styles))
         write_text(report.summary, json.dumps(_summary(report), indent=2, ensure_ascii=False) + "\n")
-        write_text(report.html, _page(report))
+        write_text(report.html, _page(report, styles))
     except OSError as error:
         raise UserError(f"cannot write the report to {output} ({error.strerror}): choose another --output") from error
     return report
@@ -177,10 +175,9 @@ def render_page(
     )
 
 
-def _page(report: Report) -> str:
+def _page(report: Report, styles: Mapping[str, Style]) -> str:
     sources = results.data_sources(report.design.arms)
     trainings = results.trainings_of(report.design.arms)
-    styles = figures.styles(report.design.arms)
     drawn = {figure.name: figure.charts(styles, interactive=True) for figure in report.figures}
     several = results.has_seeds(report.design.arms)
     phases = list(dict.fromkeys(phase for one in report.figures for row in (one.bars or {}).values() for phase in row))

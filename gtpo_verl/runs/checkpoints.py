@@ -187,10 +187,8 @@ def find_start(directory: Path, layout: Layout) -> Start:
     """Find the checkpoint from which a training with ``resume_mode=auto`` goes on; nothing is changed.
 
     It is the one that the tracker names. Where that is not complete, or the tracker is not readable, it is the newest
-    complete one that is not newer, with a message.
-
-    Raises:
-        UserError: there are checkpoints, and none can be resumed from; or this run cannot load the one there is.
+    complete one that is not newer, with a message. UserError: there are checkpoints, and none can be resumed from; or
+    this run cannot load the one there is.
     """
     found = checkpoints(directory)
     try:

@@ -80,9 +80,7 @@ def say(line: str) -> None:
 @contextmanager
 def printing_to(log: Path) -> Iterator[None]:
     """Send stdout and stderr of this process, and of those that it starts, to the end of a file, except what is printed
-    to :func:`out` and :func:`err`.
-
-    Nothing changes where stdout is that file already.
+    to :func:`out` and :func:`err`. Nothing changes where stdout is that file already.
     """
     global _redirected
     with log.open("ab") as file:
