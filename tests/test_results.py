@@ -2,12 +2,16 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 from scipy import stats
+
+from gtpo_verl.evaluation.summary import Sample, logged, summarize
+from gtpo_verl.runs.directory import record_metrics
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 
@@ -25,6 +29,14 @@ def verdict(tmp_path: Path) -> ModuleType:
     return module
 
 
+@pytest.fixture
+def small(verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Without data, and with half the seeds of part A."""
+    monkeypatch.setattr(verdict, "DATA", tmp_path)
+    monkeypatch.setitem(verdict.PARTS, "A", replace(verdict.PARTS["A"], seeds=range(101, 109)))
+    return verdict
+
+
 def test_the_page_is_computed_from_the_data(verdict: ModuleType) -> None:
     assert verdict.page() == (RESULTS / "verdict.md").read_text()
 
@@ -33,7 +45,145 @@ def run_of(verdict: ModuleType, accuracy: float) -> dict[str, object]:
     return {
         "validations": {str(step): accuracy + 0.01 * place for place, step in enumerate(verdict.VALIDATED)},
         "steps": {name: [1.0] * verdict.STEPS for name in verdict.KEPT},
+        "commit": "c" * 40,
     }
+
+
+GAINS = {"gtpo": 0.05, "grpo_s": 0.0, "random20": -0.1, "random60": -0.05}
+
+
+def write_part(verdict: ModuleType, part: str, gains: dict[str, float]) -> None:
+    """Runs whose pairs with DAPO differ by the gains and a little noise."""
+    rng = np.random.default_rng(0)
+    for task, seed, arm, _ in verdict.planned(part, list(verdict.TASKS)):
+        record = verdict.read(task, seed)
+        gain = 0.0 if arm == "dapo" else gains.get(arm, 0.0) + rng.normal(0, 0.005)
+        record["runs"][arm] = run_of(verdict, 0.5 + gain)
+        verdict.write_json(verdict.data_file(task, seed), record)
+
+
+def change(verdict: ModuleType, task: str, seed: int, arm: str, **values: object) -> None:
+    record = verdict.read(task, seed)
+    record["runs"][arm] |= values
+    verdict.write_json(verdict.data_file(task, seed), record)
+
+
+def verdict_of(page: str, task: str, contrast: str) -> str:
+    rows = (line for line in page.splitlines() if line.startswith(f"| {task} | {contrast} |"))
+    (line,) = (row for row in rows if row.count("|") > 10)
+    return line.split(" | ")[-1].removesuffix(" |")
+
+
+@pytest.mark.parametrize("task", ["sums", "countdown"])
+def test_validations_are_found_under_the_name_that_the_repeated_rows_give_them(
+    verdict: ModuleType, tmp_path: Path, task: str
+) -> None:
+    samples = [Sample("a", "source", correct=place == 0) for place in range(verdict.REPEATS[task])]
+    for step in (0, 1, 2, *(3, 4, 5, 6), 6):
+        metrics = {"credit/entropy_all": float(step)} | (logged(summarize(samples)) if step in (0, 6) else {})
+        record_metrics(tmp_path, step, metrics)
+
+    found = verdict.numbers(tmp_path, task)
+
+    assert found["validations"] == {"0": 1 / len(samples), "6": 1 / len(samples)}
+    assert found["steps"]["entropy"] == [1, 2, 3, 4, 5, 6], "a repeated step counts once"
+
+
+def test_a_failed_run_has_no_endpoint(verdict: ModuleType) -> None:
+    run = run_of(verdict, 0.5)
+    assert verdict.endpoint(run) == pytest.approx(0.515)
+    assert verdict.endpoint(run | {"failed": "no memory"}) is None
+
+
+def test_nothing_is_trained_before_the_predictors_are_there(
+    verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verdict, "DATA", tmp_path)
+    with pytest.raises(SystemExit, match="predictors-sums"):
+        verdict.train("B", ["sums"], 1.0, tmp_path)
+
+
+def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleType) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    whole = verdict.read("sums", 101)
+    without_control = {"runs": {arm: run for arm, run in whole["runs"].items() if arm != "random60"}}
+    verdict.write_json(verdict.data_file("sums", 101), without_control)
+    page = verdict.page()
+    assert page.count("Not complete") == 3
+    assert "p at" not in page
+    assert "Levels" not in page
+
+    verdict.write_json(verdict.data_file("sums", 101), whole)
+    change(verdict, "sums", 101, "gtpo", failed="no memory")
+    change(verdict, "sums", 102, "gtpo", failed="no memory")
+    page = verdict.page()
+    assert "| A | 112 | 110 | 2 |" in page
+    assert f"- 112 runs of commit {'c' * 40}" in page
+    assert "- failed: sums 102 gtpo: no memory" in page
+    assert verdict_of(page, "sums", "gtpo − dapo") == "better"
+    assert verdict_of(page, "sums", "grpo_s − dapo") == "equivalent within 2 points"
+
+    change(verdict, "sums", 103, "gtpo", failed="no memory")
+    page = verdict.page()
+    assert "| sums | gtpo − dapo | too few |" in page
+    assert verdict_of(page, "sums", "gtpo − dapo") == "not decided"
+    assert verdict_of(page, "countdown", "gtpo − dapo") == "better"
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.05])
+def test_nothing_is_concluded_where_a_control_is_not_worse(small: ModuleType, gain: float) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    for seed in verdict.PARTS["A"].seeds:
+        change(verdict, "sums", seed, "random60", **run_of(verdict, 0.5 + gain + 0.001 * (-1) ** seed))
+    page = verdict.page()
+    for arm in ("gtpo", "grpo_s"):
+        assert verdict_of(page, "sums", f"{arm} − dapo") == "nothing is concluded: controls"
+    assert verdict_of(page, "countdown", "gtpo − dapo") == "better"
+
+
+def write_predictors(verdict: ModuleType, gains: dict[str, float], unresolved: tuple[str, ...] = ()) -> None:
+    methods = {
+        name: {key: {"along/dapo": [None if name in unresolved else float(np.exp(-gain))]} for key in ("sgd", "adam")}
+        for name, gain in gains.items()
+    }
+    for task in verdict.TASKS:
+        record = {"counted": list(methods), "gradients": {"methods": methods}}
+        verdict.write_json(verdict.predictors(task), record)
+
+
+def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: ModuleType) -> None:
+    verdict = small
+    names = ["dapo", "psr", *list(verdict.PARTS["B"].arms)[3:]]
+    gains = {name: 0.03 * place for place, name in enumerate(names)}
+    write_part(verdict, "A", GAINS)
+    write_part(verdict, "B", gains)
+    write_predictors(verdict, gains, ("w_reinforce",))
+    for seed in (101, 102):
+        change(verdict, "sums", seed, "eapo", failed="no memory")
+
+    lines = verdict.correlation("sums")
+
+    assert lines[0].startswith("sums, sgd: rank correlation 1.00 of 8 methods, p 2.48e-05.")  # 1 in 8!
+    assert lines[0].endswith("too few pairs: w_reinforce.")
+    assert lines[1].endswith("rank correlation 1.00 of 7 methods, too few for a test."), "PSR had results before"
+    assert verdict.correlation("countdown")[0].startswith("countdown, sgd: rank correlation 1.00 of 8 methods. Not")
+    assert lines[0] in verdict.page()
+
+    change(verdict, "sums", 103, "eapo", failed="no memory")
+    (line, *_) = verdict.correlation("sums")
+    assert line.startswith("sums, sgd: rank correlation 1.00 of 7 methods, too few for a test.")
+    assert line.endswith("eapo, w_reinforce.")
+
+
+def test_a_method_against_the_truth_is_ranked_last_and_p_is_of_permutations(verdict: ModuleType) -> None:
+    pairs = [(-np.inf, -3.0), *((float(place), float(place % 4)) for place in range(8))]
+    first, second = zip(*pairs, strict=True)
+    expected = stats.spearmanr(first, second).statistic
+    said = verdict.ranked(pairs, True)
+    assert said.startswith(f"rank correlation {expected:.2f} of 9 methods, p ")
+    assert float(said.split()[-1].rstrip(".")) == pytest.approx(stats.spearmanr(first, second).pvalue / 2, abs=0.01)
 
 
 def test_a_contrast_is_of_paired_endpoints(
@@ -45,22 +195,20 @@ def test_a_contrast_is_of_paired_endpoints(
     gains = rng.normal(0.03, 0.02, len(seeds))
     base = rng.normal(0.5, 0.1, len(seeds))
     for seed, gain, start in zip(seeds, gains, base, strict=True):
-        verdict.write("sums", seed, {"runs": {"dapo": run_of(verdict, start), "gtpo": run_of(verdict, start + gain)}})
-    failed = verdict.read("sums", seeds[0])
-    failed["runs"]["gtpo"]["validations"].pop("24")
-    verdict.write("sums", seeds[0], failed)
+        runs = {"dapo": run_of(verdict, start), "gtpo": run_of(verdict, start + gain)}
+        verdict.write_json(verdict.data_file("sums", seed), {"runs": runs})
+    change(verdict, "sums", seeds[0], "gtpo", failed="no memory")
 
     found = verdict.Contrast.of("sums", "gtpo", "dapo", seeds)
 
     values = 100 * gains[1:]
-    assert found.seeds == len(values)
+    assert found.pairs == len(values)
     assert found.mean == pytest.approx(values.mean())
     assert found.p == pytest.approx(stats.ttest_rel(100 * (base + gains)[1:], 100 * base[1:]).pvalue)
     error = values.std(ddof=1) / np.sqrt(len(values))
     above = stats.t.sf((values.mean() - 2) / error, len(values) - 1)
     assert found.equivalence == pytest.approx(1 - above)
     assert found.flips <= 0.001
-    assert "The runs are not complete" in verdict.page()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +223,7 @@ def test_a_contrast_is_of_paired_endpoints(
 def test_the_words_are_the_registered_ones(
     verdict: ModuleType, adjusted: float, equivalence: float, words: str
 ) -> None:
-    contrast = verdict.Contrast("sums", "gtpo", "dapo", 16, -1.0, 1.0, -2.0, 0.0, 0.01, 0.01, equivalence)
+    contrast = verdict.Contrast(16, -1.0, 1.0, -2.0, 0.0, 0.01, 0.01, equivalence)
     assert verdict.words(contrast, adjusted) == words
     assert f"| {words} |" in (RESULTS / "registration.md").read_text().replace("better, or worse", "worse")
 

@@ -5,7 +5,8 @@
     python docs/results/verdict.py page                                           what `make results` runs
 
 `train` writes data/TASK-SEED.json after every run and skips what is there, so it continues on another machine from what
-is committed. Models and logs are kept in --scratch and are not needed again.
+is committed. It prints no result, and the page has none of a part before all of it and of part A is there. Models and
+logs are kept in --scratch and are not needed again.
 """
 
 import argparse
@@ -14,7 +15,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ import numpy as np
 from scipy import stats
 
 from gtpo_verl.evaluation.paired import holm
+from gtpo_verl.files import write_json
+from gtpo_verl.runs.reader import read_metrics
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
@@ -42,18 +46,15 @@ class Part:
     tasks: tuple[str, ...] = TASKS
 
 
-def arms(*names: str) -> dict[str, tuple[str, ...]]:
-    return {name: (f"algo={name}",) for name in names}
+def arms(names: str) -> dict[str, tuple[str, ...]]:
+    return {name: (f"algo={name}",) for name in names.split()}
 
 
 RATE = "actor_rollout_ref.actor.optim.lr"
 PARTS = {
-    "A": Part(arms("dapo", "gtpo", "grpo_s", "fork20", "dapo_blame", "random20", "random60"), range(101, 117)),
+    "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117)),
     "B": Part(
-        arms(
-            *("psr", "prob_mask", "qae", "polarity_entropy", "entropy_bonus"),
-            *("empg", "eapo", "gtpo_v1", "gtpo_shuffled", "w_reinforce"),
-        ),
+        arms("psr prob_mask qae polarity_entropy entropy_bonus empg eapo gtpo_v1 gtpo_shuffled w_reinforce"),
         range(101, 107),
     ),
     "C": Part(
@@ -68,6 +69,9 @@ PARTS = {
 }
 PRIMARY = (("gtpo", "dapo"), ("grpo_s", "dapo"), ("gtpo", "dapo_blame"))  # of part A, on each task
 EQUIVALENT = 2.0  # points
+MISSING = 2  # pairs of a contrast; with more it is not computed
+FEWEST = 8  # methods of a test of part B
+KNOWN = ("gtpo", "grpo_s", "fork20", "dapo_blame", "psr", "prob_mask", "qae")  # in trials on sums, or chosen by them
 ALIKE = 0.99  # correlation of the credits of two methods that are counted as one
 ALPHA = 0.05
 # What is kept of every step under these names.
@@ -99,11 +103,8 @@ def read(task: str, seed: int) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.is_file() else {"runs": {}}
 
 
-def write(task: str, seed: int, record: dict[str, Any]) -> None:
-    DATA.mkdir(exist_ok=True)
-    unfinished = data_file(task, seed).with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(record, indent=1) + "\n")
-    unfinished.replace(data_file(task, seed))
+def predictors(task: str) -> Path:
+    return DATA / f"predictors-{task}.json"
 
 
 def prepared(task: str, seed: int, scratch: Path) -> tuple[Path, dict[str, Any]]:
@@ -134,18 +135,25 @@ def command(task: str, seed: int, overrides: tuple[str, ...], place: Path, run: 
     ]
 
 
-def numbers(run: Path) -> dict[str, Any]:
-    """What is kept of a finished run."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (name,) = {key for step in steps for key in step["data"] if key.startswith("val/") and key.endswith("/mean@1")}
-    return {
-        "validations": {str(step["step"]): step["data"][name] for step in steps if name in step["data"]},
-        "steps": {kept: [step["data"].get(key) for step in steps if step["step"] > 0] for kept, key in KEPT.items()},
+def numbers(run: Path, task: str) -> dict[str, Any]:
+    """What is kept of a run; of a step that a second attempt repeated, the later values."""
+    metrics, _ = read_metrics(run / "metrics.jsonl")
+    validations = {
+        str(step): value
+        for step, data in metrics.items()
+        for key, value in data.items()
+        # equal rows are one problem with several samples
+        if key.startswith("val/") and key.endswith(f"/mean@{REPEATS[task]}")
     }
+    steps = [data for step, data in sorted(metrics.items()) if step > 0]
+    kept = {name: [data.get(key) for data in steps] for name, key in KEPT.items()}
+    return {"validations": validations, "steps": kept}
 
 
 def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
-    """Train what is not in the data, one run after another."""
+    """Train what is not in the data, one run after another; refused before the predictors of part B are there."""
+    if lacking := [predictors(task).name for task in tasks if not predictors(task).is_file()]:
+        raise SystemExit(f"error: {', '.join(lacking)}: run `verdict.py predict` and commit what it writes first.")
     end = time.monotonic() + 3600 * hours
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE)
     todo = [each for each in planned(parts, tasks) if each[2] not in read(*each[:2])["runs"]]
@@ -158,28 +166,23 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
         record = {"start": start} | read(task, seed)
         if record["start"]["weights"] != start["weights"]:
             raise SystemExit(
-                f"error: another machine made another warm start of {task}, seed {seed}. Remove "
-                f"{data_file(task, seed)}, which trains all of its arms again."
+                f"error: another machine made another warm start of {task}, seed {seed}: train the rest of the seed "
+                f"there. registration.md, Failures, says when {data_file(task, seed).name} may be removed instead."
             )
         run = scratch / f"{task}-{seed}-{arm}".translate(str.maketrans({" ": "", ",": "-", "/": "_"}))
         began = time.monotonic()
-        done = subprocess.run(command(task, seed, overrides, place, run), capture_output=True, text=True)
-        if (
-            done.returncode != 0
-        ):  # registration.md: once more, from the start of the run or its checkpoint, then a failure
+        for _ in range(2):  # registration.md: once more, from the start of the run or its checkpoint, then a failure
             done = subprocess.run(command(task, seed, overrides, place, run), capture_output=True, text=True)
-        result = numbers(run) if (run / "metrics.jsonl").is_file() else {}
-        if done.returncode != 0:
-            result["failed"] = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            result = numbers(run, task) if (run / "metrics.jsonl").is_file() else {}
+            if done.returncode == 0 and endpoint(result) is not None:
+                break
+        else:
+            result["failed"] = (done.stderr.strip().splitlines() or ["no message"])[-1].replace(f"{scratch}/", "")
         result |= {"overrides": list(overrides), "commit": commit.stdout.strip()}
         record["runs"][arm] = result
-        write(task, seed, record)
-        accuracy = endpoint(result)
-        print(
-            f"{number + 1}/{len(todo)} {task} {seed} {arm}: "
-            f"{'failed' if accuracy is None else format(accuracy, '.3f')}, {time.monotonic() - began:.0f} s",
-            flush=True,
-        )
+        write_json(data_file(task, seed), record)
+        state = "failed" if "failed" in result else "finished"
+        print(f"{number + 1}/{len(todo)} {task} {seed} {arm}: {state}, {time.monotonic() - began:.0f} s", flush=True)
 
 
 def predict(tasks: list[str], scratch: Path) -> None:
@@ -198,10 +201,10 @@ def predict(tasks: list[str], scratch: Path) -> None:
         )
         record = {"start": start, "counted": counted(output, names)} | {
             name: value
-            for name, value in json.loads((output / "audit.json").read_text()).items()
+            for name, value in json.loads((output / "audit.json").read_text().replace(f"{scratch}/", "")).items()
             if name in ("settings", "measurement", "gradients", "versions")
         }
-        (DATA / f"predictors-{task}.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_json(predictors(task), record)
 
 
 def counted(audit: Path, names: list[str]) -> list[str]:
@@ -219,7 +222,7 @@ def counted(audit: Path, names: list[str]) -> list[str]:
     parts, number = parts_of(groups, plan.gradients, facts["step"], methods(names), overlong, facts["seed"])
     audited = [part.credits for part in parts if len(part.credits) > 1]
     columns = np.array([np.concatenate([part[row].flatten() for part in audited]) for row in number.values()])
-    alike = np.abs(np.corrcoef(columns)) >= ALIKE
+    alike = np.corrcoef(columns) >= ALIKE
     kept: list[int] = []
     for place, name in enumerate(number):
         if name != "random20" and not alike[place, kept].any():
@@ -228,20 +231,16 @@ def counted(audit: Path, names: list[str]) -> list[str]:
 
 
 def endpoint(run: dict[str, Any]) -> float | None:
-    """Mean accuracy of the validations at `VALIDATED`; None of a run that has not reached the last."""
+    """Mean accuracy of the validations at `VALIDATED`; None of a run that failed or has not reached the last."""
     found = [run.get("validations", {}).get(str(step)) for step in VALIDATED]
-    return None if None in found else float(np.mean(found))
+    return None if "failed" in run or None in found else float(np.mean(found))
 
 
-def differences(task: str, arm: str, other: str, seeds: range) -> tuple[list[int], np.ndarray]:
-    """The seeds that both arms finished, and the differences of their endpoints in points."""
-    pairs = {}
-    for seed in seeds:
-        runs = read(task, seed)["runs"]
-        ends = [endpoint(runs.get(name, {})) for name in (arm, other)]
-        if None not in ends:
-            pairs[seed] = 100 * (ends[0] - ends[1])
-    return list(pairs), np.array(list(pairs.values()))
+def differences(task: str, arm: str, other: str, seeds: range) -> np.ndarray:
+    """Of the endpoints in points, under the seeds that both arms finished."""
+    runs = [read(task, seed)["runs"] for seed in seeds]
+    ends = [(endpoint(each.get(arm, {})), endpoint(each.get(other, {}))) for each in runs]
+    return np.array([100 * (end[0] - end[1]) for end in ends if None not in end])
 
 
 @dataclass(frozen=True)
@@ -252,10 +251,7 @@ class Contrast:
     at ± `EQUIVALENT`.
     """
 
-    task: str
-    arm: str
-    other: str
-    seeds: int
+    pairs: int
     mean: float
     deviation: float
     low: float
@@ -266,60 +262,76 @@ class Contrast:
 
     @classmethod
     def of(cls, task: str, arm: str, other: str, seeds: range) -> "Contrast | None":
-        """None with fewer than three pairs."""
-        found, values = differences(task, arm, other, seeds)
-        if len(found) < 3:
+        """None with more than `MISSING` pairs missing."""
+        values = differences(task, arm, other, seeds)
+        if len(values) < len(seeds) - MISSING:
             return None
         test = stats.ttest_1samp(values, 0.0)
         interval = test.confidence_interval(1 - ALPHA)
-        sides = [
-            stats.ttest_1samp(values, bound, alternative=side).pvalue
-            for bound, side in ((-EQUIVALENT, "greater"), (EQUIVALENT, "less"))
-        ]
+        above = stats.ttest_1samp(values, -EQUIVALENT, alternative="greater").pvalue
+        below = stats.ttest_1samp(values, EQUIVALENT, alternative="less").pvalue
         flips = stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=2**20).pvalue
-        return cls(
-            *(task, arm, other, len(found), float(values.mean()), float(values.std(ddof=1))),
-            *(float(interval.low), float(interval.high), float(test.pvalue), float(flips), float(max(sides))),
-        )
+        numbers = (values.mean(), values.std(ddof=1), *interval, test.pvalue, flips, max(above, below))
+        return cls(len(values), *map(float, numbers))
 
 
 def words(contrast: Contrast, adjusted: float) -> str:
     """The verdict in the words that registration.md fixes."""
-    different, equivalent = adjusted <= ALPHA, contrast.equivalence <= ALPHA
+    equivalent = contrast.equivalence <= ALPHA
+    if adjusted > ALPHA:
+        return f"equivalent within {EQUIVALENT:g} points" if equivalent else "not decided"
     better = "better" if contrast.mean > 0 else "worse"
-    if different and equivalent:
-        return f"{better}, and by less than {EQUIVALENT:g} points"
-    if different:
-        return better
-    return f"equivalent within {EQUIVALENT:g} points" if equivalent else "not decided"
+    return f"{better}, and by less than {EQUIVALENT:g} points" if equivalent else better
 
 
-def lines_of(contrasts: list[Contrast], adjusted: list[float] | None = None) -> list[str]:
-    head = "| task | contrast | pairs | difference | 95 % interval | s.d. | p | sign flips | p at ± 2 |"
-    lines = [
-        head + (" Holm | verdict |" if adjusted else ""),
-        "|---" * (head.count("|") - 1 + (2 if adjusted else 0)) + "|",
-    ]
-    for place, each in enumerate(contrasts):
-        line = (
-            f"| {each.task} | {each.arm} − {each.other} | {each.seeds} | {each.mean:+.2f} | {each.low:+.2f} to "
-            f"{each.high:+.2f} | {each.deviation:.2f} | {each.p:.3g} | {each.flips:.3g} | {each.equivalence:.3g} |"
-        )
-        lines.append(line + (f" {adjusted[place]:.3g} | {words(each, adjusted[place])} |" if adjusted else ""))
-    return lines
+Found = dict[tuple[str, str, str], Contrast | None]  # by task, arm and other
 
 
-def contrasts_of(wanted: list[tuple[str, str, str]], seeds: range) -> list[Contrast]:
-    found = [Contrast.of(task, arm, other, seeds) for task, arm, other in wanted]
-    return [each for each in found if each is not None]
+def contrasts_of(tasks: tuple[str, ...], pairs: Iterable[tuple[str, str]], seeds: range) -> Found:
+    return {(task, *pair): Contrast.of(task, *pair, seeds) for task in tasks for pair in pairs}
+
+
+def against_dapo(part: Part, names: Iterable[str] | None = None) -> Found:
+    return contrasts_of(part.tasks, [(arm, "dapo") for arm in names or part.arms], part.seeds)
+
+
+def sensitive(controls: Found, task: str) -> bool:
+    """Whether every control of the task is worse than DAPO; without that nothing is concluded on the task."""
+    of_task = [each for (where, _, _), each in controls.items() if where == task]
+    return all(each is not None and each.mean < 0 and each.p <= ALPHA for each in of_task)
+
+
+def verdicts(primary: Found, controls: Found) -> list[tuple[str, str]]:
+    """Holm's p and the words of each primary contrast; one that is not computed counts among them with p = 1."""
+    adjusted = holm([1.0 if each is None else each.p for each in primary.values()])
+    said = []
+    for (task, _, _), each, p in zip(primary, primary.values(), adjusted, strict=True):
+        word = "not decided" if each is None else words(each, p)
+        said.append((f"{p:.3g}", word if sensitive(controls, task) else "nothing is concluded: controls"))
+    return said
+
+
+def lines_of(found: Found, tested: bool = False, said: list[tuple[str, str]] | None = None) -> list[str]:
+    """A table; tested: with p values. said: what `verdicts` returns."""
+    rows = [["task", "contrast", "pairs", "difference", "95 % interval", "s.d."]]
+    rows[0] += (["p", "sign flips"] if tested else []) + (["p at ± 2", "Holm", "verdict"] if said else [])
+    rows.append(["---"] * len(rows[0]))
+    for place, ((task, arm, other), each) in enumerate(found.items()):
+        cells = [task, f"{arm} − {other}"]
+        if each is None:
+            cells += ["too few", *["–"] * (len(rows[0]) - len(cells) - 1 - (2 if said else 0))]
+        else:
+            cells += [f"{each.pairs}", f"{each.mean:+.2f}", f"{each.low:+.2f} to {each.high:+.2f}"]
+            cells += [f"{each.deviation:.2f}", *([f"{each.p:.3g}", f"{each.flips:.3g}"] if tested else [])]
+            cells += [f"{each.equivalence:.3g}"] if said else []
+        rows.append([*cells, *(said[place] if said else ())])
+    return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def levels(part: Part, task: str) -> list[str]:
     """Mean endpoint, first and last entropy, length and groups generated of each arm."""
-    lines = [
-        "| arm | runs | endpoint | entropy, first, lowest and last step | length, first and last | groups generated |"
-    ]
-    lines.append("|---|---|---|---|---|---|")
+    head = "arm | runs | endpoint | entropy, first, lowest and last step | length, first and last | groups generated"
+    lines = [f"| {head} |", "|---" * 6 + "|"]
     for arm in part.arms:
         runs = [read(task, seed)["runs"].get(arm, {}) for seed in part.seeds]
         runs = [run for run in runs if endpoint(run) is not None]
@@ -336,84 +348,90 @@ def levels(part: Part, task: str) -> list[str]:
 
 
 def correlation(task: str) -> list[str]:
-    """Part B: rank correlation of learning with the figure measured at step 0; none before both are there."""
-    file = DATA / f"predictors-{task}.json"
-    if not file.is_file():
-        return [f"{task}: the predictors are not measured yet."]
-    record = json.loads(file.read_text())
+    """Part B: rank correlation of learning with the figure measured at step 0; a test on sums alone."""
+    record = json.loads(predictors(task).read_text())
     lines = []
     for metric in ("sgd", "adam"):
-        needed, learned = [], []
+        pairs: dict[str, tuple[float, float]] = {}
         for method in record["counted"]:
             value = record["gradients"]["methods"][method][metric]["along/dapo"][0]
-            _, found = differences(task, method, "dapo", PARTS["B"].seeds)
-            if value is None or (len(found) < len(PARTS["B"].seeds) and method != "dapo"):
-                continue
-            # a method that goes against the truth has a negative figure: it is last
-            needed.append(-np.log(value) if value > 0 else -np.inf)
-            learned.append(0.0 if method == "dapo" else float(found.mean()))
-        if len(needed) < len(record["counted"]):
-            lines.append(f"{task}, {metric}: {len(needed)} of {len(record['counted'])} methods are there.")
-            continue
+            found = Contrast.of(task, method, "dapo", PARTS["B"].seeds) if method != "dapo" else None
+            if value is not None and (method == "dapo" or found is not None):
+                # a method that goes against the truth has a negative figure: it is last
+                pairs[method] = (-np.log(value) if value > 0 else -np.inf, 0.0 if found is None else found.mean)
+        left_out = [method for method in record["counted"] if method not in pairs]
+        lines.append(f"{task}, {metric}: {ranked(list(pairs.values()), task == 'sums')}")
+        lines[-1] += f" Not resolved or too few pairs: {', '.join(left_out)}." if left_out else ""
+        if task == "sums":
+            unknown = [pair for method, pair in pairs.items() if method not in KNOWN]
+            lines.append(f"{task}, {metric}, without methods with earlier results: {ranked(unknown, True)}")
+    return lines
 
-        def rank(order: np.ndarray, learned: list[float] = learned) -> float:
-            return float(stats.spearmanr(order, learned).statistic)
 
-        test = stats.permutation_test(
-            (needed,), rank, permutation_type="pairings", alternative="greater", n_resamples=100_000, rng=1
-        )
-        lines.append(
-            f"{task}, {metric}: rank correlation {test.statistic:.2f} of {len(needed)} methods, p {test.pvalue:.3g}."
-        )
+def ranked(pairs: list[tuple[float, float]], tested: bool) -> str:
+    """The rank correlation of pairs, with its one-sided p by permutation where that is wanted and they are enough."""
+    if len(pairs) < 3:
+        return f"{len(pairs)} methods, no correlation."
+    first, second = (stats.rankdata(each) for each in zip(*pairs, strict=True))
+
+    def products(order: np.ndarray, axis: int = -1) -> np.ndarray:  # all of the correlation that a permutation changes
+        return (order * second).sum(axis)
+
+    said = f"rank correlation {np.corrcoef(first, second)[0, 1]:.2f} of {len(pairs)} methods"
+    if not tested or len(pairs) < FEWEST:
+        return f"{said}, too few for a test." if tested else f"{said}."
+    options = {"permutation_type": "pairings", "alternative": "greater", "n_resamples": 100_000, "rng": 1}
+    return f"{said}, p {stats.permutation_test((first,), products, **options).pvalue:.3g}."
+
+
+def runs_of(part: str) -> dict[str, dict[str, Any] | None]:
+    """Every planned run by its name; None where there is none yet."""
+    found = {}
+    for task, seed, arm, _ in planned(part, list(TASKS)):
+        run = read(task, seed)["runs"].get(arm, {})
+        found[f"{task} {seed} {arm}"] = run if "failed" in run or endpoint(run) is not None else None
+    return found
+
+
+def results_of(name: str) -> list[str]:
+    """What the page says of a part all of whose runs are there."""
+    part, a = PARTS[name], PARTS["A"]
+    controls = against_dapo(a, CONTROLS)
+    if name == "A":
+        primary = contrasts_of(TASKS, PRIMARY, a.seeds)
+        lines = ["Primary contrasts:", "", *lines_of(primary, True, verdicts(primary, controls)), ""]
+        lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls, True), ""]
+        lines += ["Described:", "", *lines_of(against_dapo(a, ("fork20", "dapo_blame"))), ""]
+    else:
+        lines = [f"- {line}" for task in TASKS if name == "B" for line in correlation(task)]
+        lines += [f"- {task}: nothing is concluded: controls." for task in part.tasks if not sensitive(controls, task)]
+        lines += ["", *lines_of(against_dapo(part)), ""]
+    for task in part.tasks:
+        lines += [f"Levels on {task}:", "", *levels(part, task), ""]
     return lines
 
 
 def page() -> str:
     """verdict.md, from the data alone."""
-    a = PARTS["A"]
-    planned_runs = list(planned("ABC", list(TASKS)))
-    done = [endpoint(read(task, seed)["runs"].get(arm, {})) is not None for task, seed, arm, _ in planned_runs]
-    failed = [
-        f"{task} {seed} {arm}: {run['failed']}"
-        for task, seed, arm, _ in planned_runs
-        if "failed" in (run := read(task, seed)["runs"].get(arm, {}))
-    ]
-    primary = contrasts_of([(task, *pair) for task in TASKS for pair in PRIMARY], a.seeds)
-    complete = len(primary) == len(TASKS) * len(PRIMARY) and all(each.seeds == len(a.seeds) for each in primary)
-    controls = contrasts_of([(task, control, "dapo") for task in TASKS for control in CONTROLS], a.seeds)
-    lines = [
-        "# Verdict",
-        "",
-        "Computed by `make results` from `data/`; `registration.md` was committed before the first run.",
-        "",
-        f"{sum(done)} of {len(done)} runs are finished, {len(failed)} failed.",
-        *(f"- {line}" for line in failed),
-        "",
-        "## Part A",
-        "",
-    ]
-    if not complete:
-        lines += ["**The runs are not complete: no test below is the registered one, and nothing is concluded.**", ""]
-    if primary:
-        lines += [
-            "Primary contrasts:",
-            "",
-            *lines_of(primary, list(holm([each.p for each in primary])) if complete else None),
-            "",
-        ]
-    if controls:
-        lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls), ""]
-    other = [(task, arm, "dapo") for task in TASKS for arm in ("fork20", "dapo_blame")]
-    if secondary := contrasts_of(other, a.seeds):
-        lines += ["Secondary:", "", *lines_of(secondary), ""]
-    for task in TASKS:
-        if len(table := levels(a, task)) > 2:
-            lines += [f"Levels on {task}:", "", *table, ""]
-    lines += ["## Part B", "", *(f"- {line}" for task in TASKS for line in correlation(task)), ""]
-    b = contrasts_of([(task, arm, "dapo") for task in TASKS for arm in PARTS["B"].arms], PARTS["B"].seeds)
-    lines += [*lines_of(b), ""] if b else []
-    c = contrasts_of([("countdown", arm, "dapo") for arm in PARTS["C"].arms], PARTS["C"].seeds)
-    lines += ["## Part C", "", *(lines_of(c) if c else ["No runs yet."]), ""]
+    runs = {part: runs_of(part) for part in PARTS}
+    complete = {part: all(run is not None for run in runs[part].values()) for part in PARTS}
+    there = {name: run for part in PARTS for name, run in runs[part].items() if run is not None}
+    said = "Computed by `make results` from `data/`; `registration.md` was committed before the first run."
+    lines = ["# Verdict", "", said, "", "| part | runs | finished | failed |", "|---|---|---|---|"]
+    for part, of_part in runs.items():
+        failed = sum("failed" in run for run in of_part.values() if run is not None)
+        finished = sum(run is not None for run in of_part.values()) - failed
+        lines.append(f"| {part} | {len(of_part)} | {finished} | {failed} |")
+    commits = Counter(run["commit"] for run in there.values())
+    lines += ["", *(f"- {count} runs of commit {commit}" for commit, count in sorted(commits.items()))]
+    lines += [f"- failed: {name}: {run['failed']}" for name, run in there.items() if "failed" in run]
+    lines += [""] if there else []
+    for part in PARTS:
+        lines += [f"## Part {part}", ""]
+        if complete["A"] and complete[part]:
+            lines += results_of(part)
+        else:
+            lines += ["**Not complete: nothing is computed, and nothing is concluded.**", ""]
     return "\n".join(lines)
 
 
