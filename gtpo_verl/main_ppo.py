@@ -16,6 +16,7 @@ from gtpo_verl.errors import UserError, main_guard
 from gtpo_verl.problems import evaluate, refuse
 
 CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"  # verl's reward manager `dapo` reads it
 
 
 def arguments(given: Sequence[str]) -> list[str]:
@@ -47,6 +48,7 @@ def prepare(config: DictConfig) -> None:
     the entropies of the actor, and raise UserError for all that does not go together.
     """
     from gtpo_verl.algorithms import algorithm_of
+    from gtpo_verl.integrations.context import overlong
     from gtpo_verl.integrations.entropy_source import entropy_source
     from gtpo_verl.rules import algorithm, rollout
 
@@ -64,8 +66,17 @@ def prepare(config: DictConfig) -> None:
         "entropy": {"source": "actor", "check_every": defaults.entropy.check_every},
         method.name: defaults.get(method.name) or {},
     }
+    own = settings[method.name]
+    if own.get("length_penalty") == "soft" and overlong(config) is None:  # verl's default has no such penalty
+        own["length_penalty"] = "none"
     with open_dict(config):
         config.algorithm = OmegaConf.merge(settings, config.algorithm)
+    if config.algorithm[method.name].get("length_penalty") == "soft" and overlong(config) is None:
+        raise UserError(
+            f"algorithm.{method.name}.length_penalty=soft takes its lengths from {OVERLONG}, which is off: add "
+            f"++{OVERLONG}.enable=true with its len and penalty_factor, ++reward.reward_kwargs.max_resp_len, and "
+            "reward.reward_manager.name=dapo, or leave it out."
+        )
     if entropy_source(config).skips_actor_pass:
         config.algorithm.rollout_correction.bypass_mode = True  # verl's name for "old log-probs are the rollout's"
     rules = (algorithm.method_settings, algorithm.loss, algorithm.ignored, algorithm.verdicts, rollout.entropies)

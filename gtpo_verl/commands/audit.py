@@ -96,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
     given = {field.name: getattr(args, field.name) for field in fields(Plan)}
     given = {name: number for name, number in given.items() if number is not None}
     plan = Plan(**({"prompts": 2 * args.gradients} if args.gradients else {}) | given)
+    chosen = _methods(args.methods, args.overrides)
     subject = find_subject(args.model, before=args.before)
     config = configuration(subject, args.overrides)
     if plan.gradients and args.samples is None:
         plan = replace(plan, samples=int(config.actor_rollout_ref.rollout.n))
     output = check_output(args.output or _output(subject, plan))
     check_evaluation(config, args.overrides)
-    chosen = _methods(args.methods, args.overrides)
     if args.check:
         _print_plan(plan, config, output, chosen)
         return 0

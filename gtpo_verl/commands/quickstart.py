@@ -126,6 +126,8 @@ def _arms(text: str) -> list[str]:
 
 def _common(args: argparse.Namespace, place: Path) -> list[str]:
     """The overrides of every arm; ``place``: where the task is prepared."""
+    if args.steps is not None and args.steps < 1:
+        raise UserError(f"--steps {args.steps}: it must be at least 1.")
     steps = [] if args.steps is None else [f"trainer.total_training_steps={args.steps}"]
     control = [CONTROL] if args.random_verdicts else []
     return ["setting=quickstart", "hardware=cpu", *task_overrides(place), *steps, *control, *args.overrides]

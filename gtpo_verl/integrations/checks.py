@@ -238,12 +238,13 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
         answer = verifier(**arguments)
         return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
 
+    who = f"the verifier ({file})" if file else "the verifier"
     try:
         result = within(VERIFIER_TIMEOUT, call)
     except UserError:
         raise
     except TimeoutError as error:
-        raise UserError(f"the verifier gave no verdict on {place} within {VERIFIER_TIMEOUT:.0f} s.") from error
+        raise UserError(f"{who} gave no verdict on {place} within {VERIFIER_TIMEOUT:.0f} s.") from error
     except NotImplementedError as error:
         raise UserError(
             f"verl has no verifier for {place}: choose verifier=answer or verifier=boxed, or name your own with "
@@ -252,31 +253,31 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
     except (Exception, SystemExit) as error:
         raise UserError(f"the verifier fails on {place} with {raised_in(file, error)}") from error
     if not isinstance(result, dict):
-        _finite(result, place)
+        _finite(result, who, place)
         return
     if result.get("verifier_failure"):
         raise UserError(
-            f"the verifier gives no verdict on {place} ({result['verifier_failure']}), whose right answer is "
+            f"{who} gives no verdict on {place} ({result['verifier_failure']}), whose right answer is "
             f"{truth!r:.80}: check its reward_model.ground_truth."
         )
     for name, what in (("acc", "verdict (1 for a correct answer, 0 for a wrong one)"), ("score", "score (the reward)")):
         if name not in result:
             raise UserError(
-                f"the verifier returns {', '.join(sorted(map(str, result)))} and no {what} on {place}: add `{name}` to "
+                f"{who} returns {', '.join(sorted(map(str, result)))} and no {what} on {place}: add `{name}` to "
                 "the dict that it returns."
             )
-    verdict(result, f"on {place}")
-    _finite(result["score"], place)
+    verdict(result, f"on {place}" + (f" ({file})" if file else ""))
+    _finite(result["score"], who, place)
 
 
-def _finite(score: Any, place: str) -> None:
+def _finite(score: Any, who: str, place: str) -> None:
     """Refuse a reward that is no finite number."""
     try:
         finite = math.isfinite(score)
     except (TypeError, ValueError, OverflowError):
         finite = False
     if not finite:
-        raise UserError(f"the verifier gives {score!r:.60} on {place}: the reward must be a finite number.")
+        raise UserError(f"{who} gives {score!r:.60} on {place}: the reward must be a finite number.")
 
 
 def _local_files(config: DictConfig, *keys: str) -> Iterator[tuple[str, str]]:

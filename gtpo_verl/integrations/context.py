@@ -97,6 +97,7 @@ def length_penalty(
     if shaping is not None and shaping.length_penalty == "grop":
         return length_penalty_for(shaping, lengths, batch.correct, batch.group)
     if overlong is None or (shaping is not None and shaping.length_penalty == "none"):
-        return None
+        # said in numbers where a method would else take its own settings' lengths, which are not the run's
+        return None if shaping is None else torch.zeros(len(lengths), device=lengths.device)
     denominator = shaping.length_denominator if shaping is not None else "cache"
     return overlong.factor * soft_overlong_penalty(lengths, overlong.max_length, overlong.cache_length, denominator)

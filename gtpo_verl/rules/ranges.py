@@ -80,7 +80,7 @@ SAMPLING: Table = (
     (_SIZE_IF_ANY, "trainer", "total_epochs total_training_steps"),
     (_RESPONSES, ROLLOUT, "n val_kwargs.n"),
     (_SHARE, ROLLOUT, "top_p val_kwargs.top_p gpu_memory_utilization"),
-    (_RATE, ACTOR, "optim.lr optim.weight_decay"),
+    (_RATE, ACTOR, "optim.lr optim.weight_decay clip_ratio clip_ratio_low clip_ratio_high"),
     (_RATE, ROLLOUT, "val_kwargs.temperature"),
     (_RATE, OVERLONG, "penalty_factor"),
     (_FINITE, "algorithm", "correct_threshold"),

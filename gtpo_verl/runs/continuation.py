@@ -49,6 +49,8 @@ FREE = (
     *("*.enable_sleep_mode", "*.disable_log_stats", "*.layered_summon", "*.multi_stage_wake_up", "*.poll_interval"),
 )
 
+# What verl takes from the checkpoint, with the state of optimizer and scheduler, whatever the command says.
+RESTORED = ("*.optim.lr", "*.optim.weight_decay", "*.optim.betas")
 Changes = Mapping[str, tuple[Any, Any]]
 
 
@@ -98,6 +100,13 @@ def _follows(key: str, text: Mapping[str, Any], found: Collection[str]) -> bool:
 
 def refusal(found: Changes, allowed: Collection[str]) -> str | None:
     """What is said of changes that make another training of it and are not ``allowed``, by key or section, or None."""
+    restored = {key: found[key] for key in found if any(fnmatch.fnmatchcase(key, pattern) for pattern in RESTORED)}
+    if restored:
+        return (
+            f"{in_words(restored)}: verl restores optimizer and schedule from the checkpoint, so the change would have "
+            "no effect. Restore it, or begin another run from these weights, with "
+            "actor_rollout_ref.model.path=RUN/model and a directory of its own."
+        )
     other = [key for key in found if decides(key) and not within(key, allowed)]
     if not other:
         return None

@@ -21,8 +21,8 @@ class Bound:
     action: str = "warn"  # once until it is inside again, or "stop"
 
     def outside(self, value: float, last: float | None) -> bool:
-        """Whether a value is outside, after the last step's."""
-        low, high = self.min is not None and value < self.min, self.max is not None and value > self.max
+        """Whether a value is outside, after the last step's; NaN is outside of every limit."""
+        low, high = self.min is not None and not value >= self.min, self.max is not None and not value <= self.max
         return low or high or (self.unchanged and value == last)
 
     def describe(self) -> str:

@@ -70,12 +70,14 @@ def test_the_same_command_goes_on_and_another_training_is_refused_with_the_diffe
         "actor_rollout_ref.rollout.n=4": "actor_rollout_ref.rollout.n was 8, is 4",
         "actor_rollout_ref.model.path=other": "actor_rollout_ref.model.path was None, is other",
         "data.train_files=other.parquet": "data.train_files was None, is",
-        "actor_rollout_ref.actor.optim.lr=1e-5": "actor_rollout_ref.actor.optim.lr was 0.0003, is 1e-05",
     }.items():
         (message,) = refused(override)
         assert named in message
         assert "\n" not in message
     assert refused("algo=gtpo", "trainer.allow_changes=[algorithm,actor_rollout_ref]") == []
+    for allowed in ("[]", "[actor_rollout_ref]"):  # it would be accepted, and change nothing
+        (message,) = refused("actor_rollout_ref.actor.optim.lr=1e-5", f"trainer.allow_changes={allowed}")
+        assert "actor_rollout_ref.actor.optim.lr was 0.0003, is 1e-05: verl restores optimizer" in message
 
 
 FREE = (

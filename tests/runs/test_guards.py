@@ -16,6 +16,12 @@ def test_a_bound_is_said_once_until_it_is_inside_again() -> None:
     assert said(guards, [0.0, 0.2, 0.0, 0.05, 0.0, 0.1, 0.0, 0.0]) == [4, 8]
 
 
+@pytest.mark.parametrize("limit", [{"min": 0.1}, {"max": 1.0}])
+def test_nan_is_outside_of_every_limit(limit: dict[str, float]) -> None:
+    guards = Guards({"bound": Bound(metric="m", steps=2, **limit)})
+    assert said(guards, [float("nan"), 0.5, float("nan"), float("nan")]) == [4]
+
+
 def test_a_value_that_stays_the_same_is_outside() -> None:
     guards = Guards({"stuck": Bound(metric="m", unchanged=True, steps=3)})
     assert said(guards, [0.5, 0.5, 0.5, 0.5, 0.6, 0.6]) == [4]
