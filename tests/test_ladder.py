@@ -43,7 +43,7 @@ def leaves(config: DictConfig) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("setting", ["default", "paper_dapo_32b"])
+@pytest.mark.parametrize("setting", ["default", pytest.param("paper_dapo_32b", marks=pytest.mark.exhaustive)])
 @pytest.mark.slow  # fourteen compositions
 def test_each_row_differs_from_the_one_above_in_one_thing(setting: str) -> None:
     rows = [leaves(compose_config([f"algo=ladder/{row}", f"setting={setting}"])) for row in ROWS]
@@ -70,7 +70,8 @@ def test_the_first_row_has_nothing_of_dapo() -> None:
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in ("setting", "algo") for name in choices(group)])
-@pytest.mark.slow  # twenty compositions
+@pytest.mark.slow
+@pytest.mark.exhaustive  # forty compositions
 def test_surplus_is_thrown_away_as_in_the_paper_unless_asked_for(choice: str) -> None:
     config = compose_config([choice])
     assert config.algorithm.filter_groups.carry_over.max_age == 0

@@ -19,7 +19,7 @@ from gtpo_verl.errors import main_guard
 from gtpo_verl.tasks import task as embedded_task
 from gtpo_verl.tasks.prepare import prepare_task
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # each rule has a test of its own beside it
 
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 
