@@ -16,7 +16,8 @@ def run(args: argparse.Namespace) -> int:
     from gtpo_verl.algorithms import algorithms
 
     for name, method in algorithms().items():
-        print(f"{name:24}{method.label}: {method.level} advantages from {', '.join(sorted(method.needs))}")
+        needs = ", ".join(sorted(method.needs)) or "the verdicts"
+        print(f"{name:24}{method.label}: {method.level} advantages from {needs}")
     for group in (*GROUPS, "sweep"):
         print(f"\n{group}=\n  {' '.join(choices(group))}")
     return 0
