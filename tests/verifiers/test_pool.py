@@ -52,7 +52,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     ],
 )
 def test_what_a_verifier_does_costs_one_sample(make_pool: MakePool, statement: str, failure: str) -> None:
-    pool = make_pool(workers=1, timeout=0.5, memory_mb=64)
+    pool = make_pool(workers=1, timeout=0.5 if failure == "timeout" else 30.0, memory_mb=64)
     assert pool.judge(GOOD, "") == RIGHT
     assert pool.judge(statement, "") == WRONG | {"verifier_failure": failure}
     assert pool.judge(GOOD, "") == RIGHT
