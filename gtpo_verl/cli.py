@@ -44,6 +44,20 @@ GROUPS = {
     },
 }
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
+# Spellings of 0.1, which the release after this one does not know: options, and what has become a command.
+RENAMED = {
+    ("sweep", "--dry-run"): "--check",
+    ("sweep", "--dir"): "--output",
+    ("audit", "--dry-run"): "--check",
+    ("setup", "--dry-run"): "--check",
+    ("export", "--cpu"): "--init-on-cpu",
+}
+MOVED = {
+    ("sweep", "status"): "status",
+    ("sweep", "stop"): "stop",
+    ("submit", "--status"): "status",
+    ("submit", "--stop"): "stop",
+}
 
 
 def _module(command: str) -> ModuleType:
@@ -52,7 +66,7 @@ def _module(command: str) -> ModuleType:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of ``gtpo-verl``; returns the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = as_now(list(sys.argv[1:] if argv is None else argv))
     if argv[:1] in (["-sc"], ["--shell-completion"]):
         return main_guard(lambda: _complete(argv[1:]))
     parser = argparse.ArgumentParser(
@@ -76,6 +90,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unknown argument: {rest[0]}")
         args.overrides.extend(rest)
     return main_guard(lambda: int(_module(args.command).run(args)))
+
+
+def as_now(argv: list[str]) -> list[str]:
+    """A command line in today's spelling, with a note on stderr for each word of 0.1's."""
+    command, words = argv[:1], []
+    for word in argv[1:]:
+        option, equals, value = word.partition("=")
+        if moved := MOVED.get((argv[0], word)):
+            command = [moved]
+        elif renamed := RENAMED.get((argv[0], option)):
+            words.append(renamed + equals + value)
+        else:
+            words.append(word)
+            continue
+        now = moved or f"{argv[0]} {renamed}"
+        print(f"note: `{argv[0]} {option}` is `{now}` now; the next release does not know it.", file=sys.stderr)
+    return [*command, *words]
 
 
 def _listed() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gtpo_verl import cli
-from gtpo_verl.cli import main
+from gtpo_verl.cli import as_now, main
 from gtpo_verl.commands.options import overrides_of, share
 from gtpo_verl.runs.directory import record_metrics, write_record
 from gtpo_verl.runs.sweep import Sweep, write
@@ -112,3 +112,20 @@ def test_any_other_name_is_a_job(command: str, capsys: pytest.CaptureFixture[str
 def test_what_neither_is_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stop", str(tmp_path)]) == 2
     assert "is not the directory of a training or of a sweep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("sweep --dir=x --dry-run seed=1,2", "sweep --output=x --check seed=1,2"),
+        ("sweep status x", "status x"),
+        ("submit --stop job --address y", "stop job --address y"),
+        ("export --cpu run", "export --init-on-cpu run"),
+        ("report --dry-run status", "report --dry-run status"),
+    ],
+)
+def test_spellings_of_the_last_release_are_understood(
+    before: str, now: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert as_now(before.split()) == now.split()
+    assert capsys.readouterr().err.count("note: ") == (before != now) + ("--dir" in before)
