@@ -102,7 +102,7 @@ def check_arms(run: list[str], names: Iterable[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "run", [RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in RUNS[1:])], ids=" ".join
+    "run", [*RUNS[:3], *(pytest.param(run, marks=pytest.mark.exhaustive) for run in RUNS[3:])], ids=" ".join
 )
 def test_arms_of_an_ablation_differ_in_the_algorithm_alone(run: list[str]) -> None:
     """Each registry entry names the keys that its method may change; a setting gives every arm the same of all
@@ -141,7 +141,8 @@ def test_a_dataclass_is_the_only_place_of_a_default(name: str) -> None:
 
 @pytest.mark.parametrize("arm", [name for name in choices("algo") if name not in FAMILY])
 @pytest.mark.parametrize("backend", choices("backend"))
-@pytest.mark.slow  # twenty compositions
+@pytest.mark.slow
+@pytest.mark.exhaustive  # twenty compositions
 def test_every_algorithm_composes_with_every_backend(arm: str, backend: str) -> None:
     config = compose_config([f"algo={arm}", f"backend={backend}"])
     assert config.actor_rollout_ref.actor.strategy == {"fsdp": "fsdp2", "megatron": "megatron"}[backend]

@@ -342,8 +342,7 @@ def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun
 # -------------------------------------------------------------------- the choice
 
 
-@pytest.mark.parametrize("budget", [0, 3])
-@pytest.mark.parametrize("max_age", [0, 3])
+@pytest.mark.parametrize(("budget", "max_age"), [(0, 3), (3, 0)])
 def test_who_finishes_first_has_no_part_in_what_is_generated_and_chosen(
     make_run: MakeRun, max_age: int, budget: int
 ) -> None:

@@ -22,6 +22,7 @@ LEAST_GAIN = 0.05  # 12 steps gain 0.09 to 0.11; after half the warm start they 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["dapo", "gtpo", "grpo_s"])
 def test_a_few_steps_raise_the_accuracy(name: str, default_task_dir: Path) -> None:
     task = prepare_task(TASK, default_task_dir)
