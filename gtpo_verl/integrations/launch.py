@@ -181,6 +181,7 @@ def with_last_word(after: str) -> Iterator[None]:
     terminal = None if err() is sys.stderr else err()
     shell = subprocess.Popen(["sh", "-c", script, line], stdin=subprocess.PIPE, stderr=terminal, start_new_session=True)
     with shell:
+        shell.wait()
         try:
             yield
         finally:

@@ -77,6 +77,10 @@ ELSEWHERE = {
     # a critic
     "critic.data_loader_seed": "verl/trainer/ppo/v1/trainer_base.py:1812",
     "critic.strategy": "verl/workers/config/critic.py:219",
+    # what happens in no step of it: a budget that is spent, a value that is not finite
+    "algorithm.filter_groups.on_budget": "gtpo_verl/integrations/sampling.py",
+    "guards.max_skipped_steps": "gtpo_verl/integrations/step/not_finite.py",
+    "guards.not_finite": "gtpo_verl/integrations/step/not_finite.py",
     # the command, before the run
     "trainer.allow_changes": "gtpo_verl/rules/start.py",
     # environment variables
