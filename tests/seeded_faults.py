@@ -354,7 +354,7 @@ FAULTS = (
         "report/design.py",
         "if any(len(different) > 1 for different in by_group.values()):",
         'if key.startswith("code") and len(by_group) > 9:',
-        ("tests/runs/test_design.py",),
+        ("tests/report/test_design.py",),
     ),
     Fault(
         "killed",

@@ -15,3 +15,5 @@ def test_every_fault_is_in_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         fault.name for fault in FAULTS if (ROOT / "gtpo_verl" / fault.file).read_text().count(fault.old) != fault.count
     }
     assert moved == set()
+    named = {test for fault in FAULTS for test in fault.tests}
+    assert {test for test in named if not (ROOT / test.partition("::")[0]).exists()} == set()
