@@ -123,3 +123,21 @@ def test_a_process_that_does_not_name_us_differs_in_names_in_verls_registries_al
     of_a_run = snapshot(GTPO_VERL_RUN="1", GTPO_VERL_SEED="1")  # what is compared does see a change
     changed = {name for name in without if of_a_run[name] != without[name]}
     assert changed == {"environment", "attributes", "filters", "random"}
+
+
+SOFT = "++reward.reward_kwargs.overlong_buffer_cfg"
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_there_is_a_length_penalty_where_verls_overlong_buffer_is_on_and_nowhere_else(name: str) -> None:
+    """The lengths are the run's: a method's own are those of another setting."""
+    given = (f"algorithm.adv_estimator={name}", f"algorithm.{name}.length_penalty=soft")
+    config = composed(given[0])
+    prepare(config)
+    assert config.algorithm[name].length_penalty == "none"
+    with pytest.raises(UserError, match="length_penalty=soft takes its lengths from reward"):
+        prepare(composed(*given))
+    buffer = (f"{SOFT}.enable=true", f"{SOFT}.len=64", f"{SOFT}.penalty_factor=1.0", f"{SOFT}.log=false")
+    config = composed(given[0], *buffer, "++reward.reward_kwargs.max_resp_len=512")
+    prepare(config)
+    assert config.algorithm[name].length_penalty == "soft"
