@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from breaking.checks import file_problems, last_saved, weights_difference
+from breaking.checks import file_problems, last_saved, lines_of, weights_difference
 from breaking.lab import Lab
 from breaking.training import DRIVER, Attempt, Ended, status_line
 from gtpo_verl.runs.checkpoints import TRACKER
@@ -519,23 +519,24 @@ def broken_reward(lab: Lab, name: str, overrides: tuple[str, ...], *words: str) 
     return Found(f"{said(ended)}; step {last_saved(run_dir)} is saved", problems, ended, state="generating")
 
 
-def tolerated_reward(lab: Lab, name: str, overrides: tuple[str, ...], failed: int) -> Found:
-    """The run goes on without the responses that failed."""
+def tolerated_reward(lab: Lab, name: str, kind: str, *more: str) -> Found:
+    """One response fails in the first step: it is counted and named, and the run goes on without it."""
     run_dir, _ = last(lab, name)
-    with lab.training(run_dir, *overrides) as attempt:
+    with lab.training(run_dir, *reward_overrides(kind, 5, 1, *more)) as attempt:
         ended = attempt.end(lab.limit)
     problems = [] if ended.code == 0 else [f"exit code {ended.code}"]
     problems += [f"left behind: {ended.left}"] if ended.left else []
     problems += [] if any("reward" in line for line in ended.warnings) else ["no warning names the reward"]
-    happened = (
-        f"{said(ended)}; {failed} of 16 responses of step {lab.steps - 1} failed, step {last_saved(run_dir)} is saved"
-    )
+    steps = {line["step"]: line["data"] for line in lines_of(run_dir / METRICS_FILE)}
+    failed = steps.get(lab.steps - 1, {}).get("training/failed_responses")
+    problems += [] if failed == 1 else [f"training/failed_responses is {failed}"]
+    happened = f"{said(ended)}; {failed} responses of step {lab.steps - 1} failed, step {last_saved(run_dir)} is saved"
     return Found(happened, problems, ended, state="generating")
 
 
 @fault("reward function hangs for one response", "after guards.reward_timeout (20 s here) it counts as failed; goes on")
 def hanging_once(lab: Lab, name: str) -> Found:
-    return tolerated_reward(lab, name, reward_overrides("hang", 5, 1, "guards.reward_timeout=20"), 1)
+    return tolerated_reward(lab, name, "hang", "guards.reward_timeout=20")
 
 
 @fault("reward function hangs for all responses", "guards.stall_timeout (60 s here) ends the run with one line")
@@ -543,24 +544,16 @@ def hanging(lab: Lab, name: str) -> Found:
     return broken_reward(lab, name, reward_overrides("hang", 1, 10**6, "guards.stall_timeout=60"), "waiting for")
 
 
-@fault("reward function raises for one response", "it counts as failed; goes on")
-def raising_once(lab: Lab, name: str) -> Found:
-    return tolerated_reward(lab, name, reward_overrides("raise", 5, 1), 1)
+for what, kind in {
+    "raises": "raise",
+    "calls sys.exit": "exit",
+    "returns a string": "string",
+    "returns None": "nothing",
+}.items():
 
-
-@fault("reward function calls sys.exit for one response", "it counts as failed; goes on")
-def exiting_once(lab: Lab, name: str) -> Found:
-    return tolerated_reward(lab, name, reward_overrides("exit", 5, 1), 1)
-
-
-@fault("reward function returns a string for one response", "it counts as failed; goes on")
-def string_once(lab: Lab, name: str) -> Found:
-    return tolerated_reward(lab, name, reward_overrides("string", 5, 1), 1)
-
-
-@fault("reward function returns None for one response", "it counts as failed; goes on")
-def nothing_once(lab: Lab, name: str) -> Found:
-    return tolerated_reward(lab, name, reward_overrides("nothing", 5, 1), 1)
+    @fault(f"reward function {what} for one response", "it counts as failed and is named; goes on")
+    def failing_once(lab: Lab, name: str, kind: str = kind) -> Found:
+        return tolerated_reward(lab, name, kind)
 
 
 @fault("reward function returns None for all responses", "one line ends the command; nothing is trained")

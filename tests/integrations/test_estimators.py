@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo import core_algos
@@ -102,6 +102,18 @@ def test_the_penalty_factor_of_the_run_reaches_every_arm(batch: Batch, name: str
     torch.testing.assert_close(halved, expected)
     whole = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6)))
     assert (whole - halved).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
+def test_without_an_overlong_buffer_no_penalty_of_other_lengths_takes_its_place(batch: Batch, name: str) -> None:
+    """The lengths in a method's settings are not the run's; here some responses are longer."""
+    data, correct, entropy = batch
+    soft = compose_config([f"algorithm.{name}.length_penalty=soft"]).algorithm
+    none = compose_config([f"algorithm.{name}.length_penalty=none"]).algorithm
+    with open_dict(soft):
+        soft[name].update(max_length=12, cache_length=6)
+    context = CreditContext(correct, entropy)
+    assert torch.equal(advantages(name, data, soft, context), advantages(name, data, none, context))
 
 
 def test_a_group_relative_penalty_needs_no_overlong_buffer(batch: Batch) -> None:
