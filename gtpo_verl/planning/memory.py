@@ -257,10 +257,11 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
     }
 
 
-def machine_memory() -> float:
-    """Bytes that this machine, or the container around this process, has."""
-    limits = [float(psutil.virtual_memory().total)]
+def machine_memory() -> tuple[float, float]:
+    """Bytes that this machine, or the container around this process, has, and how many of them processes leave free."""
+    memory = psutil.virtual_memory()
+    limits = [float(memory.total)]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(file).read_text().strip() if Path(file).is_file() else "max"
         limits += [float(text)] if text.isdigit() else []
-    return min(limits)
+    return min(limits), min(float(memory.available), *limits)

@@ -40,7 +40,7 @@ def model(config: DictConfig) -> Iterator[Problem]:
         return
     directory = model_directory(str(settings.path))
     needed = BYTES * sum(map(math.prod, tensor_shapes(directory).values())) if directory else 0
-    total = machine_memory()
+    total, _ = machine_memory()
     if needed > total:
         yield Problem(
             f"actor_rollout_ref.model.path={settings.path}: its weights, their gradients, Adam's state and the "
@@ -140,7 +140,16 @@ def memory(config: DictConfig) -> Iterator[Problem]:
         shape, parallel = load_shape(config.actor_rollout_ref.model.path), parallelism(config)
     except UserError:  # its shape is not known here, or another rule says what is wrong
         return
-    yield from beyond_the_machine(host_memory(config, shape, parallel))
+    parts = host_memory(config, shape, parallel)
+    found = list(beyond_the_machine(parts))
+    yield from found
+    total, free = machine_memory()
+    if not found and sum(parts.values()) > free:
+        yield warning(
+            f"where responses reach their limit this run needs about {sum(parts.values()) / GIB:.0f} GiB, and other "
+            f"processes leave {free / GIB:.0f} of this machine's {total / GIB:.0f} free: start it after them. Linux "
+            "ends a process of one of the runs where the memory is used up."
+        )
 
 
 _REMEDIES = {
@@ -152,7 +161,7 @@ _REMEDIES = {
 
 def beyond_the_machine(parts: Mapping[str, float]) -> Iterator[Problem]:
     """The memory of a run, in bytes by component, is there."""
-    needed, there = sum(parts.values()), machine_memory()
+    needed, (there, _) = sum(parts.values()), machine_memory()
     if needed > there:
         largest = max(parts, key=lambda part: parts[part])
         yield warning(

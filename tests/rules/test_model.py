@@ -10,6 +10,7 @@ from model_files import write_model
 from omegaconf import DictConfig
 
 from gtpo_verl.integrations.weights import fit_to_model
+from gtpo_verl.planning.memory import GIB
 from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.problems import evaluate
 from gtpo_verl.rules import model as model_rules
@@ -77,15 +78,20 @@ def test_without_safetensors_the_embedding_of_the_configuration_counts(run: Run,
 def test_a_run_that_the_machine_cannot_hold_is_warned_of(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_rules, "joined_cluster", lambda config: None)
     config = run("hardware=cpu", {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B"})
-    monkeypatch.setattr(model_rules, "machine_memory", lambda: 80 * 2**30)
+    monkeypatch.setattr(model_rules, "machine_memory", lambda: (80 * GIB, 70 * GIB))
     assert list(model_rules.memory(config)) == []
-    monkeypatch.setattr(model_rules, "machine_memory", lambda: 24 * 2**30)
+    monkeypatch.setattr(model_rules, "machine_memory", lambda: (24 * GIB, 20 * GIB))
     (problem,) = model_rules.memory(config)
     assert problem.severity == "warning"
     assert "most of it for activations" in problem.message
     assert "and this machine has 24: lower " in problem.message
     (found,) = [each for each in evaluate([plan_rules.memory], config, make_plan(config)) if "GiB" in each.message]
     assert found == problem
+    monkeypatch.setattr(model_rules, "machine_memory", lambda: (80 * GIB, 9 * GIB))
+    (problem,) = model_rules.memory(config)
+    assert problem.severity == "warning"
+    assert "other processes leave 9 of this machine's 80 free: start it after them." in problem.message
+    assert not [each for each in evaluate([plan_rules.memory], config, make_plan(config)) if "free" in each.message]
     on_gpus = run("setting=small_gpu")
     assert list(model_rules.memory(on_gpus)) == []
 
