@@ -24,7 +24,7 @@ from gtpo_verl.audit.store import (
     read_records,
     reopen,
 )
-from gtpo_verl.commands.options import declare, share
+from gtpo_verl.commands.options import declare, overrides_of, share
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import facts_of, settings_as_in_training
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
@@ -55,7 +55,7 @@ Ctrl-C keeps what is finished, and the same command goes on. docs/guides/audit.m
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a checkpoint or a model, see below")
-    share(parser, {"overrides": ""})
+    share(parser, {"overrides": "", "--config-dir": ""})
     declare(
         parser,
         ("--prompts P", int, "with correct and wrong responses (default: 64, or 2 N with --gradients N)"),
@@ -87,8 +87,9 @@ def _regular_expression(text: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Audit; returns the exit code."""
+    overrides = overrides_of(args)
     if args.reanalyse is not None:
-        overrides = [*([args.model] if args.model else []), *args.overrides]
+        overrides = [*([args.model] if args.model else []), *overrides]
         store = reopen(args.reanalyse.resolve())
         return _report(store, plan_of(store), _methods(args.methods, overrides))
     if args.model is None:
@@ -96,13 +97,13 @@ def run(args: argparse.Namespace) -> int:
     given = {field.name: getattr(args, field.name) for field in fields(Plan)}
     given = {name: number for name, number in given.items() if number is not None}
     plan = Plan(**({"prompts": 2 * args.gradients} if args.gradients else {}) | given)
-    chosen = _methods(args.methods, args.overrides)
+    chosen = _methods(args.methods, overrides)
     subject = find_subject(args.model, before=args.before)
-    config = configuration(subject, args.overrides)
+    config = configuration(subject, overrides)
     if plan.gradients and args.samples is None:
         plan = replace(plan, samples=int(config.actor_rollout_ref.rollout.n))
     output = check_output(args.output or _output(subject, plan))
-    check_evaluation(config, args.overrides)
+    check_evaluation(config, overrides)
     if args.check:
         _print_plan(plan, config, output, chosen)
         return 0
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
     penalty = overlong(config)
     settings = settings_as_in_training(config) | as_facts(plan)
-    facts = facts_of(config, ["audit", args.model, *args.overrides], settings) | {
+    facts = facts_of(config, ["audit", args.model, *overrides], settings) | {
         "overlong": penalty and list(astuple(penalty)),
         "step": int(config.data.train_batch_size),
         "chosen": args.gradient_params,

@@ -39,7 +39,7 @@ _STEP = re.compile(rf"(?P<what>step|{STOPPED}) (?P<step>\d+)(/| of )(?P<steps>\d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    share(parser, {"overrides": "", "--address": ""})
+    share(parser, {"overrides": "", "--config-dir": "of the files that the job carries", "--address": ""})
     what = parser.add_mutually_exclusive_group()
     declare(
         what,

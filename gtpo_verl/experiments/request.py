@@ -18,6 +18,7 @@ from gtpo_verl.problems import Problem, refuse
 from gtpo_verl.rules.data import data
 
 RUN_DIR = "trainer.run_dir"
+SEARCH_PATH = "hydra.searchpath"
 DATA = ("data.train_files", "data.val_files")
 # Too large to carry: they lie on a file system that all nodes share, and a relative path is the one that it has here.
 SHARED = (*DATA, "actor_rollout_ref.model.path")
@@ -36,7 +37,7 @@ def run_dir_of(overrides: Sequence[str]) -> str:
 
 
 def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Sequence[Path]) -> list[str]:
-    """Check what can be checked here; returns the overrides with absolute paths for data and a local model.
+    """Check what can be checked here; returns the overrides for the job, with absolute paths of data and a local model.
 
     Where verl and torch are installed the configuration is composed and its rules are asked; elsewhere the choices of
     our config groups are looked at. Of data, what lies on this machine is checked. ``carried``: files of
@@ -55,7 +56,7 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     else:
         found += _choices(items)
     refuse(found)
-    return result
+    return [_in_job(item, working_dir) for item in items]
 
 
 def _can_compose() -> bool:
@@ -67,6 +68,8 @@ def _values(items: Sequence[Override]) -> dict[str, Any]:
 
 
 def _choices(items: Sequence[Override]) -> Iterator[Problem]:
+    if any(item.key_or_group == SEARCH_PATH for item in items):
+        return  # files of the user's are choices too
     for item in items:
         group, option = item.key_or_group, item.value()
         if group not in GROUPS or item.is_delete() or "/" in str(option):  # algo=ladder/...: the job knows
@@ -104,6 +107,23 @@ def _is_relative(path: str) -> bool:
     return not ("://" in path or Path(path).is_absolute())
 
 
+def _on_disk(path: object) -> Path | None:
+    """The directory of an entry of Hydra's search path; None for a package."""
+    scheme, _, place = str(path).partition("://")
+    return Path(place) if scheme == "file" else None
+
+
+def _in_job(item: Override, working_dir: Path) -> str:
+    """An override as the job gets it, which runs in its copy of the working directory."""
+    if item.key_or_group != SEARCH_PATH:
+        return line_of(item)
+    paths = [
+        f"file://{os.path.relpath(place, working_dir)}" if (place := _on_disk(path)) else str(path)
+        for path in item.value()
+    ]
+    return f"{SEARCH_PATH}=[{','.join(map(quoted, paths))}]"
+
+
 def _missing(items: Sequence[Override]) -> Iterator[Problem]:
     """Relative paths of what is not here; a model may be one on the hub."""
     for item in items:
@@ -127,8 +147,14 @@ def _data(values: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _not_carried(items: Sequence[Override], working_dir: Path, carried: Sequence[Path]) -> Iterator[Problem]:
-    """Relative paths of code or configuration that are not among the files that the job carries."""
+    """Relative paths of code, and directories of configuration, that are not among the files that the job carries."""
     for item in items:
+        for path in map(_on_disk, item.value() if item.key_or_group == SEARCH_PATH else ()):
+            if path and not any((working_dir / file).is_relative_to(path) for file in carried):
+                yield Problem(
+                    f"--config-dir {path}: the job carries no file of it. It carries those of the working directory, "
+                    f"{working_dir}, that no exclude pattern leaves out."
+                )
         if not item.key_or_group.endswith("path") or item.is_delete():
             continue
         file = Path(str(item.value()))

@@ -6,12 +6,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gtpo_verl.config import parse_overrides
+from gtpo_verl.config import parse_overrides, with_config_dir
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import request
 from gtpo_verl.experiments.request import check_request, run_dir_of
 
 RUN = "trainer.run_dir=/shared/run"
+DATA = ("data.train_files=/only/there.parquet", "data.val_files=s3://bucket/val.parquet")
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def data(thin: Path) -> Path:
 
 
 def check(*overrides: str, carried: tuple[str, ...] = ()) -> list[str]:
-    given = [RUN, "data.train_files=/only/there.parquet", "data.val_files=s3://bucket/val.parquet", *overrides]
+    given = [RUN, *DATA, *overrides]
     result = check_request(given, working_dir=Path.cwd(), carried=[Path(name) for name in carried])
     return result[3:]
 
@@ -95,3 +96,18 @@ def test_where_verl_is_installed_every_key_is_checked(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"algorithm.gtpo.alpha9: no such key; did you mean"):
         check("algorithm.gtpo.alpha9=1")
+
+
+def test_a_directory_of_configuration_is_found_in_the_copy_of_the_job(thin: Path) -> None:
+    (thin / "job" / "conf" / "algo").mkdir(parents=True)
+    (thin / "job" / "conf" / "algo" / "mine.yaml").touch()
+    given = with_config_dir([RUN, "algo=mine", *DATA], thin / "job" / "conf")
+    carried = [Path("conf/algo/mine.yaml")]
+    searched, *rest = check_request(given, working_dir=thin / "job", carried=carried)
+    assert searched == 'hydra.searchpath=["file://conf"]'
+    assert "algo=mine" in rest
+    for files, place in (([], "conf"), (carried, "elsewhere")):
+        (thin / "job" / place).mkdir(exist_ok=True)
+        given = with_config_dir([RUN, *DATA], thin / "job" / place)
+        with pytest.raises(UserError, match=rf"--config-dir .*{place}: the job carries no file of it"):
+            check_request(given, working_dir=thin / "job", carried=files)
