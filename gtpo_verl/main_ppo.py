@@ -12,10 +12,11 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtpo_verl.config import choices, compose_config, verl_config_dir
-from gtpo_verl.errors import UserError, main_guard
+from gtpo_verl.errors import UserError, did_you_mean, main_guard
 from gtpo_verl.problems import evaluate, refuse
 
 CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
+ACTOR = "actor_rollout_ref.actor"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"  # verl's reward manager `dapo` reads it
 
 
@@ -53,6 +54,8 @@ def prepare(config: DictConfig) -> None:
     from gtpo_verl.rules import algorithm, rollout
 
     method = algorithm_of(config)
+    if method is None:
+        _check_estimator(str(config.algorithm.adv_estimator))
     if method is None or method.verl_estimator is not None:
         return
     if not config.trainer.use_v1:
@@ -81,6 +84,29 @@ def prepare(config: DictConfig) -> None:
         config.algorithm.rollout_correction.bypass_mode = True  # verl's name for "old log-probs are the rollout's"
     rules = (algorithm.method_settings, algorithm.loss, algorithm.ignored, algorithm.verdicts, rollout.entropies)
     refuse(evaluate(rules, config))
+
+
+def _check_estimator(name: str) -> None:
+    """Raise UserError for an option of ``algo``, or nearly a name of ours, that is no estimator: verl would look it up
+    after its first generation. Other names may be the user's own.
+    """
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    from gtpo_verl.algorithms import algorithms
+
+    if name in ADV_ESTIMATOR_REGISTRY:
+        return
+    what = f"algorithm.adv_estimator={name}: no such estimator"
+    if name in choices("algo"):
+        config = compose_config([f"algo={name}"])
+        actor = config.actor_rollout_ref.actor
+        raise UserError(
+            f"{what}. algo={name} has algorithm.adv_estimator={config.algorithm.adv_estimator}, "
+            f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} and {ACTOR}.loss_agg_mode="
+            f"{actor.loss_agg_mode}; `gtpo-verl train algo={name} --cfg job` shows all its settings."
+        )
+    if close := did_you_mean(name, [entry.estimator for entry in algorithms().values()], cutoff=0.75):
+        raise UserError(f"{what}{close}")
 
 
 def _train(config: DictConfig) -> None:

@@ -107,9 +107,9 @@ def _is_relative(path: str) -> bool:
     return not ("://" in path or Path(path).is_absolute())
 
 
-def _on_disk(path: object) -> Path | None:
+def _on_disk(path: str) -> Path | None:
     """The directory of an entry of Hydra's search path; None for a package."""
-    scheme, _, place = str(path).partition("://")
+    scheme, _, place = path.partition("://")
     return Path(place) if scheme == "file" else None
 
 
@@ -118,8 +118,8 @@ def _in_job(item: Override, working_dir: Path) -> str:
     if item.key_or_group != SEARCH_PATH:
         return line_of(item)
     paths = [
-        f"file://{os.path.relpath(place, working_dir)}" if (place := _on_disk(path)) else str(path)
-        for path in item.value()
+        f"file://{os.path.relpath(place, working_dir)}" if (place := _on_disk(path)) else path
+        for path in _listed(item.value())
     ]
     return f"{SEARCH_PATH}=[{','.join(map(quoted, paths))}]"
 
@@ -149,7 +149,7 @@ def _data(values: dict[str, Any]) -> Iterator[Problem]:
 def _not_carried(items: Sequence[Override], working_dir: Path, carried: Sequence[Path]) -> Iterator[Problem]:
     """Relative paths of code, and directories of configuration, that are not among the files that the job carries."""
     for item in items:
-        for path in map(_on_disk, item.value() if item.key_or_group == SEARCH_PATH else ()):
+        for path in map(_on_disk, _listed(item.value()) if item.key_or_group == SEARCH_PATH else ()):
             if path and not any((working_dir / file).is_relative_to(path) for file in carried):
                 yield Problem(
                     f"--config-dir {path}: the job carries no file of it. It carries those of the working directory, "
