@@ -1,7 +1,7 @@
 """Runs verl's main, or this package's, on a machine without a GPU: ``python verl_on_cpu.py MODULE ARGUMENTS``.
 
 verl does not train on a CPU. What is added is the same for both: the platform ``cpu`` of the plugin, its worker class
-around verl's, and the overrides of `OVERRIDES`.
+around verl's, and the overrides of `OVERRIDES` and `FSDP`.
 """
 
 import importlib
@@ -21,24 +21,12 @@ ENVIRONMENT = {
 }
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"+{ROLLOUT}.engine_kwargs.vllm"
-FP32 = "{param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}"
 OVERRIDES = (
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
     "+trainer.v1.sampler.sampler_kwargs.poll_interval=0.1",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-    "actor_rollout_ref.model.use_remove_padding=false",
     "actor_rollout_ref.model.enable_gradient_checkpointing=false",
-    "actor_rollout_ref.actor.strategy=fsdp2",
-    *(
-        f"{prefix}actor_rollout_ref.{role}.fsdp_config.{setting}"
-        for role in ("actor", "ref")
-        for prefix, setting in (
-            ("", "model_dtype=fp32"),
-            ("", "use_torch_compile=false"),
-            *(("+", f"mixed_precision.{name}_dtype=fp32") for name in ("param", "reduce", "buffer")),
-        )
-    ),
     f"{ROLLOUT}.dtype=float32",
     f"{ROLLOUT}.tensor_model_parallel_size=1",
     f"{ROLLOUT}.enforce_eager=true",
@@ -57,24 +45,44 @@ OVERRIDES = (
     "+ray_kwargs.ray_init.include_dashboard=false",
     *(f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in ENVIRONMENT.items()),
 )
+FSDP = (
+    "actor_rollout_ref.model.use_remove_padding=false",
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    *(
+        f"{prefix}actor_rollout_ref.{role}.fsdp_config.{setting}"
+        for role in ("actor", "ref")
+        for prefix, setting in (
+            ("", "model_dtype=fp32"),
+            ("", "use_torch_compile=false"),
+            *(("+", f"mixed_precision.{name}_dtype=fp32") for name in ("param", "reduce", "buffer")),
+        )
+    ),
+)
 
 
 def workers_for_cpu() -> None:
     """Let verl's trainers of this process make workers that run on a CPU."""
-    import ray
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
 
-    from gtpo_verl.integrations.cpu_platform import for_cpu
+    for trainer in (PPOTrainer, PPOTrainerSeparateAsync):  # the latter replaces the former's workers
+        _with_cpu_workers(cast(Any, trainer))
 
-    stock = PPOTrainer._init_resource_pool_mgr
+
+def _with_cpu_workers(trainer: Any) -> None:
+    import ray
+
+    from gtpo_verl.integrations.cpu_platform import CpuWorkerMixin, for_cpu
+
+    stock = trainer._init_resource_pool_mgr
 
     def init(self: Any) -> None:
         stock(self)
-        workers: dict[Any, Any] = self.role_worker_mapping
-        for role, actor_class in workers.items():
-            workers[role] = ray.remote(for_cpu(actor_class.__ray_actor_class__))
+        for role, actor_class in self.role_worker_mapping.items():
+            if not issubclass(actor_class.__ray_actor_class__, CpuWorkerMixin):
+                self.role_worker_mapping[role] = ray.remote(for_cpu(actor_class.__ray_actor_class__))
 
-    PPOTrainer._init_resource_pool_mgr = init
+    trainer._init_resource_pool_mgr = init
 
 
 def on_cpu(run_ppo: Callable[..., None]) -> Callable[..., None]:
@@ -100,7 +108,8 @@ def main() -> None:
     from verl.trainer import main_ppo
 
     main_ppo.run_ppo = on_cpu(main_ppo.run_ppo)
-    sys.argv = [module, *OVERRIDES, *arguments]
+    engine = () if "model_engine=megatron" in arguments else FSDP
+    sys.argv = [module, *OVERRIDES, *engine, *arguments]
     cast(Any, importlib.import_module(module)).main()
 
 
