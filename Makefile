@@ -3,7 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM ?= 0.32.0
-# Set-up runs again when something it depends on is newer than this file.
+# Set-up runs again when something it depends on is newer than these files: of the CPU stack, and of the tools besides.
+STACK := $(VENV)/.stack
 READY := $(VENV)/.ready
 # Where byte code is not kept, every process compiles what it imports: 15 % of the time of the fast tests.
 unexport PYTHONDONTWRITEBYTECODE
@@ -22,7 +23,7 @@ help: ## list the targets
 
 setup: $(READY) ## create .venv with the CPU stack, the project (editable) and the tools for tests and checks
 
-quickstart: $(READY) ## train dapo, gtpo and grpo_s on the embedded task and write a report
+quickstart: $(STACK) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
 
 example: $(READY) ## train a pretrained model, SmolLM2-135M, on sums of two digits and write a report (docs/start/real-model.md)
@@ -92,7 +93,7 @@ $(CHROMIUM):
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $(name))))
 
-$(READY): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.txt gtpo_verl/dev_requirements.txt
+$(STACK): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.txt
 	@test -n "$(PYTHON)" || \
 		{ echo "error: Python 3.11 or 3.12 is needed and none was found: apt install python3.11 python3.11-venv, or make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
@@ -101,5 +102,10 @@ $(READY): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.
 		{ echo "error: $(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/gtpo-verl setup --cpu
+	@touch $(STACK)
+
+# One of the tools is compiled: it needs a C compiler and Python's headers.
+$(READY): $(STACK) gtpo_verl/dev_requirements.txt
 	$(BIN)/gtpo-verl setup --cpu --dev
 	@touch $(READY)

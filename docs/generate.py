@@ -40,7 +40,7 @@ verl's."""
 SETTINGS_HEAD = """\
 ## Settings of the methods
 
-[Methods](methods.md) explains them, and the [Python API](api.md) those of GTPO and GRPO-S."""
+Defaults of `algo=NAME`. [Methods](methods.md) explains them, and the [Python API](api.md) those of GTPO and GRPO-S."""
 
 
 def write_pages(directory: Path) -> None:
@@ -81,7 +81,7 @@ def _row(action: argparse.Action) -> str:
     words = [metavar] if isinstance(metavar, str) else list(metavar or ())
     value = " ".join(words) or "{" + ",".join(map(str, action.choices or ())) + "}"
     names = [" ".join([option, value]) if action.nargs != 0 else option for option in action.option_strings] or [value]
-    meaning = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+    meaning = (action.help or "") % {"default": action.default}
     return f"| {', '.join(f'`{_cell(name)}`' for name in names)} | {_cell(meaning)} |"
 
 
@@ -94,9 +94,11 @@ def configuration() -> str:
     verls = _verls_defaults()
     methods = tuple(f"algorithm.{name}" for name in [*algorithms(), "guide"])
     comments = _comments(CONFIGS / "base.yaml") | _comments(CONFIGS / "train.yaml")
+    presets = {name: _plain(compose_config([f"algo={name}"])) for name in algorithms() if name in choices("algo")}
     new, changed, settings = [], [], []
     for key, value in ours.items():
         if key.startswith(methods):
+            value = presets.get(key.split(".")[1], ours).get(key, value)
             settings.append(f"| `{key}` | `{_value(value)}` |")
         elif key not in verls:
             new.append(f"| `{key}` | `{_value(value)}` | {_cell(comments.get(key, ''))} |")
@@ -130,17 +132,22 @@ def _heading(path: Path) -> str:
 
 
 def _comments(path: Path) -> dict[str, str]:
-    """{dotted key: the comment behind it} of a YAML file."""
+    """{dotted key: the comment behind it, or in the lines above it} of a YAML file."""
     found: dict[str, str] = {}
     parents: list[tuple[int, str]] = []
+    above: list[str] = []
     for line in path.read_text(encoding="utf-8").splitlines():
+        if line.lstrip().startswith("# "):
+            above.append(line.strip(" #"))
+            continue
         match = re.match(r"( *)([\w]+):(?: .*?)?(?:\s# (.*))?$", line)
         if match is None:
             continue
         indent = len(match[1])
         parents = [*(item for item in parents if item[0] < indent), (indent, match[2])]
-        if match[3]:
-            found[".".join(name for _, name in parents)] = match[3]
+        if comment := match[3] or " ".join(above):
+            found[".".join(name for _, name in parents)] = comment
+        above = []
     return found
 
 

@@ -1,6 +1,7 @@
 """``gtpo-verl audit``: how well each method's credit agrees with true advantages, or its gradient with the true one."""
 
 import argparse
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ from gtpo_verl.evaluation.settings import facts_of, settings_as_in_training
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
 from gtpo_verl.integrations.context import Overlong, overlong
 from gtpo_verl.integrations.launch import export_environment
+from gtpo_verl.integrations.weights import model_directory, tensor_shapes
+from gtpo_verl.planning.memory import GIB, machine_memory
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
 from gtpo_verl.runs.terminal import progress_over
@@ -37,6 +40,7 @@ from gtpo_verl.runs.terminal import progress_over
 if TYPE_CHECKING:  # imports verl
     from gtpo_verl.integrations.continuations import Prompts
 
+BYTES_OF_A_CREDIT = 12  # for each parameter: its gradient in float32, and the sum over groups in float64
 EPILOG = """\
 MODEL is a run, a checkpoint or a model, as for gtpo-verl eval; prompts are those of data.val_files, sampled as the
 training samples (actor_rollout_ref.rollout.temperature and so on).
@@ -104,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         plan = replace(plan, samples=int(config.actor_rollout_ref.rollout.n))
     output = check_output(args.output or _output(subject, plan))
     check_evaluation(config, overrides)
+    if plan.gradients:
+        _check_memory(config, chosen, args.gradient_params)
     if args.check:
         _print_plan(plan, config, output, chosen)
         return 0
@@ -144,6 +150,28 @@ def _output(subject: Subject, plan: Plan) -> Path:
 
 def _methods(text: str, overrides: Sequence[str]) -> list[Method]:
     return methods([name.strip() for name in text.split(",") if name.strip()], overrides)
+
+
+def _check_memory(config: DictConfig, chosen: Sequence[Method], pattern: str) -> None:
+    """Raise UserError, before anything is sampled, where weights and gradients do not fit into one device."""
+    import torch
+
+    directory = model_directory(str(config.actor_rollout_ref.model.path))
+    sizes = {name: math.prod(shape) for name, shape in (tensor_shapes(directory) if directory else {}).items()}
+    distinct = sum(method.scored for method in chosen) + 1
+    differentiated = sum(size for name, size in sizes.items() if re.search(pattern, name))
+    needed = 4 * sum(sizes.values()) + BYTES_OF_A_CREDIT * distinct * differentiated
+    there, _ = machine_memory()
+    if config.trainer.device != "cpu":
+        if not torch.cuda.is_available():
+            return
+        there = float(torch.cuda.get_device_properties(0).total_memory)
+    if needed > there:
+        raise UserError(
+            f"--gradients: weights in float32 and the gradients of {distinct} credits take {needed / GIB:,.0f} GiB, "
+            f"and the device has {there / GIB:,.0f}: name fewer --methods (each takes {BYTES_OF_A_CREDIT} bytes a "
+            "parameter) or fewer parameters by --gradient-params."
+        )
 
 
 def _print_plan(plan: Plan, config: DictConfig, output: Path, chosen: Sequence[Method]) -> None:

@@ -8,24 +8,25 @@ from gtpo_verl.errors import UserError
 
 
 def verdict(info: Mapping[str, Any], place: str) -> float:
-    """The ``acc`` among what the reward function returned, as a number; NaN, which is wrong, where it is None.
+    """The ``acc`` among what the reward function returned, or else its ``score``; NaN, which is wrong, where it is None.
 
     ``info``: verl's ``reward_extra_info``: the dict that the function returned, or ``acc`` with the number. ``place``:
-    the response, for messages. UserError: there is no ``acc``, or it is not a number.
+    the response, for messages. UserError: it has neither, or no number.
     """
-    if "acc" not in info:
+    name = "acc" if "acc" in info else "score"
+    if name not in info:
         raise UserError(
             f"the reward function returned no verdict {place}: it must return a dict with `acc` (1 for a correct "
             "answer, 0 for a wrong one) beside `score`; reward.custom_reward_function names the function."
         )
-    acc = info["acc"]
+    acc = info[name]
     if acc is None:
         return math.nan
     try:
         return float(acc)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"the reward function returned acc={acc!r:.60} {place}: it must be a number, 1 for a correct answer and 0 "
+            f"the reward function returned {name}={acc!r:.60} {place}: it must be a number, 1 for a correct answer and 0 "
             "for a wrong one."
         ) from error
 

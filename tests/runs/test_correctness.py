@@ -30,7 +30,8 @@ def test_what_is_no_number_is_refused(acc: object) -> None:
 
 def test_a_response_without_a_verdict_is_refused() -> None:
     with pytest.raises(UserError, match="no verdict on response 7: it must return a dict with `acc`"):
-        verdict({"score": 1.0}, "on response 7")
+        verdict({"pred": "2"}, "on response 7")
+    assert verdict({"score": -1.0}, "here") == -1.0
 
 
 def test_the_score_is_the_functions_own_or_the_number_that_it_returned() -> None:
