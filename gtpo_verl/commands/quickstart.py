@@ -39,7 +39,7 @@ checkpoints, TensorBoard files, the trained model in Hugging Face format and tra
 far it is, also from another terminal.
 
 The report is there after the first arm and grows with every other. Ctrl-C stops after the current step and writes a
-report of what was trained; the same command resumes the run. Arms train side by side if there are two cores and 5 GiB
+report of what was trained; the same command resumes the run. Arms train side by side if there are two cores and 7 GiB
 for each.
 """
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TRAIN = (sys.executable, "-m", "gtpo_verl.train")
 GIB = 1024**3
 CPU_CORES = 2  # of a training on a CPU, by rank
-CPU_MEMORY = 5 * GIB  # assumed for a training of the embedded task on a CPU, by rank
+CPU_MEMORY = 7 * GIB  # assumed for a training of the embedded task on a CPU, by rank
 # A Ray of its own for each run, also on a machine where a cluster is running.
 OWN_RAY = "++ray_kwargs.ray_init.address=local"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
