@@ -68,6 +68,29 @@ def student_bounds(values: Floats, confidence: float = CONFIDENCE) -> tuple[Floa
     return mean - half, mean + half
 
 
+def crossed_interval(differences: Floats) -> Interval | None:
+    """An interval of the mean of (S, P) paired differences for other seeds and other prompts, both drawn at random.
+
+    The variance of the mean is (MS_seeds + MS_prompts - MS_residual) / (S P), the mean squares those of a two-way
+    analysis of variance without replication, and its degrees of freedom are Satterthwaite's (1946). It is at least that over
+    seeds alone, MS_seeds / (S P). None for fewer than two seeds or prompts, or without spread.
+    """
+    seeds, prompts = differences.shape
+    if min(seeds, prompts) < 2 or not _has_spread(differences.ravel()):
+        return None
+    mean, by_seed, by_prompt = differences.mean(), differences.mean(axis=1), differences.mean(axis=0)
+    residuals = differences - by_seed[:, None] - by_prompt + mean
+    free = np.array([seeds - 1, prompts - 1, (seeds - 1) * (prompts - 1)])
+    sums = [prompts * ((by_seed - mean) ** 2).sum(), seeds * ((by_prompt - mean) ** 2).sum(), (residuals**2).sum()]
+    of_seeds, of_prompts, rest = np.array(sums) / free
+    squares = np.array([of_seeds, of_prompts, rest]) if of_prompts > rest else np.array([of_seeds, 0.0, 0.0])
+    total = squares[0] + squares[1] - squares[2]
+    if total <= 0:
+        return None
+    half = stats.t.ppf(1 - ALPHA / 2, total**2 / (squares**2 / free).sum()) * math.sqrt(total / differences.size)
+    return Interval(float(mean - half), float(mean + half))
+
+
 def student_interval(values: Sequence[float]) -> Interval | None:
     """`student_bounds` of one data set; None for a single value, or values without spread."""
     if not _has_spread(values):

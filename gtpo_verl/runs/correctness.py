@@ -8,7 +8,7 @@ from gtpo_verl.errors import UserError
 
 
 def verdict(info: Mapping[str, Any], place: str) -> float:
-    """The ``acc`` among what the reward function returned, or else its ``score``; NaN, which is wrong, where it is None.
+    """The ``acc`` among what the reward function returned, else its ``score``; NaN, which is wrong, for None.
 
     ``info``: verl's ``reward_extra_info``: the dict that the function returned, or ``acc`` with the number. ``place``:
     the response, for messages. UserError: it has neither, or no number.
@@ -26,8 +26,8 @@ def verdict(info: Mapping[str, Any], place: str) -> float:
         return float(acc)
     except (TypeError, ValueError, OverflowError) as error:
         raise UserError(
-            f"the reward function returned {name}={acc!r:.60} {place}: it must be a number, 1 for a correct answer and 0 "
-            "for a wrong one."
+            f"the reward function returned {name}={acc!r:.60} {place}: it must be a number, 1 for a correct answer and "
+            "0 for a wrong one."
         ) from error
 
 
