@@ -99,9 +99,7 @@ def admit(
     wait: for other jobs to end. say: takes a line when there is something to wait for. stopped: whether the job was
     asked to stop, which ends the waiting.
 
-    Raises:
-        UserError: there is no room, and ``wait`` is off.
-        KeyboardInterrupt: ``stopped`` while it waited.
+    Raises UserError: there is no room, and ``wait`` is off. Raises KeyboardInterrupt: ``stopped`` while it waited.
     """
     try:
         check_size(bundles)

@@ -38,8 +38,7 @@ Key = tuple[int, bytes]  # a row and the tokens of a response to it
 def bulk_servers(config: DictConfig) -> None:
     """Turn a training's configuration into that of standalone servers that continue in bulk; in place.
 
-    Raises:
-        UserError: the run's sampling has no exact entropies, or its responses have several turns.
+    Raises UserError: the run's sampling has no exact entropies, or its responses have several turns.
     """
     rollout = config.actor_rollout_ref.rollout
     if truncates(rollout):
@@ -81,8 +80,7 @@ class Prompts(Problems):
     def tokens(self, row: int) -> tuple[int, ...]:
         """The prompt of a row, cut as verl's agent loop cuts it.
 
-        Raises:
-            UserError: the model's tokenizer cannot render it.
+        Raises UserError: the model's tokenizer cannot render it.
         """
         return self._whole(row)[: self._limit]
 
@@ -136,8 +134,7 @@ class Sampler:
     def continued(self, prefixes: Iterable[Prefix]) -> Iterator[tuple[Prefix, list[Continuation]]]:
         """Continue every prefix; each with its continuations, as soon as they are verified.
 
-        Raises:
-            UserError: the verifier failed, or gives no verdict.
+        Raises UserError: the verifier failed, or gives no verdict.
         """
         calls = _calls(prefixes, self._at_once)
         generating: dict[Any, tuple[list[Prefix], Any]] = {}
@@ -229,8 +226,7 @@ def _calls(prefixes: Iterable[Prefix], at_once: int) -> Iterator[list[Prefix]]:
 def sampler(config: DictConfig, prompts: Prompts, *, wait: bool) -> Iterator[Sampler]:
     """Run Ray, vLLM and the verifier for a block.
 
-    Raises:
-        UserError: the cluster has no room and ``wait`` is off.
+    Raises UserError: the cluster has no room and ``wait`` is off.
     """
     with serving(config, wait=wait) as (manager, reward):
         yield Sampler(config, prompts, manager.server_handles, reward.reward_loop_worker_handles)

@@ -82,9 +82,8 @@ class Newer:
 def newer(name: str, tested: tuple[str, str]) -> Newer | None:
     """What a newer verl or vLLM than those tested has moved; None where the installed one was tested or there is none.
 
-    Args:
-        name: the package, ``verl`` or ``vllm``.
-        tested: its oldest and newest tested release (``gtpo_verl/versions.py``).
+    name: the package, ``verl`` or ``vllm``.
+    tested: its oldest and newest tested release (``gtpo_verl/versions.py``).
     """
     version = installed_version(name)
     if version is None or not is_newer(version, tested):

@@ -84,8 +84,7 @@ class Problems:
 def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, BoundedRewardLoopManager]]:
     """Run Ray, TransferQueue, vLLM and the verifier for a block; yields the servers' manager and the verifier's.
 
-    Raises:
-        UserError: the cluster has no room and ``wait`` is off, or a process or a node died.
+    Raises UserError: the cluster has no room and ``wait`` is off, or a process or a node died.
     """
     after = "Repeat the command for the rest."
     trace = f"The stack trace is at the end of the log. {after}"
@@ -138,9 +137,8 @@ def evaluate(
     Rows are submitted in order, with at most twice as many in flight as the servers run at once: an interruption loses
     few. ``wait``: until the cluster has room.
 
-    Raises:
-        UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in
-            flight are finished and kept.
+    Raises UserError: a generation or a verification failed and ``failures_as_wrong`` is off; raised when the rows in
+    flight are finished and kept.
     """
     samples = config.actor_rollout_ref.rollout.val_kwargs.n
     waiting = list(reversed(rows))

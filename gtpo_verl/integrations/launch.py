@@ -44,8 +44,7 @@ def export_environment(config: DictConfig) -> dict[str, str]:
 def validate(config: DictConfig, *, to_start: bool) -> None:
     """Check the run as verl will, and more; raises a UserError of everything that is refused.
 
-    Args:
-        to_start: whether the run starts now, on this machine's devices; else a submitted job asks its cluster.
+    to_start: whether the run starts now, on this machine's devices; else a submitted job asks its cluster.
     """
     # it says which platform it found, which is no news in a command
     logging.getLogger("verl.plugin.platform.platform_manager").addFilter(lambda line: line.levelno > logging.INFO)
@@ -121,9 +120,8 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
     The job is started once more where another process has taken the port that verl had chosen. ``wait``: until the
     cluster has room for it.
 
-    Raises:
-        UserError: the job failed, in any of its processes; nodes do not share the run directory; or there is no
-            room, and ``wait`` is off.
+    Raises UserError: the job failed, in any of its processes; nodes do not share the run directory; or there is no
+    room, and ``wait`` is off.
     """
     import ray
     from verl.trainer.main_ppo import run_ppo
@@ -229,8 +227,7 @@ def _in_one_line(error: Exception, after: str) -> UserError:
 def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:
     """Once Ray is up: return when there is room for this training or evaluation.
 
-    Raises:
-        UserError: there is none, and ``wait`` is off or the Ray is the run's own.
+    Raises UserError: there is none, and ``wait`` is off or the Ray is the run's own.
     """
     from gtpo_verl.integrations import admission
 

@@ -39,11 +39,8 @@ def nodes() -> dict[str, str]:
 def on_every_node(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     """Call a function in a worker on every node at once; it takes no CPU of the cluster's.
 
-    Returns:
-        {node id: result}, for the nodes of :func:`nodes`.
-
-    Raises:
-        UserError: no worker starts on a node, or the function fails there with a UserError; with the node's address.
+    Returns {node id: result}, for the nodes of :func:`nodes`.
+    Raises UserError: no worker starts on a node, or the function fails there with a UserError; with the node's address.
     """
     task = ray.remote(num_cpus=0, max_retries=0)(function)
     places = nodes()
@@ -68,15 +65,10 @@ def prove_shared(directory: Path, name: str = "trainer.run_dir", within: float =
     """Check that every node sees ``directory``, made if need be, under the same path: each reads a nonce that this
     process writes there, and this process finds what each of them leaves.
 
-    Args:
-        name: what messages call it.
-        within: seconds that a file may take from one node to another.
-
-    Returns:
-        The number of nodes. One node is not asked.
-
-    Raises:
-        UserError: one of them sees another directory, or cannot write to this one.
+    name: what messages call it.
+    within: seconds that a file may take from one node to another.
+    Returns the number of nodes. One node is not asked.
+    Raises UserError: one of them sees another directory, or cannot write to this one.
     """
     places = nodes()
     if len(places) == 1:

@@ -27,8 +27,7 @@ def register() -> None:
     """Register platform, estimators and losses, and give a process of a run its seed, log lines, TransferQueue and
     weight sync.
 
-    Raises:
-        UserError: verl is outside the supported range.
+    Raises UserError: verl is outside the supported range.
     """
     check_verl()
     # importing registers platform and losses
@@ -54,8 +53,7 @@ def refuse_verls_main(command: Sequence[str]) -> None:
 
     verl swallows exceptions of plugins, and not SystemExit. A name in a YAML file is not seen here.
 
-    Args:
-        command: of the process, with Python's own arguments.
+    command: of the process, with Python's own arguments.
     """
     from gtpo_verl.algorithms import algorithms
 

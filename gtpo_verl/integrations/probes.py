@@ -105,8 +105,7 @@ def unreadable(model: str) -> str:
 def alike(views: Sequence[NodeView]) -> str:
     """The versions that all nodes have.
 
-    Raises:
-        UserError: versions, drivers, GPUs or ports differ; with the values that were found.
+    Raises UserError: versions, drivers, GPUs or ports differ; with the values that were found.
     """
     rows = [view.common for view in views]
     values = {name: sorted({row[name] or "none" for row in rows}) for name in rows[0]}
@@ -131,8 +130,7 @@ class Rank:
     def seconds(self, address: tuple[str, int], rank: int, ranks: int, backend: str, size: int) -> float:
         """Median seconds of an all-reduce of ``size`` bytes.
 
-        Raises:
-            UserError: the sum is wrong.
+        Raises UserError: the sum is wrong.
         """
         limit = timedelta(seconds=TIMEOUT)
         store = self._store if rank == 0 else dist.TCPStore(*address, is_master=False, timeout=limit)
@@ -164,11 +162,8 @@ def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
 def measure_all_reduce(gpus: dict[str, int]) -> str:
     """Measure an all-reduce over the whole cluster: NCCL with a rank for every GPU, or gloo with one for every node.
 
-    Args:
-        gpus: {node id: number of NVIDIA GPUs}.
-
-    Raises:
-        UserError: the devices are taken, the ranks do not reach each other, or the sum is wrong.
+    gpus: {node id: number of NVIDIA GPUs}.
+    Raises UserError: the devices are taken, the ranks do not reach each other, or the sum is wrong.
     """
     on_gpus = any(gpus.values())
     places = [node for node, count in gpus.items() for _ in range(count if on_gpus else 1)]
@@ -208,8 +203,7 @@ def measure_vllm(tensor_parallel: int = 1) -> str:
 def measure_entropies(tensor_parallel: int = 1) -> str:
     """Sample from a tiny model with vLLM and compare the entropies it returns with those of transformers in float64.
 
-    Raises:
-        UserError: there are no entropies, or wrong ones.
+    Raises UserError: there are no entropies, or wrong ones.
     """
     os.environ["GTPO_VERL_ROLLOUT_ENTROPY"] = "1"
     import verl  # noqa: F401  (loads the plugin)

@@ -25,8 +25,7 @@ class Definition:
 class Source:
     """Packages as text.
 
-    Args:
-        roots: directories that hold packages, in the order of ``sys.path``.
+    roots: directories that hold packages, in the order of ``sys.path``.
     """
 
     def __init__(self, *roots: Path) -> None:

@@ -39,9 +39,8 @@ class Turnstile:
 def enter(wait: bool, say: Callable[[str], object], stopped: Callable[[], bool]) -> Any:
     """Take the turnstile, after the job that holds it; returns the actor. Arguments as of `admission.admit`.
 
-    Raises:
-        UserError: the holder waits for devices, and ``wait`` is off.
-        KeyboardInterrupt: ``stopped`` while it waited.
+    Raises UserError: the holder waits for devices, and ``wait`` is off. Raises KeyboardInterrupt: ``stopped`` while it
+    waited.
     """
     announced = False
     while True:

@@ -38,10 +38,9 @@ class Validated:
 def read_responses(batch: KVBatchMeta, problems: Mapping[str, Problem], tokenizer: Any = None) -> Rows:
     """Read the responses in a validation batch, each with the uid of its prompt.
 
-    Args:
-        batch: keys ``uid_session_output`` as the agent loops write them; the last output of a session is its response.
-        problems: the problem of each prompt, by uid.
-        tokenizer: if given, the responses carry their texts.
+    batch: keys ``uid_session_output`` as the agent loops write them; the last output of a session is its response.
+    problems: the problem of each prompt, by uid.
+    tokenizer: if given, the responses carry their texts.
     """
     positions = sorted(set(last_outputs(batch.keys)))
     if not positions:
@@ -156,10 +155,9 @@ def validation_metrics(
 ) -> dict[str, float]:
     """The results of a validation as metrics; empty where the reward function returns no ``acc``.
 
-    Args:
-        expected: number of samples requested, by data source and uid of the prompt; samples that never came are wrong.
-        limit: response length in tokens from which a response is truncated.
-        threshold: ``acc`` from which a response is correct.
+    expected: number of samples requested, by data source and uid of the prompt; samples that never came are wrong.
+    limit: response length in tokens from which a response is truncated.
+    threshold: ``acc`` from which a response is correct.
     """
     if all(response.acc is None for _, response in validated.rows):
         return {}

@@ -57,8 +57,7 @@ def weights_fault(directory: Path, config: Any) -> str | None:
 def shapes_in(file: Path) -> dict[str, Shape]:
     """{tensor: shape} of a safetensors file.
 
-    Raises:
-        ValueError: what the file is instead.
+    Raises ValueError: what the file is instead.
     """
     from safetensors import SafetensorError, safe_open
 

@@ -36,8 +36,7 @@ def pack(ranks: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
 def check_packed(words: Sequence[int | None]) -> npt.NDArray[np.int64]:
     """Return the words (N,) as an array.
 
-    Raises:
-        UserError: one of them is a plain rank, because the worker that sent it is not patched.
+    Raises UserError: one of them is a plain rank, because the worker that sent it is not patched.
     """
     packed = np.asarray(words if len(words) else np.empty(0, np.int64))
     if packed.dtype != np.int64 or (packed <= _LOW).any():
@@ -52,8 +51,7 @@ def check_packed(words: Sequence[int | None]) -> npt.NDArray[np.int64]:
 def unpack(words: Sequence[int | None]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Take ranks and entropies (nats) apart again: (N,) words to (N,) ranks and (N,) float32 entropies.
 
-    Raises:
-        UserError: as ``check_packed``; or an entropy is NaN or infinite, because the model's logits are.
+    Raises UserError: as ``check_packed``; or an entropy is NaN or infinite, because the model's logits are.
     """
     packed = check_packed(words)
     entropies = (packed & _LOW).astype(np.uint32).view(np.float32)
@@ -68,13 +66,10 @@ def unpack(words: Sequence[int | None]) -> tuple[npt.NDArray[np.int64], npt.NDAr
 def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
     """The words of the sampled tokens in what vLLM returned for one completion.
 
-    Args:
-        token_ids: (T,).
-        logprobs: ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: T dicts from token id to ``Logprob``,
-            or vLLM's ``FlatLogprobs``.
-
-    Raises:
-        UserError: the two differ in length, or the request did not ask for log-probs.
+    token_ids: (T,).
+    logprobs: ``CompletionOutput.logprobs`` of a request with ``logprobs=0``: T dicts from token id to ``Logprob``, or
+    vLLM's ``FlatLogprobs``.
+    Raises UserError: the two differ in length, or the request did not ask for log-probs.
     """
     if logprobs is None:
         raise UserError(
@@ -92,7 +87,6 @@ def packed_words(token_ids: Sequence[int], logprobs: Any) -> list[int | None]:
 def completion_entropies(token_ids: Sequence[int], logprobs: Any) -> npt.NDArray[np.float32]:
     """The entropies (nats) of one completion, (T,) float32, aligned with its tokens.
 
-    Raises:
-        UserError: as ``packed_words`` and ``unpack``.
+    Raises UserError: as ``packed_words`` and ``unpack``.
     """
     return unpack(packed_words(token_ids, logprobs))[1]

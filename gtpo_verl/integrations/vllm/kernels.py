@@ -20,11 +20,8 @@ _FLOOR = -1000.0  # exp of it is 0 in float32, and 0 · −1000 is 0 where 0 · 
 def entropy(x: torch.Tensor) -> torch.Tensor:
     """H(softmax(x)) of every row.
 
-    Args:
-        x: (N, V) logits or log-probs, any float type; −inf marks ids that cannot be sampled.
-
-    Returns:
-        (N,) float32, nats, ≥ 0; NaN for a row that holds NaN or nothing but −inf.
+    x: (N, V) logits or log-probs, any float type; −inf marks ids that cannot be sampled.
+    Returns (N,) float32, nats, ≥ 0; NaN for a row that holds NaN or nothing but −inf.
     """
     return entropy_triton(x) if x.is_cuda else entropy_torch(x)
 

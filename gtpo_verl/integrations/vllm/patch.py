@@ -35,8 +35,7 @@ _sampling: ContextVar[bool] = ContextVar("gtpo_verl_sampling", default=False)
 def install() -> None:
     """Patch the samplers of this process; a second call changes nothing.
 
-    Raises:
-        UserError: the installed vLLM is not supported, or lacks what is patched.
+    Raises UserError: the installed vLLM is not supported, or lacks what is patched.
     """
     check_vllm_version()
     _patch_v1()
@@ -46,8 +45,7 @@ def install() -> None:
 def check_vllm_version() -> str:
     """Return the version of vLLM.
 
-    Raises:
-        UserError: it is older than all that were tested.
+    Raises UserError: it is older than all that were tested.
     """
     import vllm
 

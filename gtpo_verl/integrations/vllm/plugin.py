@@ -10,8 +10,7 @@ def register() -> None:
 
     The import is inside the function, because vLLM swallows errors of loading a plugin but not errors of calling it.
 
-    Raises:
-        UserError: the installed vLLM cannot be patched.
+    Raises UserError: the installed vLLM cannot be patched.
     """
     if os.environ.get(ENV_FLAG) != "1":
         return

@@ -12,8 +12,7 @@ KEY = "actor_rollout_ref.rollout"
 def check_rollout(rollout: Any) -> None:
     """Check that the entropies of a rollout, a DictConfig or a ``RolloutConfig``, will be exact.
 
-    Raises:
-        UserError: they will not; says which key is in the way.
+    Raises UserError: they will not; says which key is in the way.
     """
     for fault in rollout_faults(rollout):
         raise UserError(fault)

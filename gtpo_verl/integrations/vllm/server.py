@@ -47,8 +47,8 @@ class _EngineTap:
 class EntropyVLLMHttpServer(vLLMHttpServer):
     """verl's vLLM server with exact entropies of the sampling policy in its answers.
 
-    Raises:
-        UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or a worker returns none.
+    Raises UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or a worker returns
+    none.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:

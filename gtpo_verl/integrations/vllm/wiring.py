@@ -19,9 +19,8 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     Called once, in the process that builds the trainer, before that makes workers or servers. In ``config``, the
     composed run, the rollout's ``agent.agent_loop_config_path`` and ``custom`` are set in place.
 
-    Raises:
-        UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would
-            drop them.
+    Raises UserError: the rollout's settings or the installed vLLM do not allow exact entropies, or its agent loop would
+    drop them.
     """
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 

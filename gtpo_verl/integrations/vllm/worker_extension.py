@@ -41,8 +41,7 @@ def keep_linear_weights() -> None:
     On a CPU it packs each of them for oneDNN, for the SGL kernel or for zentorch, drops the original, and the next
     ``load_weights`` fails. Without packing it multiplies by the weight itself.
 
-    Raises:
-        UserError: this vLLM packs weights in a way that cannot be switched off here; the version is named.
+    Raises UserError: this vLLM packs weights in a way that cannot be switched off here; the version is named.
     """
     import vllm
     from vllm import _custom_ops
