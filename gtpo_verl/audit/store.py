@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.records import same_settings
 from gtpo_verl.files import read_json, write_atomically, write_json
+from gtpo_verl.runs.directory import same_settings
 
 ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE = "rollouts.parquet", "values.parquet", "branches.parquet"
 GRADIENTS_FILE = "gradients.npz"
@@ -104,7 +104,7 @@ class Store:
         self.directory = directory
         before = None if fresh else read_json(directory / RECORD_FILE)
         if before is not None:
-            same_settings("an audit", directory, before["settings"], facts["settings"])
+            same_settings(directory, "an audit", before["settings"], facts["settings"])
         self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}
         directory.mkdir(parents=True, exist_ok=True)
         if before is None:
