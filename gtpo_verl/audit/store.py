@@ -76,8 +76,7 @@ class Count:
 class Branch:
     """Another step from one point of a response: as many tokens as its own step has, unless the policy ended there.
 
-    place: tokens of the response before it. number: among the branches of the point. correct: the verdict, where the
-    response ended.
+    place: tokens of the response before it. number: among those of the point. correct: the verdict, where it ended.
     """
 
     row: int
@@ -119,13 +118,12 @@ class Store:
     def add(self, *records: Rollout | Count | Branch) -> None:
         """Keep what was sampled of one prompt or point; on disk within seconds, or when `flush` returns."""
         for record in records:
-            match record:
-                case Rollout():
-                    self.rollouts.append(record)
-                case Count():
-                    self.counts[record.key] = record
-                case Branch():
-                    self.branches[record.key] = record
+            if isinstance(record, Rollout):
+                self.rollouts.append(record)
+            elif isinstance(record, Count):
+                self.counts[record.key] = record
+            else:
+                self.branches[record.key] = record
         if time.monotonic() - self._written > WRITE_EVERY:
             self.flush()
 

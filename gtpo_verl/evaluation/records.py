@@ -132,10 +132,9 @@ def _record(values: Mapping[str, Any]) -> ProblemRecord:
 
 
 def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> ProblemFile:
-    """Start an evaluation in a directory, or resume the one that is there, which `fresh` discards.
-
-    facts: written to ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on. Raises
-    UserError where the earlier evaluation has other settings, which it names.
+    """Start an evaluation in a directory, or resume the one that is there, which `fresh` discards. facts: written to
+    ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on. Raises UserError where the
+    earlier evaluation has other settings, which it names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record, problems = directory / RECORD_FILE, directory / PROBLEMS_FILE
@@ -155,9 +154,8 @@ def _recorded_settings(directory: Path) -> dict[str, Any]:
 def changes_since(
     directory: Path, settings: Mapping[str, Any], samples: Sequence[Sample], *, limit: int, threshold: float
 ) -> dict[str, Figure]:
-    """The change in accuracy, by data source, from the evaluation in ``directory`` to ``samples``.
-
-    Empty where there is no evaluation, or where it has other settings (another model aside).
+    """The change in accuracy, by data source, from the evaluation in ``directory`` to ``samples``; empty where there is
+    none, or where it has other settings (another model aside).
     """
     if not (directory / PROBLEMS_FILE).is_file():
         return {}
