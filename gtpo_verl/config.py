@@ -80,6 +80,16 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in _directory(group).glob("*.yaml"))
 
 
+def known_presets(option: str, names: Sequence[str]) -> list[str]:
+    """The presets `algo=NAME`. Raises UserError: one of the names that an option gives is none."""
+    known = choices("algo")
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known) or "."
+            raise UserError(f"{option} {name}: no such algorithm{hint} Choose from: {', '.join(known)}.")
+    return known
+
+
 def _directory(group: str) -> Path:
     """Where the files of a config group are, in a checkout or a wheel."""
     return Path(str(files("gtpo_verl.configs"))) / group

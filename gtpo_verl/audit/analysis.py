@@ -37,32 +37,22 @@ class Figure(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
-    """A method or a reference: its figures by stratum and name.
-
-    differences: the same less those of another row, by its name. p_holm: of alignment against DAPO's, two-sided,
-    adjusted for the number of methods; by stratum.
-    """
-
-    name: str
-    figures: Mapping[str, Mapping[str, Figure]]
-    differences: Mapping[str, Mapping[str, Mapping[str, Figure]]]
-    p_holm: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Analysis:
-    """All rows, and the reliability of the measurement by stratum; drift: the weighted mean of A over all responses at
-    each step, 0 in expectation where V is a martingale.
+    """The figures of an audit, as it records them.
+
+    methods: by the name of a method or a reference: ``figures`` by stratum and name; ``minus``, the same less those of
+    another row, by its name; ``p_holm`` by stratum, of alignment against DAPO's, two-sided, adjusted for the number of
+    methods. reliability: of the measurement, by stratum. mean_advantage_by_step: the weighted mean of A over all
+    responses, 0 in expectation where V is a martingale.
     """
 
-    rows: tuple[Row, ...]
+    methods: Mapping[str, Mapping[str, Any]]
     reliability: Mapping[str, Mapping[str, Figure]]
-    drift: tuple[Figure, ...]
-    intervals: bool
+    mean_advantage_by_step: tuple[Figure, ...]
 
-    def row(self, name: str) -> Row:
-        return next(row for row in self.rows if row.name == name)
+    def figures(self, name: str) -> dict[str, dict[str, Figure]]:
+        """The figures of a row, by stratum and name."""
+        return dict(self.methods[name]["figures"])
 
 
 def analyse(
@@ -79,41 +69,35 @@ def analyse(
     seeds = [components(values, credit) for credit in random]
     names = [*scored, *([RANDOM] if seeds else []), ORACLE]
     drawn: dict[str, dict[str, dict[str, Floats]]] = {name: {} for name in names}
-    measured = {}
+    measured: dict[str, dict[str, Floats]] = {}
     strata = {"all": np.ones_like(values.correct), "correct": values.correct, "wrong": ~values.correct}
-    for stratum, rows in strata.items():
-        if not rows.any():
+    for stratum, within in strata.items():
+        if not within.any():
             continue
         for name, each in terms.items():
-            drawn[name][stratum] = figures(_resampled(each, rows, values, draws))
+            drawn[name][stratum] = figures(_resampled(each, within, values, draws))
         if seeds:
-            drawn[RANDOM][stratum] = _pooled([figures(_resampled(each, rows, values, draws)) for each in seeds])
-        of_stratum = reliability_figures(_resampled(reliability(values), rows, values, draws))
-        measured[stratum] = _figures(of_stratum, intervals)
+            drawn[RANDOM][stratum] = _pooled([figures(_resampled(each, within, values, draws)) for each in seeds])
+        measured[stratum] = reliability_figures(_resampled(reliability(values), within, values, draws))
     methods = [name for name in scored if name != BASELINE]
     p_values = {
         stratum: dict(zip(methods, holm([_p(drawn[name][stratum]["alignment"]) for name in methods]), strict=True))
         for stratum in measured
         if methods and intervals
     }
-    result = [
-        Row(
-            name,
-            {stratum: _figures(each, intervals) for stratum, each in drawn[name].items()},
-            {
-                other: _differences(drawn[name], drawn[other], intervals)
-                for other in (BASELINE, "gtpo")
-                if name in methods and other in drawn and other != name
-            },
-            {stratum: float(p[name]) for stratum, p in p_values.items() if name in p},
-        )
-        for name in names
-    ]
+    rows = {}
+    for name in names:
+        others = [other for other in (BASELINE, "gtpo") if name in methods and other in drawn and other != name]
+        rows[name] = {
+            "figures": _figures(drawn[name], intervals),
+            "minus": {other: _figures(_less(drawn[name], drawn[other]), intervals) for other in others},
+            "p_holm": {stratum: float(p[name]) for stratum, p in p_values.items() if name in p},
+        }
     A = values.weight[:, None] * values.advantages.mean(axis=0)
     by_step = {f"step {step}": column for step, column in enumerate(A.T)}
     sums = _resampled(by_step | {"weight": values.weight}, strata["all"], values, draws)
     drift = [_figure(sums[step] / sums["weight"], intervals) for step in by_step]
-    return Analysis(tuple(result), measured, tuple(drift), intervals)
+    return Analysis(rows, _figures(measured, intervals), tuple(drift))
 
 
 def _resampled(terms: Mapping[str, Floats], rows: Bools, values: Values, draws: int) -> dict[str, Floats]:
@@ -135,8 +119,13 @@ def _pooled(seeds: Sequence[Mapping[str, Floats]]) -> dict[str, Floats]:
     return pooled
 
 
-def _figures(drawn: Mapping[str, Floats], intervals: bool) -> dict[str, Figure]:
-    return {name: _figure(values, intervals) for name, values in drawn.items()}
+def _less(drawn: Mapping[str, Mapping[str, Floats]], other: Mapping[str, Mapping[str, Floats]]) -> Any:
+    """A method's figures less those of another, on the same draws."""
+    return {stratum: {key: mine - other[stratum][key] for key, mine in of.items()} for stratum, of in drawn.items()}
+
+
+def _figures(drawn: Mapping[str, Mapping[str, Floats]], intervals: bool) -> dict[str, dict[str, Figure]]:
+    return {stratum: {name: _figure(values, intervals) for name, values in of.items()} for stratum, of in drawn.items()}
 
 
 def _figure(drawn: Floats, intervals: bool) -> Figure:
@@ -150,16 +139,6 @@ def _figure(drawn: Floats, intervals: bool) -> Figure:
     return Figure(value, *np.quantile(draws[defined], [0.025, 0.975]).tolist())
 
 
-def _differences(
-    of: Mapping[str, Mapping[str, Floats]], other: Mapping[str, Mapping[str, Floats]], intervals: bool
-) -> dict[str, dict[str, Figure]]:
-    """A method's figures less those of another, on the same draws."""
-    return {
-        stratum: _figures({key: mine - other[stratum][key] for key, mine in each.items()}, intervals)
-        for stratum, each in of.items()
-    }
-
-
 def _p(drawn: Floats) -> float:
     """Two-sided p of a figure whose draws are compared with 0; 1 where it is not defined."""
     draws = drawn[1:][np.isfinite(drawn[1:])]
@@ -167,14 +146,3 @@ def _p(drawn: Floats) -> float:
         return 1.0
     below, above = (draws <= 0).mean(), (draws >= 0).mean()
     return float(min(1.0, max(2 * min(below, above), 2 / (len(draws) + 1))))
-
-
-def plain(analysis: Analysis) -> dict[str, Any]:
-    """The analysis for JSON, in which a figure is [value, low, high]."""
-    return {
-        "methods": {
-            row.name: {"figures": row.figures, "minus": row.differences, "p_holm": row.p_holm} for row in analysis.rows
-        },
-        "reliability": analysis.reliability,
-        "mean_advantage_by_step": analysis.drift,
-    }

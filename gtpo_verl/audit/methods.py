@@ -10,8 +10,7 @@ import torch
 from gtpo_verl.algorithms import Algorithm, Batch, algorithm_of, algorithms
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.audit.values import Bools
-from gtpo_verl.config import choices, compose_config
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.config import compose_config, known_presets
 from gtpo_verl.integrations.context import Overlong, length_penalty
 from gtpo_verl.runs.statistics import Floats
 
@@ -35,15 +34,9 @@ class Method:
 
 def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Method]:
     """The presets of these names, or of every registered method, DAPO first; those overrides apply that are of
-    `algorithm.*`.
-
-    Raises:
-        UserError: there is no preset of a name, or a setting is impossible.
+    `algorithm.*`. Raises UserError: there is no preset of a name, or a setting is impossible.
     """
-    known = choices("algo")
-    for name in names:
-        if name not in known:
-            raise UserError(f"--methods {name}: no such algorithm{did_you_mean(name, known) or '.'}")
+    known = known_presets("--methods", names)
     wanted = list(dict.fromkeys(["dapo", *(names or (name for name in algorithms() if name in known))]))
     settings = [line for line in overrides if line.lstrip("+").startswith("algorithm.")]
     found = []

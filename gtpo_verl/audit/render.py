@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gtpo_verl.algorithms import algorithms
-from gtpo_verl.audit.analysis import BASELINE, ORACLE, RANDOM, Figure
+from gtpo_verl.audit.analysis import BASELINE, FEWEST_PROMPTS, ORACLE, RANDOM, Figure
 from gtpo_verl.audit.plan import FEWEST_CONTINUATIONS, Plan
 from gtpo_verl.audit.score import POSITION, STATE, Result
 
@@ -71,7 +71,7 @@ class Table:
 
 def values_table(result: Result, plan: Plan, facts: Mapping[str, Any]) -> Table:
     """The table of credit against true advantages."""
-    figures = {row.name: row.figures for row in result.analysis.rows}
+    figures = {name: row["figures"] for name, row in result.analysis.methods.items()}
     name = main_method(figures)
     aligned = figures[name].get("wrong", {}).get("alignment") if name else None
     value, interval = cell(aligned or Figure(None), "+.2f", "")
@@ -85,7 +85,7 @@ def values_table(result: Result, plan: Plan, facts: Mapping[str, Any]) -> Table:
         plan=plan,
         unscored=result.unscored,
         reliability=result.analysis.reliability["all"],
-        intervals=result.analysis.intervals,
+        intervals=len(set(result.values.prompt)) >= FEWEST_PROMPTS,
     )
     rows, columns = _rows(figures, COLUMNS, plan, "–"), [heading for heading, *_ in COLUMNS]
     return Table("Which credit falls on the steps that decide?", columns, rows, sentences)
@@ -112,10 +112,8 @@ def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Pl
 def print_plan(
     plan: Plan, length: float, prompt: float = 0.0, *, methods: int = 0, measured: bool, cached: bool = True
 ) -> None:
-    """Print what an audit will cost and what it can see.
-
-    length, prompt: tokens of a response, `measured` or the limit, and of a prompt. methods: whose gradients are taken.
-    cached: vLLM has a prefix cache.
+    """Print what an audit will cost and what it can see. length, prompt: tokens of a response, `measured` or the limit,
+    and of a prompt. methods: whose gradients are taken. cached: vLLM has a prefix cache.
     """
     sizes = {"length": length, "prompt": prompt, "methods": methods, "fewest": FEWEST_CONTINUATIONS}
     for line in _paragraphs("cost.txt.j2", plan=plan, measured=measured, cached=cached, **sizes):

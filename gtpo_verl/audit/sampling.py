@@ -68,9 +68,7 @@ def sample_rollouts(
     store: Store, plan: Plan, rows: int, seed: int, proceed: Continue, describe: Describe, advance: Advance
 ) -> None:
     """Sample responses, prompt by prompt in random order, until enough prompts have contrast; `rows` has the data.
-
-    Raises:
-        UserError: no prompt has contrast.
+    Raises UserError: no prompt has contrast.
     """
     for asked in _rounds(store, plan, rows, seed):
         for prefix, samples in proceed([Prefix((row, ALL), row, (), plan.samples, entropies=True) for row in asked]):
@@ -170,33 +168,24 @@ def _both_halves(row: int, sample: int, tokens: list[int], count: int, stage: in
 
 def wanted_branches(chosen: Chosen, plan: Plan) -> list[Prefix]:
     """A request for the branches from the start of every step."""
-    return [
-        Prefix(
-            (rollout.row, rollout.sample, start, OF_BRANCH),
-            rollout.row,
-            tuple(rollout.tokens[:start]),
-            plan.branches,
-            most=end - start,
-        )
-        for number, rollout in enumerate(chosen.responses)
-        for start, end in itertools.pairwise(chosen.points[number].tolist())
-        if plan.branches
-    ]
+    wanted = []
+    for rollout, points in zip(chosen.responses, chosen.points.tolist(), strict=True):
+        for start, end in itertools.pairwise(points if plan.branches else ()):
+            key = rollout.row, rollout.sample, start, OF_BRANCH
+            wanted.append(Prefix(key, rollout.row, tuple(rollout.tokens[:start]), plan.branches, most=end - start))
+    return wanted
 
 
 def wanted_counts_of_branches(store: Store, chosen: Chosen, plan: Plan) -> list[Prefix]:
     """A request for the continuations of every branch that was sampled and has not ended."""
     of = {(rollout.row, rollout.sample): rollout for rollout in chosen.responses}
-    return [
-        Prefix(
-            (*branch.key, OF_BRANCH),
-            branch.row,
-            (*of[branch.row, branch.sample].tokens[: branch.place], *branch.tokens),
-            plan.of_a_branch,
-        )
-        for branch in store.branches.values()
-        if not branch.ended and (branch.row, branch.sample) in of
-    ]
+    wanted = []
+    for branch in store.branches.values():
+        rollout = of.get((branch.row, branch.sample))
+        if rollout and not branch.ended:
+            tokens = *rollout.tokens[: branch.place], *branch.tokens
+            wanted.append(Prefix((*branch.key, OF_BRANCH), branch.row, tokens, plan.of_a_branch))
+    return wanted
 
 
 def sample_values(store: Store, chosen: Chosen, plan: Plan, seed: int, proceed: Continue, advance: Advance) -> None:

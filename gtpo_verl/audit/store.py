@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.errors import UserError
-from gtpo_verl.evaluation.records import same_settings
 from gtpo_verl.files import read_json, write_atomically, write_json
+from gtpo_verl.runs.directory import same_settings
 
 ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE = "rollouts.parquet", "values.parquet", "branches.parquet"
 GRADIENTS_FILE = "gradients.npz"
@@ -76,8 +76,7 @@ class Count:
 class Branch:
     """Another step from one point of a response: as many tokens as its own step has, unless the policy ended there.
 
-    place: tokens of the response before it. number: among the branches of the point. correct: the verdict, where the
-    response ended.
+    place: tokens of the response before it. number: among those of the point. correct: the verdict, where it ended.
     """
 
     row: int
@@ -104,7 +103,7 @@ class Store:
         self.directory = directory
         before = None if fresh else read_json(directory / RECORD_FILE)
         if before is not None:
-            same_settings("an audit", directory, before["settings"], facts["settings"])
+            same_settings(directory, "an audit", before["settings"], facts["settings"])
         self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}
         directory.mkdir(parents=True, exist_ok=True)
         if before is None:
@@ -119,13 +118,12 @@ class Store:
     def add(self, *records: Rollout | Count | Branch) -> None:
         """Keep what was sampled of one prompt or point; on disk within seconds, or when `flush` returns."""
         for record in records:
-            match record:
-                case Rollout():
-                    self.rollouts.append(record)
-                case Count():
-                    self.counts[record.key] = record
-                case Branch():
-                    self.branches[record.key] = record
+            if isinstance(record, Rollout):
+                self.rollouts.append(record)
+            elif isinstance(record, Count):
+                self.counts[record.key] = record
+            else:
+                self.branches[record.key] = record
         if time.monotonic() - self._written > WRITE_EVERY:
             self.flush()
 

@@ -247,7 +247,6 @@ def _penalty(store: Store) -> Overlong | None:
 
 def _report(store: Store, plan: Plan, chosen: Sequence[Method]) -> int:
     """Compute, write and print the results."""
-    from gtpo_verl.audit.analysis import plain
     from gtpo_verl.audit.gradients import Products, figures
     from gtpo_verl.audit.page import write_page
     from gtpo_verl.audit.render import gradients_table, print_table, values_table
@@ -271,7 +270,7 @@ def _report(store: Store, plan: Plan, chosen: Sequence[Method]) -> int:
     else:
         result = score(store, plan, store.facts["seed"], chosen, _penalty(store))
         facts = measurement(store, result) | facts
-        store.record({"measurement": facts} | plain(result.analysis))
+        store.record({"measurement": facts, **vars(result.analysis)})
         table = values_table(result, plan, facts)
         page, samples = write_page(store, table, facts, responses=(result, plan)), "values.parquet"
     print_table(table)

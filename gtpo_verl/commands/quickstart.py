@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from gtpo_verl.commands.options import declare, overrides_of, share
-from gtpo_verl.config import choices, chosen, compose_config
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.config import chosen, compose_config, known_presets
+from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.experiments.run import Where, launcher_for, locked, train_all
 from gtpo_verl.experiments.scheduler import Scheduler, unfinished
@@ -114,11 +114,7 @@ def train_and_report(sweep: Sweep, launcher: Launcher, console: Console) -> int:
 
 def _arms(text: str) -> list[str]:
     arms = list(dict.fromkeys(arm.strip() for arm in text.split(",") if arm.strip()))
-    known = choices("algo")
-    for arm in arms:
-        if arm not in known:
-            hint = did_you_mean(arm, known) or "."
-            raise UserError(f"--arms {arm}: no such algorithm{hint} Choose from: {', '.join(known)}.")
+    known_presets("--arms", arms)
     if not arms:
         raise UserError("--arms names no algorithm: for instance --arms dapo,gtpo.")
     return arms

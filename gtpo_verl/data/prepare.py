@@ -67,14 +67,16 @@ def prepare(request: Request) -> "Summary":
     if not files:
         assert dataset is not None
         files, commit = download(dataset, request.revision)
-    rows = (row for file in files for row in _read_with_progress(file, request))
+    columns = {name: getattr(request, name) for name in ("problem_column", "answer_column", "guide_column")}
+    aime = dataset is not None and dataset.aime
+    rows = (row for file in files for row in _with_progress(file, read(file, **columns, aime=aime)))
     seen = {loose_key(row.problem) for file in request.against for row in read(file)}
     prepared, summary = select(rows, seen, conflicts=request.conflicts)
     if not prepared:
         raise UserError(f"{request.name}: no problem is left of {summary.rows} rows; nothing was written.")
     name = request.data_source or (dataset.data_source if dataset else None)
-    summary.style, columns = _table(prepared, name or files[0].stem, request.style, rename=name is not None)
-    _write_parquet(request.output, columns)
+    summary.style, table = _table(prepared, name or files[0].stem, request.style, rename=name is not None)
+    _write_parquet(request.output, table)
     facts = {
         "request": request.options(),
         "gtpo_verl": __version__,
@@ -183,8 +185,7 @@ def _table(
             prompt = [dict(message) for message in row.prompt]
             prompt[last]["content"] = restyle(prompt[last]["content"], style)
             record = {"data_source": data_source, "ability": "math"} | row.rest | {"prompt": prompt}
-            if rename:
-                record["data_source"] = data_source
+            record |= {"data_source": data_source} if rename else {}
             extra = dict(row.rest.get("extra_info") or {})
         question = next(message["content"] for message in reversed(prompt) if message["role"] == "user")
         styles[unwrap(question)[1] or "their own"] += 1
@@ -218,9 +219,7 @@ def _checksum(file: Path) -> dict[str, Any]:
     return {"file": file.name, "bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
-def _read_with_progress(file: Path, request: Request) -> Iterable[Row]:
+def _with_progress(file: Path, rows: Iterable[Row]) -> Iterable[Row]:
     from rich.progress import track
 
-    aime = request.dataset is not None and request.dataset.aime
-    rows = read(file, request.problem_column, request.answer_column, aime=aime, guide_column=request.guide_column)
     return track(rows, f"Reading {file.name}", total=row_count(file), transient=True)

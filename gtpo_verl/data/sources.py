@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.data.prompts import unwrap
-from gtpo_verl.data.table import ParquetFile, reading_parquet
+from gtpo_verl.data.table import ParquetFile
 from gtpo_verl.errors import UserError
 
 PROBLEM_COLUMNS = ("problem", "question")  # case-insensitive; the first that exists
@@ -83,16 +83,15 @@ def read(
         if aime:
             match = _AIME_ANSWER.fullmatch(_text(row.answer))
             if match is None:
-                raise UserError(
-                    f"{place}: the answer of an AIME problem is an integer from 0 to 999, this is {row.answer!r}."
-                )
+                what = "the answer of an AIME problem is an integer from 0 to 999"
+                raise UserError(f"{place}: {what}, this is {row.answer!r}.")
             row.answer = match[1]
         yield row
 
 
 def row_count(file: Path) -> int | None:
     """The number of rows of a parquet file, from its footer; None for a JSONL file."""
-    return len(_parquet(file)) if file.suffix == ".parquet" else None
+    return len(ParquetFile(str(file))) if file.suffix == ".parquet" else None
 
 
 def _columns(
@@ -119,16 +118,11 @@ def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
     return next((by_name[name] for name in wanted if name in by_name), None)
 
 
-def _parquet(file: Path) -> ParquetFile:
-    with reading_parquet(file):
-        return ParquetFile(str(file))
-
-
 def _records(file: Path) -> Iterator[dict[str, Any]]:
     if not file.is_file():
         raise UserError(f"{file}: no such file.")
     if file.suffix == ".parquet":
-        table = _parquet(file)
+        table = ParquetFile(str(file))
         yield from table.rows(table.schema.names)
         return
     if file.suffix != ".jsonl":

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError, first_line
@@ -12,8 +13,7 @@ ROWS_AT_ONCE = 256
 
 
 @contextmanager
-def reading_parquet(file: object) -> Iterator[None]:
-    """In the block a parquet file is read. Raises UserError: it is damaged, or none."""
+def _reading(file: str) -> Iterator[None]:
     import pyarrow as pa
 
     try:
@@ -25,13 +25,14 @@ def reading_parquet(file: object) -> Iterator[None]:
 
 
 class ParquetFile:
-    """A parquet file; rows are read as they are asked for."""
+    """A parquet file; rows are read as they are asked for. Raises UserError: it is damaged, or none."""
 
     def __init__(self, file: str) -> None:
         import pyarrow.parquet as pq
 
         self._name = file
-        self._file = pq.ParquetFile(file)
+        with _reading(file):
+            self._file = pq.ParquetFile(file)
         self.schema = self._file.schema_arrow
 
     def __len__(self) -> int:
@@ -70,7 +71,7 @@ class ParquetFile:
 
     def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         present = [name for name in columns if name in self.schema.names]
-        with reading_parquet(self._name):
+        with _reading(self._name):
             yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
 
 
@@ -82,8 +83,7 @@ class JsonFile:
     def __init__(self, file: str) -> None:
         import pyarrow as pa
 
-        with open(file, encoding="utf-8-sig") as lines:
-            text = lines.read()
+        text = Path(file).read_text(encoding="utf-8-sig")
         if text.startswith("["):
             self._rows = json.loads(text)
         else:
@@ -115,13 +115,12 @@ class JsonFile:
 
 
 def open_table(file: str) -> ParquetFile | JsonFile:
-    """The rows of a local data file. Raises UserError: verl does not read files of this kind, or its content is of
-    another.
-    """
+    """The rows of a local data file. Raises UserError: verl does not read such files, or its content is of another."""
     if not file.endswith(FORMATS):
         raise UserError(f"{file}: verl reads files whose names end with {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
-    parquet = file.endswith(".parquet")
+    if file.endswith(".parquet"):
+        return ParquetFile(file)
     try:
-        return ParquetFile(file) if parquet else JsonFile(file)
+        return JsonFile(file)
     except Exception as error:
-        raise UserError(f"{file} is not a {'parquet' if parquet else 'JSON'} file: {first_line(error)}") from error
+        raise UserError(f"{file} is not a JSON file: {first_line(error)}") from error

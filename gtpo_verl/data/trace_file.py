@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES
-from gtpo_verl.errors import UserError
 from gtpo_verl.files import append_json_line, read_json_lines, reading, write_atomically, write_text
-from gtpo_verl.runs.directory import differences
+from gtpo_verl.runs.directory import same_settings
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,7 @@ class TraceFile:
         if file.is_file() and not fresh:
             with reading(file):
                 lines = [line for _, line in read_json_lines(file) if line is not None]
-                changed = differences(lines[0]["settings"], json.loads(json.dumps(settings)))
-                if changed:
-                    raise UserError(
-                        f"{file} was sampled with other settings ({changed}): name another --output, or "
-                        "discard it with --fresh."
-                    )
+                same_settings(file, "responses", lines[0]["settings"], settings)
                 self.answers = {line["row"]: Answers(**line) for line in lines[1:]}
         else:
             write_text(file, json.dumps({"settings": dict(settings)}) + "\n")

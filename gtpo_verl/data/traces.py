@@ -25,9 +25,7 @@ ROUND_OFF = 1e-3  # nats above 0 that a log-probability may have
 
 @dataclass(frozen=True)
 class Trace:
-    """A response of the guide: its token ids with the end, and their log-probabilities under it where they are
-    known.
-    """
+    """A response of the guide: its token ids with the end, and their log-probabilities under it where known."""
 
     ids: list[int]
     log_probs: list[float] | None
@@ -45,16 +43,10 @@ def token_ids(response: str | Sequence[int], tokenizer: Any) -> list[int]:
 def traces_of(
     columns: Mapping[str, Any], tokenizer: Any, limit: int, seed: int, with_log_probs: bool = False
 ) -> list[Trace]:
-    """The guide's responses to a prompt, in an order drawn from a seed.
+    """The guide's responses to a prompt, from its columns, in an order drawn from a seed.
 
-    Args:
-        columns: of the prompt.
-        tokenizer: the student's.
-        limit: the most tokens of a response.
-        with_log_probs: whether each response needs its log-probabilities.
-
-    Raises:
-        UserError: a response cannot be used.
+    tokenizer: the student's. limit: the most tokens of a response. with_log_probs: whether each response needs its
+    log-probabilities. Raises UserError: a response cannot be used.
     """
     responses, log_probs = columns.get(RESPONSES), columns.get(LOG_PROBS)
     if responses is None:
@@ -77,18 +69,10 @@ def traces_of(
 
 
 def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any = None) -> tuple[int, int]:
-    """Check the guide's columns of a data file, before a run.
+    """Check the guide's columns of a data file, before a run; the rest: see `traces_of`.
 
-    Args:
-        limit: the most tokens of a response.
-        with_log_probs: whether the run needs the guide's log-probabilities.
-        tokenizer: the student's; without it columns and types alone are checked.
-
-    Returns:
-        Prompts, and those of them that have a response of the guide; without a tokenizer (0, 0).
-
-    Raises:
-        UserError: the first problem, with its row.
+    tokenizer: without it columns and types alone are checked. Returns the number of prompts, and of those that have a
+    response of the guide; without a tokenizer (0, 0). Raises UserError: the first problem, with its row.
     """
     table = open_table(file)
     key, schema = f"data.train_files={file}", table.schema
@@ -111,17 +95,15 @@ def check_traces(file: str, *, limit: int, with_log_probs: bool, tokenizer: Any 
             )
     if tokenizer is None:
         return 0, 0
-    prompts = with_response = 0
-    for row in table.rows(columns):
+    with_response = 0
+    for number, row in enumerate(table.rows(columns)):
         try:
-            found = traces_of(row, tokenizer, limit, seed=0, with_log_probs=with_log_probs)
+            with_response += bool(traces_of(row, tokenizer, limit, seed=0, with_log_probs=with_log_probs))
         except UserError as error:
-            raise UserError(f"{key}, row {prompts}: {error}") from error
-        with_response += bool(found)
-        prompts += 1
+            raise UserError(f"{key}, row {number}: {error}") from error
     if with_response == 0:
         raise UserError(f"{key}: {RESPONSES} is empty in every row.")
-    return prompts, with_response
+    return len(table), with_response
 
 
 def _problem(trace: Trace, limit: int, vocabulary: int) -> str:

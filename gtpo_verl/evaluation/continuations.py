@@ -22,18 +22,22 @@ class Prefix:
     most: int | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Continuation:
-    """The new tokens (T,) with the verdict on the whole response and the verifier's score.
-
-    entropies in nats and log_probs: (T,) where they were asked for. truncated: the length limit was reached. ended: by
-    the policy's own end, not by the limit or by `Prefix.most`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BulkSample:
+    """The new tokens (T,); entropies in nats and log-probs, (T,), where asked for. ended: by the policy's own end or a
+    stop string, not by the limit or by `Prefix.most`.
     """
 
     tokens: NDArray[np.int32]
-    correct: bool
-    score: float
-    truncated: bool
     ended: bool
     entropies: NDArray[np.float32] | None = None
     log_probs: NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Continuation(BulkSample):
+    """A sample with the verdict on the response, the verifier's score, and whether it reached the length limit."""
+
+    correct: bool
+    score: float
+    truncated: bool

@@ -108,10 +108,8 @@ def sign_flip_p(differences: Floats) -> Floats:
     """Exact two-sided p of the sign-flip test for each data set.
 
     p is the share of the 2^n assignments of signs, each equally likely under the null hypothesis, whose sum is at least
-    as far from 0 as the observed one (Fisher 1935). differences: (..., n), n at most `MOST_FLIPPED`; returns (...).
-
-    Raises:
-        ValueError: there are too many seeds to enumerate.
+    as far from 0 as the observed one (Fisher 1935). differences: (..., n); returns (...). Raises ValueError: n is above
+    `MOST_FLIPPED`, which are too many to enumerate.
     """
     n = differences.shape[-1]
     if n > MOST_FLIPPED:
@@ -145,9 +143,8 @@ def holm(p_values: ArrayLike) -> Floats:
 
 def detectable_difference(deviation: float, n: int, comparisons: int = 1) -> float:
     """The true difference that a t test over n >= 2 seeds shows with probability `POWER`, by the noncentral t
-    distribution, at the level α / comparisons, which Holm's procedure asks of the smallest p.
-
-    deviation: the standard deviation of the paired differences.
+    distribution, at the level α / comparisons, which Holm's procedure asks of the smallest p; from the standard
+    deviation of the paired differences.
     """
     critical = stats.t.ppf(1 - ALPHA / comparisons / 2, n - 1)
 
@@ -169,9 +166,8 @@ def interquartile_mean(values: Sequence[float]) -> float:
 
 
 def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
-    """Everything said of one comparison, before Holm's adjustment, from at least one difference.
-
-    comparisons: how many the report makes, for `Paired.detectable`.
+    """Everything said of one comparison, before Holm's adjustment, from at least one difference; comparisons: how many
+    the report makes, for `Paired.detectable`.
     """
     values = np.asarray(differences, dtype=np.float64)
     n = len(values)
@@ -198,13 +194,10 @@ def compared(families: Sequence[Sequence[float]]) -> list[Paired]:
     """
     testable = sum(_has_spread(differences) for differences in families)
     found = [paired(differences, max(1, testable)) for differences in families]
-    t, flips = (_adjusted([getattr(one, name) for one in found]) for name in ("t_p", "sign_flip_p"))
-    return [replace(one, t_holm=a, sign_flip_holm=b) for one, a, b in zip(found, t, flips, strict=True)]
-
-
-def _adjusted(p_values: Sequence[float | None]) -> list[float | None]:
-    known = iter(holm([p for p in p_values if p is not None]).tolist())
-    return [None if p is None else next(known) for p in p_values]
+    for of, to in (("t_p", "t_holm"), ("sign_flip_p", "sign_flip_holm")):
+        known = iter(holm([p for one in found if (p := getattr(one, of)) is not None]).tolist())
+        found = [one if getattr(one, of) is None else replace(one, **{to: next(known)}) for one in found]
+    return found
 
 
 def _has_spread(values: Sequence[float] | NDArray[np.float64]) -> bool:

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.summary import Figure, Sample, paired_changes
 from gtpo_verl.files import append_json_line, read_json, read_json_lines, reading, write_json, write_text
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import differences
+from gtpo_verl.runs.directory import differences, same_settings
 
 PROBLEMS_FILE = "problems.jsonl"
 RECORD_FILE = "evaluation.json"
@@ -133,29 +132,18 @@ def _record(values: Mapping[str, Any]) -> ProblemRecord:
 
 
 def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -> ProblemFile:
-    """Start an evaluation in a directory, or resume the one that is there, which `fresh` discards.
-
-    facts: written to ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on. Raises
-    UserError where the earlier evaluation has other settings, which it names.
+    """Start an evaluation in a directory, or resume the one that is there, which `fresh` discards. facts: written to
+    ``evaluation.json``; ``settings`` is a flat dict of all that the responses depend on. Raises UserError where the
+    earlier evaluation has other settings, which it names.
     """
     directory.mkdir(parents=True, exist_ok=True)
     record, problems = directory / RECORD_FILE, directory / PROBLEMS_FILE
     if fresh:
         problems.unlink(missing_ok=True)
     elif record.is_file() and problems.is_file():
-        same_settings("an evaluation", directory, _recorded_settings(directory), facts["settings"])
+        same_settings(directory, "an evaluation", _recorded_settings(directory), facts["settings"])
     write_json(record, facts)
     return ProblemFile(problems)
-
-
-def same_settings(what: str, directory: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with what a directory holds under other settings, which are named."""
-    changed = differences(before, json.loads(json.dumps(now)))
-    if changed:
-        raise UserError(
-            f"{directory} holds {what} with other settings ({changed}): name another --output, or discard it with "
-            "--fresh."
-        )
 
 
 def _recorded_settings(directory: Path) -> dict[str, Any]:
@@ -166,9 +154,8 @@ def _recorded_settings(directory: Path) -> dict[str, Any]:
 def changes_since(
     directory: Path, settings: Mapping[str, Any], samples: Sequence[Sample], *, limit: int, threshold: float
 ) -> dict[str, Figure]:
-    """The change in accuracy, by data source, from the evaluation in ``directory`` to ``samples``.
-
-    Empty where there is no evaluation, or where it has other settings (another model aside).
+    """The change in accuracy, by data source, from the evaluation in ``directory`` to ``samples``; empty where there is
+    none, or where it has other settings (another model aside).
     """
     if not (directory / PROBLEMS_FILE).is_file():
         return {}

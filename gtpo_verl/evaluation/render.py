@@ -14,9 +14,7 @@ def print_summary(summaries: Iterable[SourceSummary]) -> None:
     for summary in summaries:
         table = Table("", "value", "95 % interval", title_justify="left")
         table.title = f"{summary.data_source}: {summary.problems} problems, {summary.samples} samples each"
-        rows = [(f"mean@{summary.samples}", summary.mean, True)]
-        rows += [(f"pass@{k}", figure, True) for k, figure in summary.pass_at.items() if k > 1]
-        rows += [(f"maj@{k}", figure, True) for k, figure in summary.majority_at.items() if k > 1]
+        rows = [(name, figure, True) for name, figure in summary.named.items() if name not in ("pass@1", "maj@1")]
         if summary.response_length and summary.truncated_share:
             rows += [("response length", summary.response_length, False), ("truncated", summary.truncated_share, True)]
         for name, figure, share in rows:

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,13 @@ class SourceSummary:
     response_length: Figure | None = None
     truncated_share: Figure | None = None
 
+    @property
+    def named(self) -> dict[str, Figure]:
+        """The accuracies by the names that papers use: mean@n, pass@k and maj@k."""
+        named = {f"mean@{self.samples}": self.mean}
+        named |= {f"pass@{k}": figure for k, figure in self.pass_at.items()}
+        return named | {f"maj@{k}": figure for k, figure in self.majority_at.items()}
+
 
 def summarize(samples: Iterable[Sample]) -> list[SourceSummary]:
     """Summarise samples, in any order, by data source, in alphabetical order; at least one, else ValueError.
@@ -91,9 +99,10 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
     votes = any(sample.answer for row in rows for sample in row)
     if votes:
         columns.append([majority_at_k([s.answer for s in row], [s.correct for s in row], ks) for row in rows])
-    means = np.column_stack(columns)
-    figures = [Figure.of(estimate) for estimate in estimates(means, clusters=_clusters(rows))]
-    length, truncated = _lengths(rows)
+    figures = _estimates(np.column_stack(columns), rows)
+    came = [kept for row in rows if (kept := [sample for sample in row if not sample.failed])]
+    lengths = [[np.mean([one.length for one in row]), np.mean([one.truncated for one in row])] for row in came]
+    length, truncated = _estimates(lengths, came) if came else (None, None)
     return SourceSummary(
         data_source=name,
         problems=len(rows),
@@ -108,21 +117,10 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
     )
 
 
-def _clusters(rows: Sequence[Sequence[Sample]]) -> list[str]:
-    """What the bootstrap resamples: the cluster of each problem, or the problem itself where it has none."""
-    return [row[0].cluster or row[0].problem for row in rows]
-
-
-def _lengths(rows: Sequence[Sequence[Sample]]) -> tuple[Figure | None, Figure | None]:
-    came = [[sample for sample in row if not sample.failed] for row in rows]
-    came = [row for row in came if row]
-    if not came:
-        return None, None
-    means: Floats = np.array(
-        [[np.mean([sample.length for sample in row]), np.mean([sample.truncated for sample in row])] for row in came]
-    )
-    length, truncated = estimates(means, clusters=_clusters(came))
-    return Figure.of(length), Figure.of(truncated)
+def _estimates(means: Any, rows: Sequence[Sequence[Sample]]) -> list[Figure]:
+    """Of columns of a mean for each problem; resampled are clusters of problems, or a problem that has none."""
+    clusters = [row[0].cluster or row[0].problem for row in rows]
+    return [Figure.of(one) for one in estimates(np.asarray(means, np.float64), clusters=clusters)]
 
 
 def paired_changes(before: Iterable[Sample], after: Iterable[Sample]) -> dict[str, Figure]:
@@ -154,9 +152,7 @@ def logged(summaries: Iterable[SourceSummary]) -> dict[str, float]:
         metrics[f"{prefix}/problems"] = summary.problems
         metrics[f"{prefix}/failed_samples"] = summary.failed
         metrics[f"{prefix}/unjudged_samples"] = summary.unjudged
-        named = {f"mean@{summary.samples}": summary.mean}
-        named |= {f"pass@{k}": figure for k, figure in summary.pass_at.items()}
-        named |= {f"maj@{k}": figure for k, figure in summary.majority_at.items()}
+        named = summary.named
         if summary.response_length is not None and summary.truncated_share is not None:
             named |= {"response_length": summary.response_length, "truncated_share": summary.truncated_share}
         for name, figure in named.items():

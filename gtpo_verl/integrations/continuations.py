@@ -19,11 +19,11 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from gtpo_verl.config import set_value
 from gtpo_verl.errors import UserError, first_line
-from gtpo_verl.evaluation.continuations import Continuation, Prefix
+from gtpo_verl.evaluation.continuations import BulkSample, Continuation, Prefix
 from gtpo_verl.integrations.evaluate import Problems, serving
 from gtpo_verl.integrations.reward_loop import Scorable
 from gtpo_verl.integrations.standalone import standalone
-from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkSample
+from gtpo_verl.integrations.vllm.bulk import BulkRequest
 from gtpo_verl.integrations.vllm.requirements import KEY, truncates
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.runs.correctness import is_correct, score, verdict
@@ -190,8 +190,8 @@ class Sampler:
             for sample in continuations:
                 response = _joined(prefix, sample)
                 correct, score = self._verdict(prefix.row, results[prefix.row, response.tobytes()])
-                drawn = sample.tokens, correct, score, len(response) >= self._length, sample.ended
-                found.append(Continuation(*drawn, sample.entropies, sample.log_probs))
+                truncated = len(response) >= self._length
+                found.append(Continuation(**vars(sample), correct=correct, score=score, truncated=truncated))
             yield prefix, found
 
     def _verdict(self, row: int, result: Any) -> tuple[bool, float]:

@@ -43,14 +43,8 @@ _FREE_STYLES = (
     Style(light="#8a6d00", dark="#f0d544", marker="cross"),
     Style(light="#2b3a8f", dark="#9aa8ff", marker="triangle-right"),
 )
-GLYPHS = {
-    "circle": "●",
-    "square": "■",
-    "diamond": "◆",
-    "triangle-up": "▲",
-    "triangle-down": "▼",
-    "cross": "✚",
-    "triangle-right": "▶",
+GLYPHS = {"circle": "●", "square": "■", "diamond": "◆", "cross": "✚"} | {
+    f"triangle-{side}": glyph for side, glyph in {"up": "▲", "down": "▼", "right": "▶"}.items()
 }
 # Tol's muted palette (2021), readable on both pages
 _CATEGORIES = (
@@ -80,14 +74,8 @@ _CONFIG: dict[str, Any] = {
     },
     "axisX": {"grid": False, "tickCount": 6},
     "axisY": {"domain": False, "tickCount": 5},
-    "legend": {
-        "labelColor": "var(--ink)",
-        "labelFontSize": 12,
-        "orient": "top",
-        "title": None,
-        "symbolSize": 90,
-        "symbolOpacity": 1,
-    },
+    "legend": {"labelColor": "var(--ink)", "labelFontSize": 12, "orient": "top", "title": None}
+    | {"symbolSize": 90, "symbolOpacity": 1},
     "title": {"color": "var(--ink)", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
 }
 
@@ -207,7 +195,6 @@ def _x(panel: Panel, styles: Mapping[str, Style], positions: Sequence[float]) ->
 
 
 def _band(start: float, end: float, text: str) -> list[dict[str, Any]]:
-    """A range of the horizontal axis that is marked."""
     data: dict[str, Any] = {"values": [{}]}
     rect = {"type": "rect", "color": "rgb(var(--debit))", "opacity": 0.16}
     label = {"type": "text", "text": text, "color": "rgb(var(--debit))"}
@@ -223,11 +210,8 @@ def bars_chart(rows: Mapping[str, Mapping[str, float]], x_label: str, *, legend:
     categories = list(dict.fromkeys(key for row in rows.values() for key in row))
     values = [{"arm": name, "phase": key, "x": value} for name, row in rows.items() for key, value in row.items()]
     y = {"field": "arm", "type": "nominal", "sort": list(rows), "title": None, "axis": {"labelLimit": 160}}
-    colour = {
-        "field": "phase",
-        "scale": {"domain": categories, "range": category_colours(categories)},
-        "legend": {"columns": 7} if legend else None,
-    }
+    scale = {"domain": categories, "range": category_colours(categories)}
+    colour = {"field": "phase", "scale": scale, "legend": {"columns": 7} if legend else None}
     segment = {
         "x": {"field": "x", "type": "quantitative", "title": x_label},
         "color": colour,
@@ -322,7 +306,6 @@ def _y_scale(panel: Panel) -> dict[str, Any]:
 
 
 def _scale(channel: str, styles: Mapping[str, Style]) -> dict[str, Any]:
-    """How a channel tells arms apart."""
     ranges = {
         "color": [f"var(--arm{number})" for number in range(1, len(styles) + 1)],
         "shape": [style.marker for style in styles.values()],

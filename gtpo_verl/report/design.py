@@ -38,8 +38,9 @@ class _Key:
     values: Mapping[str, str]
     settings: Mapping[str, str]
 
-    def identity(self) -> tuple[tuple[str, str], ...]:
-        return (*sorted(self.values.items()), *sorted(self.settings.items()))
+    @property
+    def identity(self) -> frozenset[tuple[str, str]]:
+        return frozenset({**self.values, **self.settings}.items())
 
 
 @dataclass(frozen=True)
@@ -55,13 +56,9 @@ class Design:
 def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     """Sort trainings into arms and seeds, and check that they differ in nothing else.
 
-    Args:
-        runs: as `gtpo_verl.runs.reader.read_runs` gives them.
-        allow: keys in which the trainings may differ. A setting becomes an axis: arms that differ in it are different
-            arms. A fact of the record (``code``, ``versions``, ``hardware``, ``checksums``) is tolerated.
-
-    Raises:
-        UserError: two trainings are the same arm and seed, or they differ in more; the keys are named.
+    allow: keys in which the trainings may differ. A setting becomes an axis: arms that differ in it are different arms.
+    A fact of the record (``code``, ``versions``, ``hardware``, ``checksums``) is tolerated. Raises UserError: two
+    trainings are the same arm and seed, or they differ in more; the keys are named.
     """
     sweeps = [run.sweep for run in runs if run.sweep]
     trainings = [training for run in runs for training in run.trainings]
@@ -139,9 +136,9 @@ def _varying(rows: Sequence[Mapping[str, str]]) -> set[str]:
 
 
 def _arms(keys: Mapping[Training, _Key], runs: Mapping[Training, str]) -> tuple[Arm, ...]:
-    grouped: dict[tuple[tuple[str, str], ...], list[Training]] = {}
+    grouped: dict[frozenset[tuple[str, str]], list[Training]] = {}
     for training, key in keys.items():
-        grouped.setdefault(key.identity(), []).append(training)
+        grouped.setdefault(key.identity, []).append(training)
     arms = []
     names = _names({trainings[0]: keys[trainings[0]] for trainings in grouped.values()})
     for name, trainings in zip(names, grouped.values(), strict=True):
@@ -209,9 +206,7 @@ def _explained(trainings: Sequence[Training], sweeps: Sequence[Sweep]) -> tuple[
     """Keys, and prefixes that end with a dot, in which arms may differ; `ANY_SETTING` where a sweep has other axes."""
     explained = [key for training in trainings if training.method for key in training.method.keys]
     explained += _FOLLOWING
-    if any(not training.axes for training in trainings):
-        return tuple(dict.fromkeys(explained))
-    for sweep in sweeps:
+    for sweep in sweeps if all(training.axes for training in trainings) else ():
         for key, options in sweep.axes.items():
             axis = key.lstrip("+")
             if axis == "algo":
@@ -236,7 +231,7 @@ def _refuse_differences(
         values = {training: facts[training].get(key, NOT_SET) for training in having}
         by_group: dict[Any, set[str]] = {}
         for training, value in values.items():  # it may follow the seed, or the arm
-            follows = keys[training].identity() if of_arm else None
+            follows = keys[training].identity if of_arm else None
             by_group.setdefault(training.seed if _SEED_KEY.search(key) else follows, set()).add(value)
         if any(len(different) > 1 for different in by_group.values()):
             found[key] = values
@@ -287,12 +282,7 @@ def _unknown(trainings: Sequence[Training]) -> tuple[str, ...]:
         "the configuration": [training for training in trainings if not training.config],
         "the commit": [one for one in trainings if not one.recorded("code").get("commit")],
         "versions": [training for training in trainings if not training.recorded("versions")],
-        "checksums of model and data": [
-            one
-            for one in trainings
-            if not one.recorded("checksums")
-            or any(one.config.get(key) and not one.recorded("checksums").get(key) for key in FILE_KEYS)
-        ],
+        "checksums of model and data": [one for one in trainings if _lacks_checksums(one)],
     }
     sentences = []
     for what, without in lacking.items():
@@ -303,6 +293,11 @@ def _unknown(trainings: Sequence[Training]) -> tuple[str, ...]:
         if without:
             sentences.append(f"Not recorded by {names}, so not compared: {what}")
     return tuple(sentences)
+
+
+def _lacks_checksums(training: Training) -> bool:
+    sums = training.recorded("checksums")
+    return not sums or any(training.config.get(key) and not sums.get(key) for key in FILE_KEYS)
 
 
 def _listed(key: str, keys: Sequence[str]) -> bool:

@@ -91,8 +91,19 @@ class TrainingResult:
 
     @cached_property
     def accuracies(self) -> Mapping[str, Accuracy]:
-        """By data source."""
-        return accuracies(self.training)
+        """By data source: from the samples of its validations, else from the logged means."""
+        logged = logged_accuracies(self.training.keys)
+        found = {}
+        for source in self.training.sources:
+            if validations := self.training.validations.get(source, ()):
+                curve, change = _sampled_curve(validations), _sampled_change(validations)
+            else:
+                points = zip(*self.training.series(logged[source]), strict=True)
+                curve = tuple(Point(int(step), float(value)) for step, value in points)
+                before, after = curve[0].accuracy, curve[-1].accuracy
+                change = Change(before, after, Estimate(after - before, None)) if len(curve) > 1 else None
+            found[source] = Accuracy(source, validations, curve, change)
+        return found
 
     @property
     def step_seconds(self) -> dict[str, float]:
@@ -156,10 +167,8 @@ def comparisons(pairs: Iterable[tuple[Arm, Arm]]) -> tuple[Comparison, ...]:
         partners = {one.seed: one for one in baseline.trainings}
         for result in arm.trainings:
             if partner := partners.get(result.seed):
-                found += [
-                    comparison(result.name, result.accuracies[source], partner.name, partner.accuracies[source])
-                    for source in sorted(result.accuracies.keys() & partner.accuracies.keys())
-                ]
+                common = sorted(result.accuracies.keys() & partner.accuracies.keys())
+                found += [_comparison(result, partner, source) for source in common]
     return tuple(filter(None, found))
 
 
@@ -188,25 +197,9 @@ def cost_until(training: Training, what: str) -> Mapping[int, float] | None:
 # ---------------------------------------------------------------- accuracy
 
 
-def accuracies(training: Training) -> dict[str, Accuracy]:
-    """Its accuracy on each data source that it validated: from its samples, else from the logged means."""
-    logged = logged_accuracies(training.keys)
-    found = {}
-    for source in training.sources:
-        if validations := training.validations.get(source, ()):
-            curve, change = _sampled_curve(validations), _sampled_change(validations)
-        else:
-            points = zip(*training.series(logged[source]), strict=True)
-            curve = tuple(Point(int(step), float(value)) for step, value in points)
-            before, after = curve[0].accuracy, curve[-1].accuracy
-            change = Change(before, after, Estimate(after - before, None)) if len(curve) > 1 else None
-        found[source] = Accuracy(source, validations, curve, change)
-    return found
-
-
-def comparison(arm: str, training: Accuracy, baseline: str, of_baseline: Accuracy) -> Comparison | None:
+def _comparison(training: TrainingResult, baseline: TrainingResult, source: str) -> Comparison | None:
     """The training minus the baseline; None without a common step or prompt."""
-    pair = (of_baseline, training)
+    pair = (baseline.accuracies[source], training.accuracies[source])
     by_step = [{validation.step: validation for validation in one.validations} for one in pair]
     step = max(set.intersection(*(set(validations) for validations in by_step)), default=None)
     if step is None or any(step == min(validations) for validations in by_step):
@@ -219,7 +212,7 @@ def comparison(arm: str, training: Accuracy, baseline: str, of_baseline: Accurac
     after = _accuracies(lasts, prompts)
     gain = after - _accuracies(firsts, prompts)
     at_end, gained = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
-    return Comparison(arm, baseline, training.source, step, at_end, gained, len(prompts), len(set(clusters)))
+    return Comparison(training.name, baseline.name, source, step, at_end, gained, len(prompts), len(set(clusters)))
 
 
 def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:

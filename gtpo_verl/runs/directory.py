@@ -1,6 +1,7 @@
 """The files of a run, by name, and how they are written and read."""
 
 import datetime as dt
+import json
 import math
 import re
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import yaml
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 
+from gtpo_verl.errors import UserError
 from gtpo_verl.files import (
     append_json_line,
     move_json_lines,
@@ -170,6 +172,14 @@ def in_words(found: Mapping[str, Any]) -> str:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """`changed` `in_words`; empty where nothing differs."""
     return in_words(changed(before, now))
+
+
+def same_settings(place: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with what a place holds under other settings, which the UserError names."""
+    if changes := differences(before, json.loads(json.dumps(now))):
+        raise UserError(
+            f"{place} holds {what} with other settings ({changes}): name another --output, or discard it with --fresh."
+        )
 
 
 def within(key: str, names: Collection[str]) -> bool:

@@ -107,20 +107,15 @@ class EmbeddedTask:
 
 
 def set_thread_waiting() -> None:
-    """Let the threads of a warm start spin for microseconds when they wait for each other, and then sleep.
-
-    Kernels of a tiny model are that short. To be called before torch is imported.
+    """Let the threads of a warm start spin for microseconds when they wait for each other, as the kernels of a tiny
+    model are that short. To be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 
 def task(name: str) -> EmbeddedTask:
-    """The embedded task of this name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The embedded task of this name. Raises UserError: there is none."""
     if name not in _MODULES:
         raise UserError(f"no embedded task {name!r}{did_you_mean(name, _MODULES) or '.'} Known: {', '.join(_MODULES)}.")
     found = importlib.import_module(_MODULES[name]).TASK

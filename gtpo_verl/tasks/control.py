@@ -11,11 +11,8 @@ def control(compute_score: Verifier, probability: float) -> Verifier:
     """The control of a task, in the form that verl calls: right at random on training rows, whatever the answer.
 
     An arm with it runs through the same code and should learn nothing. Rows of any split but ``train`` are scored
-    truthfully, so that validation measures what was learnt.
-
-    Args:
-        compute_score: the task's verifier.
-        probability: of a right verdict, unless the run sets another one in ``reward_kwargs``, as it may set ``seed``.
+    truthfully, by the task's ``compute_score``. ``probability``: of a right verdict, unless the run sets another one in
+    ``reward_kwargs``, as it may set ``seed``.
     """
     default = probability
 

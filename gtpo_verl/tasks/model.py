@@ -45,8 +45,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def build_model(vocabulary_size: int, seed: int, **shape: Any) -> Qwen2ForCausalLM:
     """Return an untrained Qwen2 in fp32, initialised from ``seed`` without touching the caller's random state.
 
-    The vocabulary must be the tokenizer's: verl masks surplus ids in vLLM and not in the actor, and entropies would
-    differ. ``shape``: other sizes, in the names of ``Qwen2Config``.
+    The vocabulary must be the tokenizer's: verl masks surplus ids in vLLM alone, and entropies would differ. ``shape``:
+    other sizes, in the names of ``Qwen2Config``.
     """
     embedded = {
         "hidden_size": 128,
@@ -57,14 +57,8 @@ def build_model(vocabulary_size: int, seed: int, **shape: Any) -> Qwen2ForCausal
         "max_position_embeddings": 128,
         "tie_word_embeddings": False,
     }
-    config = Qwen2Config(
-        vocab_size=vocabulary_size,
-        pad_token_id=PAD_ID,
-        bos_token_id=None,
-        eos_token_id=EOS_ID,
-        dtype="float32",
-        **(embedded | shape),
-    )
+    special: dict[str, Any] = {"pad_token_id": PAD_ID, "bos_token_id": None, "eos_token_id": EOS_ID}
+    config = Qwen2Config(vocab_size=vocabulary_size, dtype="float32", **special, **(embedded | shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config)

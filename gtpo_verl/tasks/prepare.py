@@ -43,29 +43,17 @@ SOURCES = ("model.py", "prepare.py")
 def prepare_task(task: EmbeddedTask, directory: Path, *, seed: int = 0) -> Task:
     """Return the task prepared in ``directory``, making it first (minutes on two cores) unless it is there already.
 
-    The parts have at most the task's sizes: a cluster is never divided (see `partition`). A task prepared with
-    other parameters or another version is replaced.
-
-    Raises:
-        UserError: the problems do not allow these sizes, or the directory holds something else.
+    A task prepared with other parameters or another version is replaced. Raises UserError: the problems do not allow
+    the sizes of the parts, or the directory holds something else.
     """
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
     directory = directory.absolute()
-    try:
-        parts = partition(task, seed)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    parameters: dict[str, Any] = {
-        "task": task.name,
-        "seed": seed,
-        "train_prompts": task.train_prompts,
-        "val_prompts": task.val_prompts,
-        "warm_start": asdict(task.warm_start),
-    }
+    parts = partition(task, seed)
+    sizes = {"train_prompts": task.train_prompts, "val_prompts": task.val_prompts}
+    parameters = {"task": task.name, "seed": seed, **sizes, "warm_start": asdict(task.warm_start)}
     key = _key(task, parameters)
-
     if (found := _load(directory, key)) is not None:
         console.print(f"Task: reusing {directory} (baseline accuracy {found.baseline:.3f})")
         return found
@@ -111,7 +99,7 @@ def partition(task: EmbeddedTask, seed: int) -> Partition:
     training part too where the task says so.
 
     A cluster that would exceed the size asked for is passed over, so a part has at most that size and is short of it
-    only where no small cluster is left. Raises ValueError where a part would be empty.
+    only where no small cluster is left. Raises UserError where a part would be empty.
     """
     clusters: dict[str, list[Any]] = {}
     for problem in task.problems:
@@ -122,16 +110,17 @@ def partition(task: EmbeddedTask, seed: int) -> Partition:
         problems: list[Any] = []
         left = []
         for name in rest:
-            fits = len(problems) + len(clusters[name]) <= size
-            problems += clusters[name] if fits else []
-            left += [] if fits else [name]
+            if len(problems) + len(clusters[name]) <= size:
+                problems += clusters[name]
+            else:
+                left.append(name)
         rest = left
         parts.append(tuple(sorted(problems, key=lambda problem: _hash(seed, task.prompt(problem)))))
     validation, train, warm_start = parts
     if task.warm_start_on_training:
         warm_start += train
     if not (validation and train and warm_start):
-        raise ValueError(
+        raise UserError(
             f"train_prompts={task.train_prompts} and val_prompts={task.val_prompts} must be positive and leave some "
             f"of the {len(task.problems)} problems to the warm start; choose other sizes"
         )
@@ -160,12 +149,8 @@ def rows(task: EmbeddedTask, problems: Sequence[Any], split: str) -> list[dict[s
             "prompt": [{"role": "user", "content": task.prompt(problem)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": task.ground_truth(problem)},
-            "extra_info": {
-                "index": index,
-                "split": split,
-                "question": task.prompt(problem),
-                "cluster": task.cluster(problem),
-            },
+            "extra_info": {"index": index, "split": split, "question": task.prompt(problem)}
+            | {"cluster": task.cluster(problem)},
         }
         for index, problem in enumerate(problems)
     ]
@@ -179,10 +164,7 @@ def measure_accuracy(
     *,
     seed: int,
 ) -> dict[str, float]:
-    """Sample at temperature 1 and score with the task's verifier.
-
-    Returns ``accuracy``, its ``standard_error`` by cluster, and ``samples``, their number.
-    """
+    """Sample at temperature 1 and score: ``accuracy``, its ``standard_error`` by cluster, and ``samples``, how many."""
     from gtpo_verl.tasks.model import sample
 
     repeated = [problem for problem in problems for _ in range(SAMPLES_PER_PROMPT)]
@@ -287,6 +269,4 @@ def _key(task: EmbeddedTask, parameters: dict[str, Any]) -> str:
 def _load(directory: Path, key: str) -> Task | None:
     """Return the task in ``directory``, or None where there is none or it has another key."""
     manifest = read_json(directory / MANIFEST)
-    if manifest is None or manifest.get("key") != key:
-        return None
-    return Task(directory, manifest)
+    return Task(directory, manifest) if manifest and manifest.get("key") == key else None

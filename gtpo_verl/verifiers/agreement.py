@@ -20,7 +20,6 @@ from gtpo_verl.verifiers.pool import Verdict, VerifierPool
 SHOWN = 160  # characters of a response's end in an example
 # by whether the rules `answer` and `boxed` found the response right
 CELLS = {(1, 1): "both", (1, 0): "answer_only", (0, 1): "boxed_only", (0, 0): "neither"}
-DEFAULT_THRESHOLD = 1.0  # of a dump that belongs to no run; the project's own verifiers return 0.0 or 1.0
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,8 @@ class Agreement:
         return sum(self.agreed) / self.samples
 
     def interval(self) -> tuple[float, float]:
-        """A 95 % interval of the share, by a bootstrap over prompts, because samples of one prompt are correlated.
-
-        Where every prompt has the same share the bootstrap has no spread: a share of 0 or 1 then gets the exact
-        interval for as many independent prompts (Clopper and Pearson 1934), any other share the whole range.
+        """A 95 % interval of the share, by a bootstrap over prompts. Where it has no spread, a share of 0 or 1 gets the
+        exact interval for as many independent prompts (Clopper and Pearson 1934), any other share the whole range.
         """
         from gtpo_verl.runs.statistics import CONFIDENCE, cluster_means, estimate
 
@@ -107,9 +104,7 @@ class Agreement:
             "table": {cell: self.cells[cell] for cell in CELLS.values()},
             "agreement": {"share": self.share(), "low": low, "high": high, "confidence": 0.95},
             "failures": {rule: dict(self.failures[rule]) for rule in RULES},
-            "recorded": {
-                rule: {"same": counts[True], "other": counts[False]} for rule, counts in self.recorded.items()
-            },
+            "recorded": {rule: {"same": each[True], "other": each[False]} for rule, each in self.recorded.items()},
             "examples": [asdict(example) for example in self.examples],
         }
 
@@ -121,17 +116,12 @@ def threshold_of(file: Path) -> float:
         if config_file.is_file() and (directory / RECORD_FILE).is_file():
             with reading(config_file):
                 return float(OmegaConf.select(OmegaConf.load(config_file), "algorithm.correct_threshold"))
-    return DEFAULT_THRESHOLD
+    return 1.0
 
 
 def read_samples(thresholds: dict[Path, float]) -> Iterator[Sample]:
-    """Read the samples of dumps, one line at a time.
-
-    Args:
-        thresholds: the ``acc`` from which a response is correct, for each dump.
-
-    Raises:
-        UserError: there is no such file, or a line is not a sample; names the line and what it lacks.
+    """Read the samples of dumps, one line at a time; ``thresholds``: the ``acc`` from which a response is correct, for
+    each dump. Raises UserError: there is no such file, or a line is not a sample; names the line and what it lacks.
     """
     for file, threshold in thresholds.items():
         if not file.is_file():

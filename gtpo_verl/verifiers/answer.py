@@ -41,16 +41,10 @@ REWRITTEN = tuple(
 def judge(response: str, truth: str, *, strict_box: bool = False) -> tuple[bool, str]:
     """Extract a response's final answer and compare it with the ground truth.
 
-    The answer is what follows the last "Answer:" (in any case) on its line. Without one, a box in the last 100
-    characters counts, and must equal the truth character by character.
-
-    Args:
-        response: only its last 300 characters are used.
-        truth: the correct answer.
-        strict_box: accept the box only.
-
-    Returns:
-        Whether it is right, and the extracted answer (normalised, or the content of the box), ``[INVALID]`` for none.
+    The answer is what follows the last "Answer:" (in any case) on its line, in the last 300 characters. Without one, or
+    with ``strict_box``, a box in the last 100 characters counts, and must equal the truth character by character.
+    Returns whether it is right, and the extracted answer (normalised, or the content of the box), ``[INVALID]`` for
+    none.
     """
     response = response[-TAIL:]
     if not strict_box:

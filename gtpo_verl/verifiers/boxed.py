@@ -43,39 +43,24 @@ def judge(
 ) -> tuple[bool, str]:
     r"""Extract a response's final answer and compare it with the ground truth.
 
-    Args:
-        response: text with the answer in ``\boxed{}``.
-        truth: the correct answer: a number, bare LaTeX, or text with LaTeX in delimiters or a box.
-        fallback: without a box, use the last formula or number; with False such a response is wrong.
-        decimals: decimal places to which numbers are compared.
-        strict: variable names matter, and a tuple does not equal a set.
-        set_relations: an inequality may equal an interval.
+    truth: a number, bare LaTeX, or text with LaTeX in delimiters or a box. fallback: without a box, use the last
+    formula or number; with False such a response is wrong. decimals: decimal places to which numbers are compared.
+    strict: variable names matter, and a tuple does not equal a set. set_relations: an inequality may equal an interval.
 
-    Returns:
-        Whether it is right, and the extracted answer: the content of the box if there is one, else Math-Verify's text
-        of it, empty for none.
-
-    Raises:
-        ValueError: the truth does not parse, so that no response could be right.
+    Returns whether it is right, and the extracted answer: the content of the box if there is one, else Math-Verify's
+    text of it, empty for none. Raises ValueError: the truth does not parse, so that no response could be right.
     """
     box = last_box(response)
     if box is not None and box.strip() == truth.strip() != "":
         return True, box
-    right = read_truth(truth)
-    if not right:
+    if not (right := read_truth(truth)):
         raise ValueError(f"the ground truth {truth[:80]!r} does not parse")
     if fallback:
         answer = read(response)
     else:  # LaTeX in the box only: a number inside a formula that does not parse would be a fallback too
         answer = [] if box is None else parse(f"{BOX}{box}}}", (LATEX,), parsing_timeout=None)
-    equal = verify(
-        right,
-        answer,
-        float_rounding=decimals,
-        strict=strict,
-        allow_set_relation_comp=set_relations,
-        timeout_seconds=None,
-    )
+    relations = {"strict": strict, "allow_set_relation_comp": set_relations}
+    equal = verify(right, answer, float_rounding=decimals, timeout_seconds=None, **relations)
     if box is not None and response.count(BOX) == 1:
         return bool(equal), box  # as written; Math-Verify's text is normalised
     return bool(equal), next((part for part in answer if isinstance(part, str)), "")
@@ -95,8 +80,7 @@ def read(text: str) -> list[Any]:
     """Return the answer in a text as Math-Verify's candidates: a SymPy object if it parses, and its text."""
     found = parse(text, (LATEX, EXPRESSION), parsing_timeout=None)
     if FORMULA.search(text) and not parse(text, (LATEX,), parsing_timeout=None):
-        # None of the formulas parses (for example one with a line break between single dollars): ignore numbers in
-        # them.
+        # no formula parses (for example one with a line break between single dollars): numbers in them do not count
         return parse(FORMULA.sub(" ", text), (EXPRESSION,), parsing_timeout=None)
     return found
 

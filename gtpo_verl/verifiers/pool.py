@@ -33,11 +33,8 @@ GRACE = 5.0  # seconds after the kernel's timer, after which the processes are c
 
 
 class Verdict(TypedDict):
-    """What verl gets for a response, with the same keys for every response.
-
-    ``score`` is DAPO's ±1, ``acc`` 1.0 for a right answer and 0.0 otherwise, ``pred`` the extracted answer.
-    ``verifier_failure`` is empty, or says why the rule gave no verdict: ``timeout``, ``memory``, ``crash`` or
-    ``error``.
+    """What verl gets for every response: ``score``, DAPO's ±1, ``acc``, 1.0 for a right answer and 0.0 otherwise,
+    ``pred``, the extracted answer, and ``verifier_failure``, empty, or in ``FAILURES`` where the rule gave no verdict.
     """
 
     score: float
@@ -51,10 +48,8 @@ def verdict(right: bool, pred: str, failure: str = "") -> Verdict:
 
 
 def tail(response: str, limit: int = TAIL) -> str:
-    """Return the last ``limit`` characters of a response, from the first start of a line in them.
-
-    A cut within a line could separate the delimiters of a formula. If the first half of these characters has no line
-    break, the cut is at ``limit``.
+    """The last ``limit`` characters of a response, from the first start of a line in their first half, where there is
+    one: a cut within a line could separate the delimiters of a formula.
     """
     if len(response) <= limit:
         return response
@@ -66,14 +61,10 @@ def tail(response: str, limit: int = TAIL) -> str:
 class VerifierPool:
     """Verifies responses by one rule in separate processes, started on first use. Thread-safe.
 
-    Args:
-        rule: a name in ``RULES``, or the full name of a module with ``judge(response, truth, **options) -> (right,
-        pred)``. options: keyword arguments of the rule. workers: samples verified at the same time, each in a process.
-        timeout: wall-clock seconds per sample. memory_mb: MiB that a sample may allocate. max_chars: characters at the
-        end of a response that are verified; see ``tail``.
-
-    Raises:
-        UserError: a setting is out of range.
+    rule: a name in ``RULES``, or the full name of a module with ``judge(response, truth, **options) -> (right, pred)``.
+    options: keyword arguments of the rule. workers: samples verified at the same time, each in a process. timeout:
+    wall-clock seconds per sample. memory_mb: MiB that a sample may allocate. max_chars: characters at the end of a
+    response that are verified; see ``tail``. Raises UserError: a setting is out of range.
     """
 
     def __init__(
@@ -180,10 +171,8 @@ class VerifierPool:
 
 
 class _Server:
-    """One run of ``gtpo_verl.verifiers.server`` and the channels to its children.
-
-    Raises:
-        UserError: the process does not start, or the rule's package is not there.
+    """One run of ``gtpo_verl.verifiers.server`` and the channels to its children. Raises UserError: it does not start,
+    or the rule's package is not there.
     """
 
     def __init__(self, settings: Settings, workers: int) -> None:
@@ -193,15 +182,9 @@ class _Server:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # -P: files in the working directory must not shadow modules. Own session: Ctrl-C is handled by the caller.
+        command = [sys.executable, "-P", "-m", "gtpo_verl.verifiers.server"]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "gtpo_verl.verifiers.server",
-                json.dumps(asdict(settings)),
-                *map(str, numbers),
-            ],
+            [*command, json.dumps(asdict(settings)), *map(str, numbers)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=numbers,

@@ -25,17 +25,10 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 def judge(response: str, truth: str) -> tuple[bool, str]:
-    """Read the answer and let the generator score it.
+    """Whether the generator scores the answer in a response with 1, and the answer as read, empty for none.
 
-    Args:
-        response: the model's text.
-        truth: the record as JSON: `generator`, `settings`, `seed`, `index`, `question` and `read`.
-
-    Returns:
-        Whether the score is 1, and the answer as read, empty for none.
-
-    Raises:
-        ValueError: the generator makes another problem of the record.
+    truth: the record as JSON: `generator`, `settings`, `seed`, `index`, `question` and `read`. Raises ValueError: the
+    generator makes another problem of it.
     """
     record = json.loads(truth)
     problems = generator(record["generator"], record["settings"], record["seed"])
@@ -47,11 +40,9 @@ def judge(response: str, truth: str) -> tuple[bool, str]:
 
 
 def read_answer(response: str, reader: str) -> str | None:
-    """The answer in a response, None where there is none.
-
-    Args:
-        reader: `number`, the last number; `tags`, between the last <answer> and </answer>; `answer`, behind the last
-            "Answer:" on its line; `boxed`, the last \\boxed{}; `response`, all of it.
+    """The answer in a response, None where there is none. reader: `number`, the last number; `tags`, between the last
+    <answer> and </answer>; `answer`, behind the last "Answer:" on its line; `boxed`, the last \\boxed{}; `response`,
+    all of it.
     """
     if reader == "number":
         numbers = NUMBER.findall(response)
@@ -66,13 +57,8 @@ def read_answer(response: str, reader: str) -> str | None:
 
 @lru_cache(maxsize=8)
 def generator(name: str, settings: str, seed: int) -> Any:
-    """A generator of reasoning-gym; its problems are its items.
-
-    Args:
-        settings: of its configuration, as JSON.
-
-    Raises:
-        UserError: there is no such generator or setting.
+    """A generator of reasoning-gym, whose problems are its items; settings: of its configuration, as JSON. Raises
+    UserError: there is no such generator or setting.
     """
     if name not in factory.DATASETS:
         raise UserError(f"reasoning-gym has no generator {name!r}{did_you_mean(name, factory.DATASETS) or '.'}")

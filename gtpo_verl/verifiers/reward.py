@@ -76,10 +76,8 @@ async def reasoning_gym(
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
 ) -> Verdict:
-    """Let the generator of a problem score the answer; see ``gtpo_verl.verifiers.reasoning_gym``.
-
-    Raises:
-        UserError: ``extra_info`` has no ``reasoning_gym``, the record of the problem.
+    """Let the generator of a problem score the answer; see ``gtpo_verl.verifiers.reasoning_gym``. Raises UserError:
+    ``extra_info`` has no ``reasoning_gym``, the record of the problem.
     """
     record = (extra_info or {}).get("reasoning_gym")
     if record is None:
@@ -92,10 +90,8 @@ async def reasoning_gym(
 
 
 def truth_text(ground_truth: Any) -> str:
-    """The ground truth as text.
-
-    Raises:
-        UserError: it is neither text nor a number; a list as text would make every response wrong silently.
+    """The ground truth as text. Raises UserError: it is neither text nor a number; a list as text would make every
+    response wrong silently.
     """
     if not isinstance(ground_truth, str | Number):
         raise UserError(

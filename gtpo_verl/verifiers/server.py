@@ -72,8 +72,7 @@ def main() -> None:
         if code == CHANNEL_CLOSED:
             continue
         if code != RETIRED:
-            # Where the other end is closed, the new child notices and ends.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # where the other end is closed, the new child notices and ends
                 send(channel, cause(code))
         children[fork(channel, judge, settings, libc)] = channel
 
@@ -112,11 +111,7 @@ def fork(channel: Connection, judge: Judge, settings: Settings, libc: ctypes.CDL
 
 
 def work(channel: Connection, judge: Judge, settings: Settings) -> int:
-    """Serve until memory has grown too much; returns the exit code.
-
-    Raises:
-        EOFError: the channel is closed.
-    """
+    """Serve until memory has grown too much; returns the exit code. Raises EOFError: the channel is closed."""
     allowed = settings.memory_mb * 2**20
     start = address_space()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,7 +13,6 @@ import pytest
 from softmax_table import products_of
 from tabular_policy import TabularPolicy
 
-from gtpo_verl.audit.analysis import plain
 from gtpo_verl.audit.methods import effective_credit, methods
 from gtpo_verl.audit.page import wilson, write_page
 from gtpo_verl.audit.plan import Plan
@@ -70,13 +69,13 @@ class Table:
         correct = state >= policy.states // 2
         wanted = prefix.entropies
         return Continuation(
-            np.array(tokens, dtype=np.int32),
-            correct,
-            1.0 if correct else -1.0,
-            False,
-            end == policy.length,
-            np.array(entropies, dtype=np.float32) if wanted else None,
-            np.array(log_probs, dtype=np.float32) if wanted else None,
+            tokens=np.array(tokens, dtype=np.int32),
+            correct=correct,
+            score=1.0 if correct else -1.0,
+            truncated=False,
+            ended=end == policy.length,
+            entropies=np.array(entropies, dtype=np.float32) if wanted else None,
+            log_probs=np.array(log_probs, dtype=np.float32) if wanted else None,
         )
 
     def describe(self, row: int, tokens: Sequence[int]) -> tuple[str, str, list[str]]:
@@ -274,12 +273,12 @@ def test_the_state_oracle_is_a_row_where_branches_were_sampled(
     branched: Store, result: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = score(branched, BRANCHED, SEED, methods(["gtpo", "fork20"]), None)
-    state = found.analysis.row("state").figures
+    state = found.analysis.figures("state")
     for stratum in ("correct", "wrong"):
-        assert state[stratum]["alignment"].value > found.analysis.row("gtpo").figures[stratum]["alignment"].value
+        assert state[stratum]["alignment"].value > found.analysis.figures("gtpo")[stratum]["alignment"].value
     print_table(values_table(found, BRANCHED, measurement(branched, found) | {"solved": 0, "never": 0}))
     assert "state oracle" in capsys.readouterr().out
-    assert "state" not in {row.name for row in result.analysis.rows}
+    assert "state" not in result.analysis.methods
 
 
 @pytest.mark.slow
@@ -335,7 +334,7 @@ def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.
 
 
 def test_figures_are_in_the_record(finished: Store, result: Result) -> None:
-    finished.record(plain(result.analysis))
+    finished.record(vars(result.analysis))
     record = json.loads((finished.directory / "audit.json").read_text())
     value, low, high = record["methods"]["fork20"]["figures"]["wrong"]["alignment"]
     assert low < value < high

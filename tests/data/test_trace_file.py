@@ -20,7 +20,12 @@ SETTINGS = {"model": "m", "temperature": 1.0}
 def sample(tokens: list[int], *, correct: bool, truncated: bool = False) -> Continuation:
     log_probs = np.array([-0.5] * len(tokens), np.float32)
     return Continuation(
-        np.array(tokens, np.int32), correct, 0.0, truncated, ended=not truncated, entropies=None, log_probs=log_probs
+        tokens=np.array(tokens, np.int32),
+        correct=correct,
+        score=0.0,
+        truncated=truncated,
+        ended=not truncated,
+        log_probs=log_probs,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gtpo_verl.errors import UserError
 from gtpo_verl.tasks import prepare
 from gtpo_verl.tasks.sums.task import (
     MAX_PROMPT_LENGTH,
@@ -84,7 +85,7 @@ def test_each_part_has_both_lengths_in_their_proportion():
 
 @pytest.mark.parametrize(("train", "val"), [(0, 1), (1, 0), (-1, 5), (7290 - 512, 512), (10**6, 1)])
 def test_sizes_that_leave_a_part_empty_are_refused(train: int, val: int):
-    with pytest.raises(ValueError, match="7290 problems"):
+    with pytest.raises(UserError, match="7290 problems"):
         partition(0, train, val)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import ray
-from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from gtpo_verl.evaluation.continuations import BulkSample
 from gtpo_verl.integrations.vllm import codec
 from gtpo_verl.integrations.vllm.server import EntropyVLLMHttpServer, EntropyVLLMReplica
 
@@ -27,19 +27,6 @@ class BulkRequest:
     limit: int
     seed: int
     entropies: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class BulkSample:
-    """One continuation: tokens (T,) int32, and entropies in nats and log-probs (T,) float32 where asked for.
-
-    ended: by an end token or a stop string, not by the limit.
-    """
-
-    tokens: NDArray[np.int32]
-    ended: bool
-    entropies: NDArray[np.float32] | None = None
-    log_probs: NDArray[np.float32] | None = None
 
 
 class BulkVLLMHttpServer(EntropyVLLMHttpServer):
@@ -69,10 +56,10 @@ def _sample(output: Any, entropies: bool) -> BulkSample:
     tokens = np.array(output.token_ids, dtype=np.int32)
     ended = output.finish_reason == "stop"
     if not entropies:
-        return BulkSample(tokens, ended)
+        return BulkSample(tokens=tokens, ended=ended)
     log_probs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
     found = codec.completion_entropies(output.token_ids, output.logprobs)
-    return BulkSample(tokens, ended, found, np.array(log_probs, dtype=np.float32))
+    return BulkSample(tokens=tokens, ended=ended, entropies=found, log_probs=np.array(log_probs, dtype=np.float32))
 
 
 class BulkVLLMReplica(EntropyVLLMReplica):
