@@ -72,8 +72,8 @@ def crossed_interval(differences: Floats) -> Interval | None:
     """An interval of the mean of (S, P) paired differences for other seeds and other prompts, both drawn at random.
 
     The variance of the mean is (MS_seeds + MS_prompts - MS_residual) / (S P), the mean squares those of a two-way
-    analysis of variance without replication, and its degrees of freedom are Satterthwaite's (1946). It is at least that of
-    the seeds alone, MS_seeds / (S P). None for fewer than two seeds or prompts, or without spread.
+    analysis of variance without replication, and its degrees of freedom are Satterthwaite's (1946). It is at least
+    that of seeds alone, MS_seeds / (S P). None for fewer than two seeds or prompts, or without spread.
     """
     seeds, prompts = differences.shape
     if min(seeds, prompts) < 2 or not _has_spread(differences.ravel()):

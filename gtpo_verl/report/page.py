@@ -29,7 +29,7 @@ from gtpo_verl.report.samples import CreditSample, credit_samples, responses_ove
 from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.runs.reader import Run, Training, read_runs
 
-SUMMARY_SCHEMA = 3  # raised when a key of summary.json changes its meaning or goes
+SUMMARY_SCHEMA = 4  # raised when a key of summary.json changes its meaning or goes
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Report:
     comparisons: tuple[Comparison, ...]  # over prompts, training by training
     finals: tuple[Final, ...]  # over seeds, as those below: empty where no arm has several
     over_seeds: tuple[SeedComparison, ...]
+    endpoint: str  # of `seeds.ENDPOINTS`
     figures: tuple[ReportFigure, ...]
     missing: tuple[str, ...]
     samples: tuple[CreditSample, ...]
@@ -64,17 +65,17 @@ def default_output(paths: Sequence[Path]) -> Path:
     return Path("outputs") / f"report-{'-'.join(shown)}"
 
 
-def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = ()) -> Report:
+def write_report(runs: Sequence[Path], output: Path, allow: Sequence[str] = (), endpoint: str = "mean") -> Report:
     """Read runs and write their report: ``report.html``, ``summary.json`` and ``figures/*.png`` in ``output``.
 
-    ``runs`` are as for `read_run`, ``allow`` as for `design`. UserError: a run cannot be read, the runs may not be
-    compared, or the output cannot be written.
+    ``runs`` are as for `read_run`, ``allow`` as for `design`; ``endpoint`` is of `seeds.ENDPOINTS`. UserError: a run
+    cannot be read, the runs may not be compared, or the output cannot be written.
     """
     read = read_runs(runs)
     compared = design(read, allow)
     pictures = output / "figures"
     try:
-        report = _analyse(read, compared, output)
+        report = _analyse(read, compared, output, endpoint)
         drawn = {figure.name: figure for figure in report.figures}
         styles = charts.arm_styles({arm.name: arm.method for arm in compared.arms})
         for name, theme in itertools.product(figures.FIGURES, charts.THEMES):
@@ -128,18 +129,19 @@ def _console_table(title: str, found: tables.Table, columns: Sequence[str], name
     return table
 
 
-def _analyse(runs: Sequence[Run], compared: Design, output: Path) -> Report:
+def _analyse(runs: Sequence[Run], compared: Design, output: Path, endpoint: str) -> Report:
     arms, several = compared.arms, results.has_seeds(compared.arms)
     drawn, missing = figures.report_figures(arms)
-    over_seeds = seeds.seed_comparisons(compared.pairs, arms) if several else []
+    over_seeds = seeds.seed_comparisons(compared.pairs, arms, endpoint) if several else []
     return Report(
         title=" · ".join(dict.fromkeys(one.name for one in (runs if len(runs) <= 3 else arms))),
         status=words.status_text(runs, arms),
         runs=tuple(runs),
         design=compared,
         comparisons=results.comparisons(compared.pairs),
-        finals=tuple(seeds.finals(arms)) if several else (),
+        finals=tuple(seeds.finals(arms, endpoint)) if several else (),
         over_seeds=tuple(over_seeds),
+        endpoint=endpoint,
         figures=drawn,
         missing=missing,
         samples=tuple(credit_samples(arms)),
@@ -195,6 +197,9 @@ def _page(report: Report, styles: Mapping[str, Style]) -> str:
         no_accuracy=words.NO_ACCURACY,
         final_table=tables.final_table(report.finals, sources),
         seed_table=tables.seed_table(report.over_seeds, sources),
+        unfinished_table=tables.unfinished_table(report.over_seeds, sources),
+        over_steps={words.steps_text(final.steps): None for final in report.finals},
+        endpoint=seeds.ENDPOINTS[report.endpoint],
         change_table=tables.change_table(trainings, sources),
         comparison_table=tables.comparison_table(report.comparisons, sources, intervals=several),
         entropy_table=tables.entropy_table(report.design.arms),
@@ -219,7 +224,7 @@ def _card(report: Report, arm: Arm) -> list[tuple[str, str, str, str]]:
         interval = (
             f"95 % interval over seeds {words.share_interval(final.interval)}" if final.interval else "no interval"
         )
-        where = f"Mean of {words.seeds_text(len(final.values))} at step {final.step}."
+        where = f"Mean of {words.seeds_text(len(final.values))} at {words.steps_text(final.steps)}."
         sentence = f"{where} {verdicts.get((final.arm, final.source), '')}".rstrip()
         card.append((final.source, words.percent(final.mean), interval, sentence))
     if results.has_seeds(report.design.arms):
@@ -319,6 +324,7 @@ def _summary(report: Report) -> dict[str, Any]:
         ],
         "over_prompts": [asdict(one) for one in report.comparisons],
         "over_seeds": {
+            "endpoint": report.endpoint,
             "final": [asdict(final) for final in report.finals],
             "comparisons": [
                 {**{key: value for key, value in asdict(one).items() if key != "paired"}, **asdict(one.paired)}

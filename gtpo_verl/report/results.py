@@ -205,12 +205,12 @@ def _comparison(training: TrainingResult, baseline: TrainingResult, source: str)
     if step is None or any(step == min(validations) for validations in by_step):
         return None
     firsts, lasts = [one.validations[0] for one in pair], [validations[step] for validations in by_step]
-    prompts = _common_prompts([*firsts, *lasts])
+    prompts = common_prompts([*firsts, *lasts])
     if not prompts:
         return None
-    clusters = _clusters([*firsts, *lasts], prompts)
-    after = _accuracies(lasts, prompts)
-    gain = after - _accuracies(firsts, prompts)
+    clusters = clusters_of([*firsts, *lasts], prompts)
+    after = accuracies_of(lasts, prompts)
+    gain = after - accuracies_of(firsts, prompts)
     at_end, gained = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
     return Comparison(training.name, baseline.name, source, step, at_end, gained, len(prompts), len(set(clusters)))
 
@@ -220,8 +220,8 @@ def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:
     for prompts in dict.fromkeys(validation.prompts for validation in validations):
         # one resampling serves all validations of the same prompts
         same = [validation for validation in validations if validation.prompts == prompts]
-        clusters = _clusters(same, prompts)
-        for validation, value in zip(same, estimates(_accuracies(same, prompts), clusters=clusters), strict=True):
+        clusters = clusters_of(same, prompts)
+        for validation, value in zip(same, estimates(accuracies_of(same, prompts), clusters=clusters), strict=True):
             sizes = int(validation.counts.sum()), len(prompts), len(set(clusters))
             points.append(Point(validation.step, value.value, value.interval, *sizes))
     return tuple(sorted(points, key=lambda point: point.step))
@@ -231,26 +231,26 @@ def _sampled_change(validations: Sequence[Validation]) -> Change | None:
     if len(validations) < 2:
         return None
     ends = [validations[0], validations[-1]]
-    prompts = _common_prompts(ends)
+    prompts = common_prompts(ends)
     if not prompts:
         return None
-    accuracy, clusters = _accuracies(ends, prompts), _clusters(ends, prompts)
+    accuracy, clusters = accuracies_of(ends, prompts), clusters_of(ends, prompts)
     before, after = accuracy.mean(axis=0)
     difference = estimate(accuracy[:, 1] - accuracy[:, 0], clusters=clusters)
     samples = [int(one.counts[one.rows(prompts)].sum()) for one in ends]
     return Change(float(before), float(after), difference, (samples[0], samples[1]), len(prompts), len(set(clusters)))
 
 
-def _common_prompts(validations: Sequence[Validation]) -> list[str]:
+def common_prompts(validations: Sequence[Validation]) -> list[str]:
     return sorted(set.intersection(*(set(validation.prompts) for validation in validations)))
 
 
-def _accuracies(validations: Sequence[Validation], prompts: Sequence[str]) -> Floats:
+def accuracies_of(validations: Sequence[Validation], prompts: Sequence[str]) -> Floats:
     """Accuracy of the given prompts in each validation, shape (P, K)."""
     return np.stack([validation.accuracy[validation.rows(prompts)] for validation in validations], axis=1)
 
 
-def _clusters(validations: Sequence[Validation], prompts: Sequence[str]) -> list[str]:
+def clusters_of(validations: Sequence[Validation], prompts: Sequence[str]) -> list[str]:
     named: dict[str, str] = {}
     for validation in validations:
         named |= zip(validation.prompts, validation.clusters, strict=True)

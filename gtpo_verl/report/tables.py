@@ -70,15 +70,25 @@ def final_table(finals: Sequence[Final], sources: Sequence[str]) -> Table:
 
 def seed_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) -> Table:
     """One row per arm with a baseline and data source: the differences over seeds."""
-    columns = ("Seeds", "Difference", "95 % interval", "p, t test", "p, sign flips", "Better on", "Interquartile mean")
+    columns = ("Seeds", "Difference", "95 % interval", "Other prompts too", "p, t test", "p, sign flips", "Better on")
     rows = []
     for comparison in comparisons:
         found = comparison.paired
         cells = [str(found.seeds), points(found.mean), interval_text(found.interval)]
-        cells += [p_text(found.t_holm), p_text(found.sign_flip_holm)]
+        cells += [interval_text(comparison.crossed), p_text(found.t_holm), p_text(found.sign_flip_holm)]
         cells += [f"{found.better * found.seeds:g} of {found.seeds}", points(found.interquartile_mean)]
         rows.append((f"{comparison.arm} − {comparison.baseline}", comparison.source, cells))
-    return _by_source("Arms", columns, rows, sources)
+    return _by_source("Arms", (*columns, "Interquartile mean"), rows, sources)
+
+
+def unfinished_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) -> Table:
+    """One row per arm with a baseline and data source of which a training did not finish, counted as far as it came."""
+    rows = []
+    for comparison in comparisons:
+        if (found := comparison.with_unfinished) is not None:
+            cells = [str(found.seeds), points(found.mean), interval_text(found.interval), p_text(found.t_p)]
+            rows.append((f"{comparison.arm} − {comparison.baseline}", comparison.source, cells))
+    return _by_source("Arms", ("Seeds", "Difference", "95 % interval", "p, not adjusted"), rows, sources)
 
 
 def entropy_table(arms: Sequence[Arm]) -> Table:

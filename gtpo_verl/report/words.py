@@ -42,6 +42,15 @@ def p_text(p: float | None) -> str:
     return "<\u00a00.001" if p < 0.001 else f"{p:.3f}"
 
 
+def steps_text(steps: Sequence[int]) -> str:
+    """``step 24``, ``steps 6 and 12`` or ``7 steps from 10 to 70``."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if len(steps) > 4:
+        return f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+    return f"steps {', '.join(map(str, steps[:-1]))} and {steps[-1]}"
+
+
 def seeds_text(count: int) -> str:
     return f"{count} seed{'s' * (count != 1)}"
 

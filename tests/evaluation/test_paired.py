@@ -9,6 +9,7 @@ from scipy import stats
 from gtpo_verl.evaluation import paired as module
 from gtpo_verl.evaluation.paired import (
     compared,
+    crossed_interval,
     detectable_difference,
     deviation_at_most,
     holm,
@@ -156,3 +157,25 @@ def test_the_upper_bound_of_a_standard_deviation_covers_as_it_says():
     assert deviation_at_most(1.0, 8) == pytest.approx(2.0353, abs=1e-4)  # sqrt(7 / 1.68987), of a table of chi-square
     drawn = np.random.default_rng(0).standard_normal((20_000, 5)).std(axis=1, ddof=1)
     assert np.mean([deviation_at_most(float(one), 5) >= 1 for one in drawn]) == pytest.approx(0.975, abs=0.005)
+
+
+def test_the_crossed_interval_by_hand() -> None:
+    """Mean squares 0.09 (two seeds), 0.25 (two prompts) and 0.01 (residual), so the variance is 0.33 / 4."""
+    found = crossed_interval(np.array([[0.4, 0.8], [0.0, 0.6]]))
+    free = 0.33**2 / (0.09**2 + 0.25**2 + 0.01**2)
+    half = stats.t.ppf(0.975, free) * np.sqrt(0.33 / 4)
+    assert (found.low, found.high) == pytest.approx((0.45 - half, 0.45 + half))
+    assert crossed_interval(np.full((3, 4), 0.2)) is None
+    assert crossed_interval(np.array([[0.1, 0.2]])) is None
+
+
+def test_the_crossed_interval_covers_other_prompts_where_that_over_seeds_does_not() -> None:
+    rng = np.random.default_rng(3)
+    covered = np.zeros(2)
+    for _ in range(1000):
+        effects = rng.normal(0, 0.02, (8, 1)), rng.normal(0, 0.15, (1, 30)), rng.normal(0, 0.3, (8, 30))
+        found = sum(effects)
+        intervals = crossed_interval(found), student_interval(found.mean(axis=1))
+        covered += [each.low <= 0 <= each.high for each in intervals]
+    assert 930 < covered[0] < 970
+    assert covered[1] < 850

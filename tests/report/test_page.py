@@ -115,7 +115,7 @@ def test_responses_over_time_are_of_prompts_that_nobody_chose(written):
 def test_the_page_says_what_the_summary_says(written):
     text = Page(written.html).text
     summary = json.loads(written.summary.read_text())
-    assert summary["schema"] == 3
+    assert summary["schema"] == 4
     assert [arm["method"] for arm in summary["arms"]] == ["dapo", "gtpo", "grpo_s"]
     trainings = [training for arm in summary["arms"] for training in arm["trainings"]]
     for training in trainings:
@@ -130,7 +130,7 @@ def test_the_page_says_what_the_summary_says(written):
         assert [point["step"] for point in source["curve"]] == [0, 10, 20, 30, 40, 50, 60]
     gain = [one["sources"]["arithmetic"]["change"]["difference"]["value"] for one in trainings]
     assert summary["over_prompts"][0]["gain"]["value"] == pytest.approx(gain[1] - gain[0])
-    assert summary["over_seeds"] == {"final": [], "comparisons": []}
+    assert summary["over_seeds"] == {"endpoint": "mean", "final": [], "comparisons": []}
     assert "over seeds" not in text
 
 

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.paired import crossed_interval
 from gtpo_verl.report.design import design
 from gtpo_verl.report.page import Report, write_report
 from gtpo_verl.report.samples import credit_samples
 from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons
-from gtpo_verl.report.tables import entropy_table
-from gtpo_verl.report.words import notes, seed_verdict, status_text
+from gtpo_verl.report.tables import entropy_table, unfinished_table
+from gtpo_verl.report.words import notes, points, seed_verdict, status_text
 from gtpo_verl.runs.reader import read_runs
 from gtpo_verl.runs.sweep import load, write
 
@@ -52,11 +53,12 @@ def test_final_accuracies_and_differences_on_a_hand_made_sweep(runs):
     named = {f"algo=gtpo,seed={seed}": value for seed, value in enumerate(ours)}
     set_final(path, named | {f"algo=dapo,seed={seed}": value for seed, value in enumerate(theirs)})
     _, compared, arms = analysed(path)
-    baseline, arm = finals(arms)
+    baseline, arm = finals(arms, "last")
     assert (baseline.mean, arm.mean) == (pytest.approx(0.6125), pytest.approx(0.6475))
     assert baseline.interquartile_mean == pytest.approx(0.605)
-    (comparison,) = seed_comparisons(compared.pairs, arms)
-    assert (comparison.step, comparison.seeds) == (60, ("0", "1", "2", "3"))
+    (comparison,) = seed_comparisons(compared.pairs, arms, "last")
+    assert (comparison.steps, comparison.seeds) == ((60,), ("0", "1", "2", "3"))
+    assert (comparison.crossed, comparison.with_unfinished) == (None, None)  # no samples; all finished
     found = comparison.paired
     differences = np.subtract(ours, theirs)
     assert found.mean == pytest.approx(0.035)
@@ -66,13 +68,59 @@ def test_final_accuracies_and_differences_on_a_hand_made_sweep(runs):
     assert seed_verdict(comparison) == "GTPO is 3.5 points above DAPO (95 % interval +1.4 to +5.6, p = 0.012)."
 
 
+def test_the_default_endpoint_is_the_mean_over_the_validations_after_the_first(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(3), **BARE)
+    _, compared, arms = analysed(path)
+    curves = {result.name: result.accuracies["arithmetic"].curve for arm in arms for result in arm.trainings}
+    means = {
+        name: np.mean([point.accuracy for point in curve if point.step in (30, 60)]) for name, curve in curves.items()
+    }
+    (comparison,) = seed_comparisons(compared.pairs, arms)
+    assert comparison.steps == (30, 60)
+    expected = [means[f"GTPO, seed {seed}"] - means[f"DAPO, seed {seed}"] for seed in range(3)]
+    assert comparison.paired.differences == pytest.approx(expected)
+    assert [final.mean for final in finals(arms)] == [
+        pytest.approx(np.mean([means[f"{arm}, seed {seed}"] for seed in range(3)])) for arm in ("DAPO", "GTPO")
+    ]
+    (last,) = seed_comparisons(compared.pairs, arms, "last")
+    assert last.paired.differences != pytest.approx(expected)
+
+
+def test_a_training_that_failed_counts_with_its_last_validation_beside(runs):
+    statuses = {"algo=gtpo,seed=2": "failed"}  # after step 30 of 60
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(4), statuses=statuses, **BARE)
+    _, compared, arms = analysed(path)
+    (comparison,) = seed_comparisons(compared.pairs, arms)
+    assert comparison.seeds == ("0", "1", "3")
+    failed, partner = (arm.trainings[2].accuracies["arithmetic"].curve for arm in reversed(arms))
+    assert failed[-1].step == 30
+    theirs = np.mean([point.accuracy for point in partner if point.step in comparison.steps])
+    found = comparison.with_unfinished
+    assert found.seeds == 4
+    assert found.differences[2] == pytest.approx(failed[-1].accuracy - theirs)
+    (row,) = unfinished_table([comparison], ["arithmetic"]).rows
+    assert row[:3] == ("GTPO − DAPO", "4", points(found.mean))
+
+
+def test_an_interval_over_seeds_and_prompts_needs_the_samples(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(3), prompts=40, samples=4, every=30)
+    _, compared, arms = analysed(path)
+    (comparison,) = seed_comparisons(compared.pairs, arms)
+    of_pairs = []
+    for ours, theirs in zip(arms[1].trainings, arms[0].trainings, strict=True):
+        after = [[one for one in each.accuracies["arithmetic"].validations if one.step > 0] for each in (ours, theirs)]
+        of_pairs.append(np.mean([mine.accuracy - other.accuracy for mine, other in zip(*after, strict=True)], axis=0))
+    assert comparison.crossed == crossed_interval(np.array(of_pairs))
+    assert comparison.crossed.low < comparison.paired.mean < comparison.crossed.high
+
+
 def test_no_difference_is_said_with_what_would_have_been_shown(runs):
     path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(8), **BARE)
     differences = [0.02, -0.02, 0.03, -0.03, 0.01, -0.01, 0.02, -0.01]
     named = {f"algo=dapo,seed={seed}": 0.6 for seed in range(8)}
     set_final(path, named | {f"algo=gtpo,seed={seed}": 0.6 + one for seed, one in enumerate(differences)})
     _, compared, arms = analysed(path)
-    (comparison,) = seed_comparisons(compared.pairs, arms)
+    (comparison,) = seed_comparisons(compared.pairs, arms, "last")
     assert not comparison.paired.shown
     assert seed_verdict(comparison) == (
         "No difference between GTPO and DAPO shown: +0.1 points (95 % interval −1.7 to +1.9, p = 0.875). One of "
@@ -100,7 +148,7 @@ def test_skewed_differences_are_warned_about(runs):
     values = (0.51, 0.515, 0.51, 0.52, 0.505, 0.7)
     set_final(path, named | {f"algo=gtpo,seed={seed}": value for seed, value in enumerate(values)})
     read, compared, arms = analysed(path)
-    text = " ".join(notes(read, compared, seed_comparisons(compared.pairs, arms)))
+    text = " ".join(notes(read, compared, seed_comparisons(compared.pairs, arms, "last")))
     assert "GTPO − DAPO: the differences are skewed (+1.8), where Student's interval covers less than it says" in text
 
 
@@ -131,7 +179,7 @@ def test_trainings_of_different_seeds_are_never_compared(written: Report):
 def test_intervals_over_seeds_and_over_prompts_are_named_and_apart(written: Report):
     page = written.html.read_text()
     seeds, prompts = (
-        page.index("Final accuracy over seeds"),
+        page.index("Accuracy over seeds"),
         page.index("Each training by itself: intervals over prompts"),
     )
     assert seeds < prompts
