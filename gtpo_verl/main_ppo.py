@@ -90,11 +90,10 @@ def _check_estimator(name: str) -> None:
     """Raise UserError for an option of ``algo``, or nearly a name of ours, that is no estimator: verl would look it up
     after its first generation. Other names may be the user's own.
     """
-    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-
     from gtpo_verl.algorithms import algorithms
+    from gtpo_verl.integrations.plugin import knows_estimator
 
-    if name in ADV_ESTIMATOR_REGISTRY:
+    if knows_estimator(name):
         return
     what = f"algorithm.adv_estimator={name}: no such estimator"
     if name in choices("algo"):

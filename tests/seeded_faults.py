@@ -328,8 +328,8 @@ FAULTS = (
         "pairs",
         "an arm's seeds are compared with the baseline's seeds by their order",
         "report/seeds.py",
-        "{seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}",
-        "{seed: ours[seed] - other for seed, other in zip(ours, theirs.values())}",
+        "{result.seed: (result, partners[result.seed]) for result in ours if result.seed in partners}",
+        "{result.seed: (result, other) for result, other in zip(ours, theirs)}",
         ("tests/report/test_seeds.py",),
     ),
     Fault(

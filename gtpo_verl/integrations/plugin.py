@@ -94,6 +94,13 @@ class _ToStandardError(logging.StreamHandler):
         super().emit(record)
 
 
+def knows_estimator(name: str) -> bool:
+    """Whether an estimator of that name is registered in this process, by verl, this package or another plugin."""
+    from verl.trainer.ppo import core_algos
+
+    return name in core_algos.ADV_ESTIMATOR_REGISTRY
+
+
 def check_registered() -> list[str]:
     """Our names that are registered in this process; raises a UserError where one is missing."""
     from verl.trainer.ppo import core_algos
