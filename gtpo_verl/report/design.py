@@ -2,7 +2,8 @@
 
 An arm is an algorithm with its settings and, in a sweep, the values of the other axes; directories' names say nothing.
 Trainings may be compared where they differ in nothing but what makes the arms and in the seed: settings, code,
-versions, machine, data and model are checked, as far as they were recorded.
+versions, machine, data and model are checked, as far as they were recorded. Several models that a sweep crosses with
+other axes are starts, not arms: arms are paired by start and seed.
 """
 
 import json
@@ -23,6 +24,7 @@ from gtpo_verl.runs.sweep import Sweep
 
 ALGORITHM = "algorithm"  # the axis of runs outside of a sweep
 SEED = "seed"
+START = "actor_rollout_ref.model.path"
 
 _SEED_KEY = re.compile(r"(?i)seed$")
 _FOLLOWING = ("critic.loss_agg_mode",)  # verl interpolates the actor's, which is a method's
@@ -33,10 +35,14 @@ ANY_SETTING = "*"
 
 @dataclass(frozen=True)
 class _Key:
-    """What makes an arm: values of the axes, and settings of its method that tell it from the method's others."""
+    """What makes an arm: values of the axes, and settings of its method that tell it from the method's others.
+
+    start: the model that the training began from, where those of the sweep are starts.
+    """
 
     values: Mapping[str, str]
     settings: Mapping[str, str]
+    start: str | None
 
     @property
     def identity(self) -> frozenset[tuple[str, str]]:
@@ -107,15 +113,16 @@ def setting_differences(trainings: Sequence[Training]) -> tuple[dict[str, list[s
 
 def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> dict[Training, _Key]:
     keys: dict[Training, _Key] = {}
+    starts = _starts(trainings)
     for training in trainings:
-        values = {key: value for key, value in training.axes.items() if key != SEED}
+        values = {key: value for key, value in training.axes.items() if key != SEED and not (starts and key == START)}
         if not training.axes:
             values[ALGORITHM] = training.method.name if training.method else training.name
         tolerated = {key for key in training.config if within(key, allow) and not is_bookkeeping(key)}
         values |= {key: _shown(training.config, key) for key in tolerated if key not in values}
         method_keys = training.method.keys if training.method and not training.axes else ()
         settings = {key: _shown(training.config, key) for key in training.config if _listed(key, method_keys)}
-        keys[training] = _Key(values, settings)
+        keys[training] = _Key(values, settings, starts.get(training.axes.get(START, "")))
     varying = _varying([key.values for key in keys.values()])
     trimmed = {}
     for training, key in keys.items():
@@ -125,8 +132,21 @@ def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> dict[Train
         trimmed[training] = _Key(
             {name: value for name, value in key.values.items() if name in kept},
             {name: value for name, value in key.settings.items() if name in of_method and name not in key.values},
+            key.start,
         )
     return trimmed
+
+
+def _starts(trainings: Sequence[Training]) -> dict[str, str]:
+    """{model: its name} of the models that are crossed with other axes: the end of each path that tells it apart."""
+    paths = list(dict.fromkeys(training.axes.get(START, "") for training in trainings))
+    alone = any(not training.axes.keys() - {START, SEED} for training in trainings)
+    if len(paths) < 2 or "" in paths or alone:
+        return {}
+    parts, length = [path.split("/") for path in paths], 1
+    while len({tuple(part[-length:]) for part in parts}) < len(parts):
+        length += 1
+    return {path: "/".join(part[-length:]) for path, part in zip(paths, parts, strict=True)}
 
 
 def _varying(rows: Sequence[Mapping[str, str]]) -> set[str]:
@@ -143,8 +163,9 @@ def _arms(keys: Mapping[Training, _Key], runs: Mapping[Training, str]) -> tuple[
     names = _names({trainings[0]: keys[trainings[0]] for trainings in grouped.values()})
     for name, trainings in zip(names, grouped.values(), strict=True):
         by_seed: dict[str | None, Training] = {}
-        for training in sorted(trainings, key=lambda one: str(one.seed).zfill(20)):  # numbers as numbers
-            twin = by_seed.setdefault(training.seed, training)
+        for training in sorted(trainings, key=lambda one: (keys[one].start, str(one.seed).zfill(20))):  # as numbers
+            start = keys[training].start
+            twin = by_seed.setdefault(training.seed if start is None else f"{training.seed} from {start}", training)
             if twin is not training:
                 seed = f"seed {training.seed}" if training.seed is not None else "without a recorded seed"
                 raise UserError(
@@ -152,7 +173,10 @@ def _arms(keys: Mapping[Training, _Key], runs: Mapping[Training, str]) -> tuple[
                     "which they differ makes two arms: --allow KEY."
                 )
         titles = [f"{name}, seed {seed}" if len(by_seed) > 1 else name for seed in by_seed]
-        results = [TrainingResult(title, runs[one], one) for title, one in zip(titles, by_seed.values(), strict=True)]
+        results = [
+            TrainingResult(title, runs[training], training, seed, keys[training].start)
+            for title, (seed, training) in zip(titles, by_seed.items(), strict=True)
+        ]
         arms.append(Arm(name, keys[trainings[0]].values, tuple(results)))
     order = {name: place for place, name in enumerate(algorithms())}  # the baseline first
     return tuple(sorted(arms, key=lambda arm: order.get(str(arm.method), len(order))))
@@ -231,8 +255,11 @@ def _refuse_differences(
         values = {training: facts[training].get(key, NOT_SET) for training in having}
         by_group: dict[Any, set[str]] = {}
         for training, value in values.items():  # it may follow the seed, or the arm
-            follows = keys[training].identity if of_arm else None
-            by_group.setdefault(training.seed if _SEED_KEY.search(key) else follows, set()).add(value)
+            follows = (keys[training].identity, keys[training].start) if of_arm else None
+            by_seed = _SEED_KEY.search(key) or (
+                key == f"checksums.{START}" and not of_arm
+            )  # a start of its own for every seed
+            by_group.setdefault(training.seed if by_seed else follows, set()).add(value)
         if any(len(different) > 1 for different in by_group.values()):
             found[key] = values
     for training in facts:

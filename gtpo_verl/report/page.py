@@ -345,7 +345,8 @@ def _training_summary(result: TrainingResult) -> dict[str, Any]:
         sources[source] = {"verdict": words.verdict(one), "change": change, "curve": [asdict(p) for p in one.curve]}
     return {
         "name": result.name,
-        "seed": result.seed,
+        "seed": training.seed,
+        "start": result.start,
         "run": result.run,
         "path": str(training.path),
         "status": training.status,

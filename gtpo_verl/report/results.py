@@ -84,10 +84,8 @@ class TrainingResult:
     name: str  # its arm's, with the seed where the arm has several
     run: str  # the name of the run that it is of
     training: Training
-
-    @property
-    def seed(self) -> str | None:
-        return self.training.seed
+    seed: str | None  # with the start where there are several: what it is paired by
+    start: str | None = None  # the model that it began from, where a sweep crosses several with its arms
 
     @cached_property
     def accuracies(self) -> Mapping[str, Accuracy]:

@@ -6,7 +6,7 @@ last alone: in the embedded tasks its differences have half the standard deviati
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,9 +49,9 @@ class Final:
 class SeedComparison:
     """An arm minus its baseline on one data source, paired by seed: mean accuracies at ``steps``.
 
-    crossed: an interval for other seeds and other prompts; None without the samples of the validations.
-    with_unfinished: trainings that did not finish count with their last validation; None where all finished. In no
-    family of tests.
+    by_start: the mean difference from each start, where there are several. crossed: an interval for other seeds and
+    other prompts; None without the samples of the validations. with_unfinished: trainings that did not finish count
+    with their last validation; None where all finished. In no family of tests.
     """
 
     arm: str
@@ -60,6 +60,7 @@ class SeedComparison:
     steps: tuple[int, ...]
     seeds: tuple[str | None, ...]
     paired: Paired
+    by_start: Mapping[str, float] = field(default_factory=dict)
     crossed: Interval | None = None
     with_unfinished: Paired | None = None
 
@@ -98,13 +99,21 @@ def seed_comparisons(
         unfinished = None
         if len(everything) > len(complete):
             unfinished = paired(_differences(everything, source, steps))
-        crossed = _crossed(complete, source, steps)
-        found.append((arm, baseline, source, steps, complete, crossed, unfinished))
-    results = compared([_differences(complete, source, steps) for _, _, source, steps, complete, *_ in found])
-    return [
-        SeedComparison(arm.name, baseline.name, source, steps, tuple(complete), result, crossed, unfinished)
-        for (arm, baseline, source, steps, complete, crossed, unfinished), result in zip(found, results, strict=True)
-    ]
+        found.append(
+            SeedComparison(
+                arm.name,
+                baseline.name,
+                source,
+                steps,
+                tuple(complete),
+                paired(_differences(complete, source, steps)),
+                _by_start(complete, source, steps),
+                _crossed(complete, source, steps),
+                unfinished,
+            )
+        )
+    results = compared([one.paired.differences for one in found])
+    return [replace(one, paired=result) for one, result in zip(found, results, strict=True)]
 
 
 def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats, Floats | None, Floats | None]:
@@ -152,6 +161,14 @@ def _at(result: TrainingResult, source: str, steps: Sequence[int]) -> float:
 
 def _differences(pairs: Pairs, source: str, steps: Sequence[int]) -> list[float]:
     return [_at(ours, source, steps) - _at(theirs, source, steps) for ours, theirs in pairs.values()]
+
+
+def _by_start(pairs: Pairs, source: str, steps: Sequence[int]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for (ours, _), difference in zip(pairs.values(), _differences(pairs, source, steps), strict=True):
+        if ours.start is not None:
+            found.setdefault(ours.start, []).append(difference)
+    return {start: float(np.mean(values)) for start, values in found.items()}
 
 
 def _crossed(pairs: Pairs, source: str, steps: Sequence[int]) -> Interval | None:

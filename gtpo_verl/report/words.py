@@ -193,6 +193,13 @@ def _seed_notes(over_seeds: Sequence[SeedComparison]) -> Iterator[str]:
             f"With {seeds_text(count)} the exact sign-flip test, which assumes only that differences are symmetric, "
             f"has p of at least {least:.2g}{adjusted}: at 5 % it {can}. The t test can."
         )
+    for one in over_seeds:
+        if one.by_start:
+            each = ", ".join(f"{points(value)} from {start}" for start, value in one.by_start.items())
+            yield (
+                f"{one.arm} − {one.baseline} by start: {each}. Trainings from one start share its pretraining: "
+                "intervals and tests are for these starts, unless every seed has its own."
+            )
     for one in tested:
         if one.paired.skewness is not None and abs(one.paired.skewness) >= SKEWED:
             skewness = f"{one.paired.skewness:+.1f}".replace("-", "−")

@@ -10,6 +10,8 @@ from omegaconf import OmegaConf
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.report.design import Design, design
+from gtpo_verl.report.seeds import seed_comparisons
+from gtpo_verl.report.words import notes
 from gtpo_verl.runs.directory import record_metrics
 from gtpo_verl.runs.reader import read_runs
 from gtpo_verl.runs.session import training_session
@@ -223,3 +225,42 @@ def test_what_was_not_recorded_is_said(runs):
         "Not recorded by both runs, so not compared: versions",
         "Not recorded by both runs, so not compared: checksums of model and data",
     )
+
+
+START = "actor_rollout_ref.model.path"
+
+
+def test_models_that_a_sweep_crosses_with_its_arms_are_starts(runs):
+    path = runs.root / "starts"
+    crossed = {
+        f"algo={arm},model={start},seed={seed}": [f"algo={arm}", f"{START}=/{start}/model", f"seed={seed}"]
+        for arm in ("dapo", "gtpo")
+        for start in ("one", "two")
+        for seed in (0, 1)
+    }
+    for run, (algo, start, seed) in crossed.items():
+        options = {"algorithm": algo.removeprefix("algo="), "seed": int(seed.removeprefix("seed="))}
+        edit(runs.arm(path / run, record="complete", **options, **SMALL), START, start.removeprefix(f"{START}="))
+    axes = {"algo": ["dapo", "gtpo"], START: ["/one/model", "/two/model"], "seed": ["0", "1"]}
+    runs._sweep_file(path, crossed, axes)
+    read = read_runs([path])
+    found = design(read)
+    assert [arm.name for arm in found.arms] == ["DAPO", "GTPO"]
+    seeds = ["0 from one/model", "1 from one/model", "0 from two/model", "1 from two/model"]
+    assert [[one.seed for one in arm.trainings] for arm in found.arms] == [seeds, seeds]
+    (comparison,) = seed_comparisons(found.pairs, found.arms)
+    assert list(comparison.seeds) == seeds
+    halves = [comparison.paired.differences[:2], comparison.paired.differences[2:]]
+    assert list(comparison.by_start) == ["one/model", "two/model"]
+    assert list(comparison.by_start.values()) == pytest.approx([sum(half) / 2 for half in halves])
+    assert "by start: " in " ".join(notes(read, found, [comparison]))
+
+
+def test_every_seed_may_have_a_start_of_its_own_and_arms_may_not(runs):
+    paths = [trained(runs, f"{arm}-{seed}", arm, seed) for arm in ("dapo", "gtpo") for seed in (0, 1)]
+    for path in paths:
+        edit(path, f"checksums.{START}", f"start {path.name[-1]}", "run.json")
+    assert [len(arm.trainings) for arm in designed(*paths).arms] == [2, 2]
+    edit(paths[3], f"checksums.{START}", "another", "run.json")
+    with pytest.raises(UserError, match=rf"these runs differ in more than the arm and the seed: checksums.{START}"):
+        designed(*paths)
