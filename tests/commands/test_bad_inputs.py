@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
@@ -217,6 +218,16 @@ def environment_as_it_was() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    here = psutil.Process()
+    before = here.children(recursive=True)
+    yield
+    started = [process for process in here.children(recursive=True) if process not in before]
+    _, left = psutil.wait_procs(started, timeout=5)
+    assert [" ".join(process.cmdline()) for process in left] == []
 
 
 @pytest.fixture(scope="session")
