@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 Quickstart = Any  # tests/e2e/conftest.py
 Metrics = Callable[[Path], dict[int, dict[str, Any]]]

@@ -118,6 +118,7 @@ def test_v2_prefix_caching_and_tensor_parallel(run_engine, check, v2_on_cpu):
     check(answer, batches)
 
 
+@pytest.mark.exhaustive
 def test_v1_tensor_parallel(run_engine, check):
     batches = [batch(8, 40, MIXED, max_tokens=32)]
     answer = run_engine(batches, tensor_parallel_size=2)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.e2e
+# tests/e2e/test_real_model.py measures the same columns in a training
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 TOLERANCE = 2e-5  # nat
 
