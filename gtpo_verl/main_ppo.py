@@ -12,7 +12,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtpo_verl.config import choices, compose_config, verl_config_dir
-from gtpo_verl.errors import UserError, did_you_mean, main_guard
+from gtpo_verl.errors import UserError, main_guard
 from gtpo_verl.problems import evaluate, refuse
 
 CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
@@ -87,25 +87,20 @@ def prepare(config: DictConfig) -> None:
 
 
 def _check_estimator(name: str) -> None:
-    """Raise UserError for an option of ``algo``, or nearly a name of ours, that is no estimator: verl would look it up
-    after its first generation. Other names may be the user's own.
+    """Raise UserError for an option of ``algo`` that is no estimator: verl would look it up after its first generation.
+    Other names may be the user's own.
     """
-    from gtpo_verl.algorithms import algorithms
     from gtpo_verl.integrations.plugin import knows_estimator
 
-    if knows_estimator(name):
-        return
-    what = f"algorithm.adv_estimator={name}: no such estimator"
-    if name in choices("algo"):
+    if name in choices("algo") and not knows_estimator(name):
         config = compose_config([f"algo={name}"])
         actor = config.actor_rollout_ref.actor
         raise UserError(
-            f"{what}. algo={name} has algorithm.adv_estimator={config.algorithm.adv_estimator}, "
+            f"algorithm.adv_estimator={name}: no such estimator. algo={name} has "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, "
             f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} and {ACTOR}.loss_agg_mode="
             f"{actor.loss_agg_mode}; `gtpo-verl train algo={name} --cfg job` shows all its settings."
         )
-    if close := did_you_mean(name, [entry.estimator for entry in algorithms().values()], cutoff=0.75):
-        raise UserError(f"{what}{close}")
 
 
 def _train(config: DictConfig) -> None:

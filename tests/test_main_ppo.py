@@ -93,13 +93,12 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(given: str,
     [
         ("kl_cov", r"has algorithm.adv_estimator=grpo, .*policy_loss.loss_mode=kl_cov and .*loss_agg_mode=token-mean"),
         ("gtpo_v1", "has algorithm.adv_estimator=gtpo, "),
-        ("gtop", r"no such estimator; did you mean gtpo\?"),
     ],
 )
 def test_a_name_that_is_no_estimator_is_refused_before_anything_starts(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         prepare(composed(f"algorithm.adv_estimator={name}"))
-    prepare(composed("algorithm.adv_estimator=registered_by_the_user"))  # verl looks it up when it needs it
+    prepare(composed("algorithm.adv_estimator=grpo_v2"))  # the user's own: verl looks it up when it needs it
 
 
 @pytest.mark.slow

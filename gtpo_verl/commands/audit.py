@@ -161,11 +161,10 @@ def _check_memory(config: DictConfig, chosen: Sequence[Method], pattern: str) ->
     distinct = sum(method.scored for method in chosen) + 1
     differentiated = sum(size for name, size in sizes.items() if re.search(pattern, name))
     needed = 4 * sum(sizes.values()) + BYTES_OF_A_CREDIT * distinct * differentiated
-    there, _ = machine_memory()
-    if config.trainer.device != "cpu":
-        if not torch.cuda.is_available():
-            return
+    if torch.cuda.is_available():  # where `load_policy` puts the model
         there = float(torch.cuda.get_device_properties(0).total_memory)
+    else:
+        there, _ = machine_memory()
     if needed > there:
         raise UserError(
             f"--gradients: weights in float32 and the gradients of {distinct} credits take {needed / GIB:,.0f} GiB, "

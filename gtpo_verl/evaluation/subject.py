@@ -107,6 +107,8 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     Raises UserError for one that does not parse, chooses a group, or names a key that does not exist.
     """
     for item in parse_overrides(overrides):
+        if item.is_hydra_override():  # of the composition, which is over
+            continue
         key = item.key_or_group
         if key in GROUPS:
             raise UserError(

@@ -110,7 +110,7 @@ def _is_relative(path: str) -> bool:
 def _on_disk(path: str) -> Path | None:
     """The directory of an entry of Hydra's search path; None for a package."""
     scheme, _, place = path.partition("://")
-    return Path(place) if scheme == "file" else None
+    return Path(os.path.abspath(place)) if scheme == "file" else None
 
 
 def _in_job(item: Override, working_dir: Path) -> str:
@@ -152,8 +152,8 @@ def _not_carried(items: Sequence[Override], working_dir: Path, carried: Sequence
         for path in map(_on_disk, _listed(item.value()) if item.key_or_group == SEARCH_PATH else ()):
             if path and not any((working_dir / file).is_relative_to(path) for file in carried):
                 yield Problem(
-                    f"--config-dir {path}: the job carries no file of it. It carries those of the working directory, "
-                    f"{working_dir}, that no exclude pattern leaves out."
+                    f"{SEARCH_PATH} (--config-dir) {path}: the job carries no file of it. It carries those of the "
+                    f"working directory, {working_dir}, that no exclude pattern leaves out."
                 )
         if not item.key_or_group.endswith("path") or item.is_delete():
             continue

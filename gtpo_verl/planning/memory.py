@@ -258,7 +258,10 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
 
 
 def machine_memory() -> tuple[float, float]:
-    """Bytes that this machine, or the container around this process, has, and how many of them processes leave free."""
+    """Bytes that this machine, or the container around this process, has, and how many of the machine's are free.
+
+    What other processes take of a container's own limit is not known here.
+    """
     memory = psutil.virtual_memory()
     limits = [float(memory.total)]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

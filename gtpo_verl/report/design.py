@@ -68,7 +68,8 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     """
     sweeps = [run.sweep for run in runs if run.sweep]
     trainings = [training for run in runs for training in run.trainings]
-    keys = _arm_keys(trainings, allow)
+    arms_of_models = START in allow or any(START in (sweep.baseline or ()) for sweep in sweeps)
+    keys = _arm_keys(trainings, allow, {} if arms_of_models else _starts(trainings))
     facts = {training: _facts(training) for training in trainings}
     known = {*_RECORDED, *(key for training in trainings for key in (*facts[training], *training.config))}
     for key in allow:
@@ -111,9 +112,8 @@ def setting_differences(trainings: Sequence[Training]) -> tuple[dict[str, list[s
 # ---------------------------------------------------------------- arms
 
 
-def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> dict[Training, _Key]:
+def _arm_keys(trainings: Sequence[Training], allow: Sequence[str], starts: Mapping[str, str]) -> dict[Training, _Key]:
     keys: dict[Training, _Key] = {}
-    starts = _starts(trainings)
     for training in trainings:
         values = {key: value for key, value in training.axes.items() if key != SEED and not (starts and key == START)}
         if not training.axes:
@@ -140,8 +140,7 @@ def _arm_keys(trainings: Sequence[Training], allow: Sequence[str]) -> dict[Train
 def _starts(trainings: Sequence[Training]) -> dict[str, str]:
     """{model: its name} of the models that are crossed with other axes: the end of each path that tells it apart."""
     paths = list(dict.fromkeys(training.axes.get(START, "") for training in trainings))
-    alone = any(not training.axes.keys() - {START, SEED} for training in trainings)
-    if len(paths) < 2 or "" in paths or alone:
+    if len(paths) < 2 or "" in paths or not _varying([training.axes for training in trainings]) - {START, SEED}:
         return {}
     parts, length = [path.split("/") for path in paths], 1
     while len({tuple(part[-length:]) for part in parts}) < len(parts):
@@ -247,6 +246,10 @@ def _refuse_differences(
     explained: Sequence[str],
 ) -> None:
     found = {}
+    seeds: dict[Any, set[str | None]] = {}  # of each arm
+    for training, arm in keys.items():
+        seeds.setdefault(arm.identity, set()).add(training.seed)
+    paired = len(set(map(frozenset, seeds.values()))) == 1
     for key in sorted({key for one in facts.values() for key in one}):
         if key == SEED or within(key, allow):
             continue
@@ -257,7 +260,7 @@ def _refuse_differences(
         for training, value in values.items():  # it may follow the seed, or the arm
             follows = (keys[training].identity, keys[training].start) if of_arm else None
             by_seed = _SEED_KEY.search(key) or (
-                key == f"checksums.{START}" and not of_arm
+                key == f"checksums.{START}" and paired and not of_arm
             )  # a start of its own for every seed
             by_group.setdefault(training.seed if by_seed else follows, set()).add(value)
         if any(len(different) > 1 for different in by_group.values()):

@@ -26,7 +26,7 @@ from gtpo_verl.report.design import Design, design, setting_differences
 from gtpo_verl.report.figures import ReportFigure
 from gtpo_verl.report.results import Arm, Comparison, TrainingResult
 from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
-from gtpo_verl.report.seeds import Final, SeedComparison
+from gtpo_verl.report.seeds import Final, SeedComparison, Unfinished
 from gtpo_verl.runs.reader import Run, Training, read_runs
 
 SUMMARY_SCHEMA = 4  # raised when a key of summary.json changes its meaning or goes
@@ -43,6 +43,7 @@ class Report:
     comparisons: tuple[Comparison, ...]  # over prompts, training by training
     finals: tuple[Final, ...]  # over seeds, as those below: empty where no arm has several
     over_seeds: tuple[SeedComparison, ...]
+    unfinished: tuple[Unfinished, ...]
     endpoint: str  # of `seeds.ENDPOINTS`
     figures: tuple[ReportFigure, ...]
     missing: tuple[str, ...]
@@ -141,6 +142,7 @@ def _analyse(runs: Sequence[Run], compared: Design, output: Path, endpoint: str)
         comparisons=results.comparisons(compared.pairs),
         finals=tuple(seeds.finals(arms, endpoint)) if several else (),
         over_seeds=tuple(over_seeds),
+        unfinished=tuple(seeds.unfinished_comparisons(compared.pairs, arms, endpoint)) if several else (),
         endpoint=endpoint,
         figures=drawn,
         missing=missing,
@@ -197,7 +199,7 @@ def _page(report: Report, styles: Mapping[str, Style]) -> str:
         no_accuracy=words.NO_ACCURACY,
         final_table=tables.final_table(report.finals, sources),
         seed_table=tables.seed_table(report.over_seeds, sources),
-        unfinished_table=tables.unfinished_table(report.over_seeds, sources),
+        unfinished_table=tables.unfinished_table(report.unfinished, sources),
         over_steps={words.steps_text(final.steps): None for final in report.finals},
         endpoint=seeds.ENDPOINTS[report.endpoint],
         change_table=tables.change_table(trainings, sources),
@@ -330,6 +332,10 @@ def _summary(report: Report) -> dict[str, Any]:
                 {**{key: value for key, value in asdict(one).items() if key != "paired"}, **asdict(one.paired)}
                 | {"verdict": words.seed_verdict(one)}
                 for one in report.over_seeds
+            ],
+            "unfinished": [
+                {"arm": one.arm, "baseline": one.baseline, "source": one.source, **asdict(one.paired)}
+                for one in report.unfinished
             ],
         },
         "missing": list(report.missing),

@@ -1,6 +1,6 @@
 """Arms over their seeds: accuracies, paired differences to the baseline, and what unfinished trainings would change.
 
-The accuracy of a training is its mean over the validations after the first (`ENDPOINTS`), which is less noisy than the
+The accuracy of a training is its mean over the validations after step 0 (`ENDPOINTS`), which is less noisy than the
 last alone: in the embedded tasks its differences have half the standard deviation.
 """
 
@@ -26,7 +26,7 @@ BAND_SEEDS = 3  # from so many seeds on a band is drawn: of two, Student's inter
 
 
 ENDPOINTS = {
-    "mean": "mean of the validations after the first that all complete trainings have",
+    "mean": "mean of the validations after step 0 that all complete trainings have",
     "last": "the last validation that all complete trainings have",
 }
 
@@ -50,8 +50,7 @@ class SeedComparison:
     """An arm minus its baseline on one data source, paired by seed: mean accuracies at ``steps``.
 
     by_start: the mean difference from each start, where there are several. crossed: an interval for other seeds and
-    other prompts; None without the samples of the validations. with_unfinished: trainings that did not finish count
-    with their last validation; None where all finished. In no family of tests.
+    other prompts; None without the samples of the validations, or where those are of different prompts.
     """
 
     arm: str
@@ -62,7 +61,19 @@ class SeedComparison:
     paired: Paired
     by_start: Mapping[str, float] = field(default_factory=dict)
     crossed: Interval | None = None
-    with_unfinished: Paired | None = None
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A comparison in which trainings that failed or were interrupted count with their last validation.
+
+    In no family of tests: its p is not adjusted.
+    """
+
+    arm: str
+    baseline: str
+    source: str
+    paired: Paired
 
 
 def finals(arms: Sequence[Arm], endpoint: str = "mean") -> list[Final]:
@@ -95,10 +106,6 @@ def seed_comparisons(
         complete = _common(_complete(arm, source), _complete(baseline, source))
         if not steps or not complete:
             continue
-        everything = _common(_validated(arm, source), _validated(baseline, source))
-        unfinished = None
-        if len(everything) > len(complete):
-            unfinished = paired(_differences(everything, source, steps))
         found.append(
             SeedComparison(
                 arm.name,
@@ -109,11 +116,23 @@ def seed_comparisons(
                 paired(_differences(complete, source, steps)),
                 _by_start(complete, source, steps),
                 _crossed(complete, source, steps),
-                unfinished,
             )
         )
     results = compared([one.paired.differences for one in found])
     return [replace(one, paired=result) for one, result in zip(found, results, strict=True)]
+
+
+def unfinished_comparisons(
+    pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str = "mean"
+) -> list[Unfinished]:
+    """Every arm against its baseline with the trainings that ended without finishing, where there are any."""
+    found = []
+    for source, (arm, baseline) in itertools.product(data_sources(arms), pairs):
+        steps = _steps(arms, source, endpoint)
+        every = _common(_ended(arm, source), _ended(baseline, source))
+        if steps and any(not result.complete for pair in every.values() for result in pair):
+            found.append(Unfinished(arm.name, baseline.name, source, paired(_differences(every, source, steps))))
+    return found
 
 
 def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats, Floats | None, Floats | None]:
@@ -136,15 +155,18 @@ def _steps(arms: Sequence[Arm], source: str, endpoint: str) -> tuple[int, ...]:
     """The steps of the endpoint, among those that all complete trainings validated on a data source."""
     curves = [result.accuracies[source].curve for arm in arms for result in _complete(arm, source)]
     common = sorted(set.intersection(*({point.step for point in curve} for curve in curves))) if curves else []
-    return tuple(common[1:] or common if endpoint == "mean" else common[-1:])
-
-
-def _validated(arm: Arm, source: str) -> list[TrainingResult]:
-    return [result for result in arm.trainings if source in result.accuracies]
+    trained = [step for step in common if step > 0]
+    return tuple(trained if endpoint == "mean" else trained[-1:])
 
 
 def _complete(arm: Arm, source: str) -> list[TrainingResult]:
-    return [result for result in _validated(arm, source) if result.complete]
+    return [result for result in arm.trainings if source in result.accuracies and result.complete]
+
+
+def _ended(arm: Arm, source: str) -> list[TrainingResult]:
+    """The complete trainings, and those that ended before, after a validation at least."""
+    validated = [result for result in arm.trainings if source in result.accuracies]
+    return [result for result in validated if result.complete or result.training.status != "running"]
 
 
 def _common(ours: Sequence[TrainingResult], theirs: Sequence[TrainingResult]) -> Pairs:
@@ -181,11 +203,14 @@ def _crossed(pairs: Pairs, source: str, steps: Sequence[int]) -> Interval | None
     if len(every) < 2 * len(pairs) * len(steps):
         return None
     prompts = common_prompts(every)
-    if not prompts:
+    if not prompts or any(len(one.prompts) > len(prompts) for one in every):
         return None
     of_pairs = [
         accuracies_of(ours, prompts).mean(axis=1) - accuracies_of(theirs, prompts).mean(axis=1)
         for ours, theirs in validations
     ]
-    clusters = clusters_of(every, prompts)
-    return crossed_interval(np.stack([cluster_means(clusters, one.tolist())[1] for one in of_pairs]))
+    columns = []
+    for one in of_pairs:
+        names, means, sizes = cluster_means(clusters_of(every, prompts), one.tolist())
+        columns.append(means * sizes * len(names) / len(prompts))  # their mean is that over prompts
+    return crossed_interval(np.stack(columns))

@@ -125,7 +125,9 @@ def seed_verdict(comparison: SeedComparison) -> str:
 def counts_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str:
     """How many arms, seeds and trainings a report over seeds rests on."""
     trainings = trainings_of(arms)
-    seeds = seeds_text(len({result.seed for result in trainings}))
+    seeds = seeds_text(len({result.training.seed for result in trainings}))
+    if starts := {result.start for result in trainings} - {None}:
+        seeds += f" from each of {len(starts)} starts"
     planned = len(trainings) + sum(len(run.missing) for run in runs)
     complete = f"{sum(result.complete for result in trainings)} of {planned} trainings complete"
     return f"{len(arms)} arm{'s' * (len(arms) != 1)} · {seeds} · {complete}"

@@ -1,5 +1,6 @@
-"""What the command refuses before it samples anything."""
+"""What the command refuses before it samples anything, and where it finds a user's own presets."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ from omegaconf import OmegaConf
 
 from gtpo_verl.audit.methods import methods
 from gtpo_verl.commands import audit
+from gtpo_verl.config import with_config_dir
 from gtpo_verl.errors import UserError
+from gtpo_verl.evaluation.subject import override
 from gtpo_verl.planning.memory import GIB
 
 
@@ -23,3 +26,14 @@ def test_gradients_that_the_device_cannot_hold_are_refused(monkeypatch: pytest.M
     audit._check_memory(config, two, "layers")  # the weights alone take 3.7 GiB
     monkeypatch.setattr(audit, "machine_memory", lambda: (40.0 * GIB, 20.0 * GIB))
     audit._check_memory(config, two, "")
+
+
+def test_a_preset_of_the_users_own_is_scored(tmp_path: Path) -> None:
+    (tmp_path / "algo").mkdir()
+    text = "# @package _global_\ndefaults: [/algo/gtpo, _self_]\nalgorithm: {gtpo: {alpha2: 0.3}}\n"
+    (tmp_path / "algo" / "mine.yaml").write_text(text)
+    overrides = with_config_dir(["algorithm.gtpo.gamma=0.6"], tmp_path)
+    _, mine = methods(["mine"], overrides)
+    assert (mine.name, mine.settings.alpha2, mine.settings.gamma) == ("mine", 0.3, 0.6)
+    config = OmegaConf.create({"algorithm": {"gtpo": {"gamma": 0.75}}})  # of a run, composed long ago
+    assert override(config, overrides).algorithm.gtpo.gamma == 0.6

@@ -106,8 +106,11 @@ def test_a_directory_of_configuration_is_found_in_the_copy_of_the_job(thin: Path
     searched, *rest = check_request(given, working_dir=thin / "job", carried=carried)
     assert searched == 'hydra.searchpath=["file://conf"]'
     assert "algo=mine" in rest
+    relative = [RUN, *DATA, "hydra.searchpath=[file://job/conf, pkg://mine]"]  # of the directory of the command
+    searched = check_request(relative, working_dir=thin / "job", carried=carried)[-1]
+    assert searched == 'hydra.searchpath=["file://conf","pkg://mine"]'
     for files, place in (([], "conf"), (carried, "elsewhere")):
         (thin / "job" / place).mkdir(exist_ok=True)
         given = with_config_dir([RUN, *DATA], thin / "job" / place)
-        with pytest.raises(UserError, match=rf"--config-dir .*{place}: the job carries no file of it"):
+        with pytest.raises(UserError, match=rf"\(--config-dir\) .*{place}: the job carries no file of it"):
             check_request(given, working_dir=thin / "job", carried=files)

@@ -11,7 +11,7 @@ from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.report.design import Design, design
 from gtpo_verl.report.seeds import seed_comparisons
-from gtpo_verl.report.words import notes
+from gtpo_verl.report.words import counts_text, notes
 from gtpo_verl.runs.directory import record_metrics
 from gtpo_verl.runs.reader import read_runs
 from gtpo_verl.runs.session import training_session
@@ -254,6 +254,22 @@ def test_models_that_a_sweep_crosses_with_its_arms_are_starts(runs):
     assert list(comparison.by_start) == ["one/model", "two/model"]
     assert list(comparison.by_start.values()) == pytest.approx([sum(half) / 2 for half in halves])
     assert "by start: " in " ".join(notes(read, found, [comparison]))
+    assert counts_text(read, found.arms) == "2 arms · 2 seeds from each of 2 starts · 8 of 8 trainings complete"
+    models = {"baseline": {START: "/one/model"}}  # the sweep compares models
+    runs._sweep_file(path, crossed, axes, models)
+    names = [(arm.name, baseline.name) for arm, baseline in designed(path).pairs]
+    assert names == [
+        ("DAPO, path=/two/model", "DAPO, path=/one/model"),
+        ("GTPO, path=/two/model", "GTPO, path=/one/model"),
+    ]
+
+
+def test_arms_of_other_seeds_and_models_are_refused(runs):
+    paths = [trained(runs, f"{arm}-{seed}", arm, seed) for arm, seed in (("dapo", 0), ("gtpo", 1))]
+    for path in paths:
+        edit(path, f"checksums.{START}", path.name, "run.json")
+    with pytest.raises(UserError, match=f"differ in more than the arm and the seed: checksums.{START}"):
+        designed(*paths)
 
 
 def test_every_seed_may_have_a_start_of_its_own_and_arms_may_not(runs):

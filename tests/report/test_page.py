@@ -130,7 +130,7 @@ def test_the_page_says_what_the_summary_says(written):
         assert [point["step"] for point in source["curve"]] == [0, 10, 20, 30, 40, 50, 60]
     gain = [one["sources"]["arithmetic"]["change"]["difference"]["value"] for one in trainings]
     assert summary["over_prompts"][0]["gain"]["value"] == pytest.approx(gain[1] - gain[0])
-    assert summary["over_seeds"] == {"endpoint": "mean", "final": [], "comparisons": []}
+    assert summary["over_seeds"] == {"endpoint": "mean", "final": [], "comparisons": [], "unfinished": []}
     assert "over seeds" not in text
 
 

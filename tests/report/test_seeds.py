@@ -13,7 +13,7 @@ from gtpo_verl.evaluation.paired import crossed_interval
 from gtpo_verl.report.design import design
 from gtpo_verl.report.page import Report, write_report
 from gtpo_verl.report.samples import credit_samples
-from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons
+from gtpo_verl.report.seeds import finals, over_seeds, seed_comparisons, unfinished_comparisons
 from gtpo_verl.report.tables import entropy_table, unfinished_table
 from gtpo_verl.report.words import notes, points, seed_verdict, status_text
 from gtpo_verl.runs.reader import read_runs
@@ -58,7 +58,8 @@ def test_final_accuracies_and_differences_on_a_hand_made_sweep(runs):
     assert baseline.interquartile_mean == pytest.approx(0.605)
     (comparison,) = seed_comparisons(compared.pairs, arms, "last")
     assert (comparison.steps, comparison.seeds) == ((60,), ("0", "1", "2", "3"))
-    assert (comparison.crossed, comparison.with_unfinished) == (None, None)  # no samples; all finished
+    assert comparison.crossed is None  # no samples
+    assert unfinished_comparisons(compared.pairs, arms) == []
     found = comparison.paired
     differences = np.subtract(ours, theirs)
     assert found.mean == pytest.approx(0.035)
@@ -95,11 +96,29 @@ def test_a_training_that_failed_counts_with_its_last_validation_beside(runs):
     failed, partner = (arm.trainings[2].accuracies["arithmetic"].curve for arm in reversed(arms))
     assert failed[-1].step == 30
     theirs = np.mean([point.accuracy for point in partner if point.step in comparison.steps])
-    found = comparison.with_unfinished
+    (unfinished,) = unfinished_comparisons(compared.pairs, arms)
+    found = unfinished.paired
     assert found.seeds == 4
     assert found.differences[2] == pytest.approx(failed[-1].accuracy - theirs)
-    (row,) = unfinished_table([comparison], ["arithmetic"]).rows
+    (row,) = unfinished_table([unfinished], ["arithmetic"]).rows
     assert row[:3] == ("GTPO − DAPO", "4", points(found.mean))
+
+
+def test_where_no_training_of_an_arm_finished_they_are_compared_all_the_same_but_not_while_they_run(runs):
+    failed = {f"algo=gtpo,seed={seed}": "failed" for seed in range(2)}
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(3), statuses=failed | {"algo=gtpo,seed=2": "running"}, **BARE)
+    _, compared, arms = analysed(path)
+    assert seed_comparisons(compared.pairs, arms) == []
+    (unfinished,) = unfinished_comparisons(compared.pairs, arms)
+    assert unfinished.paired.seeds == 2
+
+
+def test_in_the_interval_over_seeds_and_prompts_every_prompt_counts_once(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(4), prompts=43, samples=2, every=30, per_cluster=5)
+    _, compared, arms = analysed(path)
+    (comparison,) = seed_comparisons(compared.pairs, arms)
+    (low, high), mean = (comparison.crossed.low, comparison.crossed.high), comparison.paired.mean
+    assert (low + high) / 2 == pytest.approx(mean)  # the last of the clusters has three prompts
 
 
 def test_an_interval_over_seeds_and_prompts_needs_the_samples(runs):
