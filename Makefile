@@ -93,7 +93,7 @@ $(CHROMIUM):
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $(name))))
 
-$(STACK): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.txt
+define VIRTUAL_ENVIRONMENT
 	@test -n "$(PYTHON)" || \
 		{ echo "error: Python 3.11 or 3.12 is needed and none was found: apt install python3.11 python3.11-venv, or make PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || \
@@ -102,10 +102,17 @@ $(STACK): pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.
 		{ echo "error: $(PYTHON) cannot make virtual environments: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+endef
+
+SETUP := pyproject.toml gtpo_verl/commands/setup.py gtpo_verl/cpu_requirements.txt
+
+$(STACK): $(SETUP)
+	$(VIRTUAL_ENVIRONMENT)
 	$(BIN)/gtpo-verl setup --cpu
 	@touch $(STACK)
 
 # One of the tools is compiled: it needs a C compiler and Python's headers.
-$(READY): $(STACK) gtpo_verl/dev_requirements.txt
+$(READY): $(SETUP) gtpo_verl/dev_requirements.txt
+	$(VIRTUAL_ENVIRONMENT)
 	$(BIN)/gtpo-verl setup --cpu --dev
-	@touch $(READY)
+	@touch $(STACK) $(READY)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = ("run_dir", "default_local_dir", "validation_data_dir", "rollout_data_dir")  # of `trainer`
 IN_RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # the variable that Ray sets for the entry point of a submitted job
+SEARCH_PATH = "hydra.searchpath"  # the override that names directories of a user's own
 GROUPS = ("algo", "setting", "task", "verifier", "backend", "layout", "hardware")
 VERLS_WORKERS = 8  # verl's number of agent loop workers and of TransferQueue's storage units, on any number of nodes
 WORKERS_PER_NODE = 2  # not measured: verl deals them to the nodes in turn, and with fewer than nodes some have none
@@ -176,10 +177,10 @@ def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[st
     if not directory.is_dir():
         raise UserError(f"--config-dir {directory}: no such directory.")
     parsed = parse_overrides(overrides)
-    others: list[Any] = [item.value() for item in parsed if item.key_or_group == "hydra.searchpath"]
+    others: list[Any] = [item.value() for item in parsed if item.key_or_group == SEARCH_PATH]
     paths = [f"file://{directory.resolve()}", *(path for value in others for path in value)]
-    rest = [line_of(item) for item in parsed if item.key_or_group != "hydra.searchpath"]
-    return [f"hydra.searchpath={json.dumps(paths, ensure_ascii=False)}", *rest]
+    rest = [line_of(item) for item in parsed if item.key_or_group != SEARCH_PATH]
+    return [f"{SEARCH_PATH}={json.dumps(paths, ensure_ascii=False)}", *rest]
 
 
 def compose_config(overrides: Sequence[str] = ()) -> DictConfig:

@@ -328,8 +328,8 @@ FAULTS = (
         "pairs",
         "an arm's seeds are compared with the baseline's seeds by their order",
         "report/seeds.py",
-        "{result.seed: (result, partners[result.seed]) for result in ours if result.seed in partners}",
-        "{result.seed: (result, other) for result, other in zip(ours, theirs)}",
+        "{one.seed: (one, partners[one.seed]) for one in chosen(arm, source) if one.seed in partners}",
+        "{one.seed: (one, other) for one, other in zip(chosen(arm, source), partners.values())}",
         ("tests/report/test_seeds.py",),
     ),
     Fault(

@@ -10,7 +10,7 @@ import torch
 from gtpo_verl.algorithms import Algorithm, Batch, algorithm_of, algorithms
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.audit.values import Bools
-from gtpo_verl.config import choices, compose_config, known_presets
+from gtpo_verl.config import SEARCH_PATH, choices, compose_config, known_presets
 from gtpo_verl.integrations.context import Overlong, length_penalty
 from gtpo_verl.runs.statistics import Floats
 
@@ -36,7 +36,7 @@ def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Me
     """The presets of these names, or of every registered method, DAPO first; those overrides apply that are of
     `algorithm.*`. Raises UserError: there is no preset of a name, or a setting is impossible.
     """
-    searched = [line for line in overrides if line.startswith("hydra.searchpath=")]  # a user's own presets
+    searched = [line for line in overrides if line.startswith(f"{SEARCH_PATH}=")]  # a user's own presets
     known = choices("algo") if searched else known_presets("--methods", names)
     wanted = list(dict.fromkeys(["dapo", *(names or (name for name in algorithms() if name in known))]))
     settings = [line for line in overrides if line.lstrip("+").startswith("algorithm.")]

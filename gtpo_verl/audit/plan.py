@@ -10,6 +10,7 @@ FEWEST_GROUPS = 20  # below, a jackknife says nothing
 DESIGN_EFFECT = 1.5  # responses to one prompt resemble each other
 QUANTILES = 7.85  # (1.96 + 0.84)²: a test at 5 %, two-sided, with a power of 80 %
 AT_PROMPT = 4  # V(0) is shared by the responses to a prompt, so it gets so many times the continuations
+BYTES_OF_A_CREDIT = 12  # for each parameter: its gradient in float32, and the sum over groups in float64
 BLOCK = 16  # tokens of vLLM's prefix cache that are computed again for a continuation, on average less
 
 

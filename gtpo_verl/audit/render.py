@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gtpo_verl.algorithms import algorithms
 from gtpo_verl.audit.analysis import BASELINE, FEWEST_PROMPTS, ORACLE, RANDOM, Figure
-from gtpo_verl.audit.plan import FEWEST_CONTINUATIONS, Plan
+from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, FEWEST_CONTINUATIONS, Plan
 from gtpo_verl.audit.score import POSITION, STATE, Result
 
 Columns = Sequence[tuple[str, str, str, str]]  # heading, stratum or metric, figure, format
@@ -115,7 +115,8 @@ def print_plan(
     """Print what an audit will cost and what it can see. length, prompt: tokens of a response, `measured` or the limit,
     and of a prompt. methods: whose gradients are taken. cached: vLLM has a prefix cache.
     """
-    sizes = {"length": length, "prompt": prompt, "methods": methods, "fewest": FEWEST_CONTINUATIONS}
+    sizes = {"length": length, "prompt": prompt, "methods": methods, "bytes": BYTES_OF_A_CREDIT}
+    sizes["fewest"] = FEWEST_CONTINUATIONS
     for line in _paragraphs("cost.txt.j2", plan=plan, measured=measured, cached=cached, **sizes):
         print(line)
 

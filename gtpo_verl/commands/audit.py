@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.audit import sampling
 from gtpo_verl.audit.methods import Method, methods
-from gtpo_verl.audit.plan import Plan
+from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, Plan
 from gtpo_verl.audit.store import (
     GRADIENTS_FILE,
     LOG_FILE,
@@ -32,7 +32,7 @@ from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
 from gtpo_verl.integrations.context import Overlong, overlong
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.integrations.weights import model_directory, tensor_shapes
-from gtpo_verl.planning.memory import GIB, machine_memory
+from gtpo_verl.planning.memory import FP32, GIB, machine_memory
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
 from gtpo_verl.runs.terminal import progress_over
@@ -40,7 +40,6 @@ from gtpo_verl.runs.terminal import progress_over
 if TYPE_CHECKING:  # imports verl
     from gtpo_verl.integrations.continuations import Prompts
 
-BYTES_OF_A_CREDIT = 12  # for each parameter: its gradient in float32, and the sum over groups in float64
 EPILOG = """\
 MODEL is a run, a checkpoint or a model, as for gtpo-verl eval; prompts are those of data.val_files, sampled as the
 training samples (actor_rollout_ref.rollout.temperature and so on).
@@ -160,7 +159,7 @@ def _check_memory(config: DictConfig, chosen: Sequence[Method], pattern: str) ->
     sizes = {name: math.prod(shape) for name, shape in (tensor_shapes(directory) if directory else {}).items()}
     distinct = sum(method.scored for method in chosen) + 1
     differentiated = sum(size for name, size in sizes.items() if re.search(pattern, name))
-    needed = 4 * sum(sizes.values()) + BYTES_OF_A_CREDIT * distinct * differentiated
+    needed = FP32 * sum(sizes.values()) + BYTES_OF_A_CREDIT * distinct * differentiated
     if torch.cuda.is_available():  # where `load_policy` puts the model
         there = float(torch.cuda.get_device_properties(0).total_memory)
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.config import GROUPS, compose_config, parse_overrides, prepare, with_hardware
+from gtpo_verl.config import GROUPS, SEARCH_PATH, compose_config, parse_overrides, prepare, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
 from gtpo_verl.runs.checkpoints import hf_weights
@@ -107,9 +107,9 @@ def override(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     Raises UserError for one that does not parse, chooses a group, or names a key that does not exist.
     """
     for item in parse_overrides(overrides):
-        if item.is_hydra_override():  # of the composition, which is over
-            continue
         key = item.key_or_group
+        if key == SEARCH_PATH:  # the run is composed already; presets may be looked up there
+            continue
         if key in GROUPS:
             raise UserError(
                 f"{key}=: the settings are those of the run. Override single keys, or evaluate RUN/model with {key}= "

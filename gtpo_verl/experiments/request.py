@@ -12,13 +12,12 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from gtpo_verl.config import GROUPS, choices, compose_config, line_of, parse_overrides, prepare, quoted
+from gtpo_verl.config import GROUPS, SEARCH_PATH, choices, compose_config, line_of, parse_overrides, prepare, quoted
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.problems import Problem, refuse
 from gtpo_verl.rules.data import data
 
 RUN_DIR = "trainer.run_dir"
-SEARCH_PATH = "hydra.searchpath"
 DATA = ("data.train_files", "data.val_files")
 # Too large to carry: they lie on a file system that all nodes share, and a relative path is the one that it has here.
 SHARED = (*DATA, "actor_rollout_ref.model.path")

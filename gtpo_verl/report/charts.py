@@ -43,8 +43,14 @@ _FREE_STYLES = (
     Style(light="#8a6d00", dark="#f0d544", marker="cross"),
     Style(light="#2b3a8f", dark="#9aa8ff", marker="triangle-right"),
 )
-GLYPHS = {"circle": "●", "square": "■", "diamond": "◆", "cross": "✚"} | {
-    f"triangle-{side}": glyph for side, glyph in {"up": "▲", "down": "▼", "right": "▶"}.items()
+GLYPHS = {
+    "circle": "●",
+    "square": "■",
+    "diamond": "◆",
+    "triangle-up": "▲",
+    "triangle-down": "▼",
+    "cross": "✚",
+    "triangle-right": "▶",
 }
 # Tol's muted palette (2021), readable on both pages
 _CATEGORIES = (
@@ -74,8 +80,14 @@ _CONFIG: dict[str, Any] = {
     },
     "axisX": {"grid": False, "tickCount": 6},
     "axisY": {"domain": False, "tickCount": 5},
-    "legend": {"labelColor": "var(--ink)", "labelFontSize": 12, "orient": "top", "title": None}
-    | {"symbolSize": 90, "symbolOpacity": 1},
+    "legend": {
+        "labelColor": "var(--ink)",
+        "labelFontSize": 12,
+        "orient": "top",
+        "title": None,
+        "symbolSize": 90,
+        "symbolOpacity": 1,
+    },
     "title": {"color": "var(--ink)", "fontSize": 13, "fontWeight": 600, "anchor": "start"},
 }
 

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gtpo_verl.algorithms.registry import algorithms
@@ -142,10 +143,15 @@ def _starts(trainings: Sequence[Training]) -> dict[str, str]:
     paths = list(dict.fromkeys(training.axes.get(START, "") for training in trainings))
     if len(paths) < 2 or "" in paths or not _varying([training.axes for training in trainings]) - {START, SEED}:
         return {}
-    parts, length = [path.split("/") for path in paths], 1
-    while len({tuple(part[-length:]) for part in parts}) < len(parts):
+    return {path: "/".join(end) for path, end in zip(paths, distinct_ends(list(map(Path, paths))), strict=True)}
+
+
+def distinct_ends(paths: Sequence[Path]) -> list[tuple[str, ...]]:
+    """Of each path as many of its last parts as tell all different ones apart."""
+    parts, length = [path.parts for path in paths], 1
+    while len({part[-length:] for part in parts}) < len(set(parts)):
         length += 1
-    return {path: "/".join(part[-length:]) for path, part in zip(paths, parts, strict=True)}
+    return [part[-length:] for part in parts]
 
 
 def _varying(rows: Sequence[Mapping[str, str]]) -> set[str]:
@@ -246,7 +252,7 @@ def _refuse_differences(
     explained: Sequence[str],
 ) -> None:
     found = {}
-    seeds: dict[Any, set[str | None]] = {}  # of each arm
+    seeds: dict[Any, set[str | None]] = {}  # of each arm; where they are the same, a seed may have a start of its own
     for training, arm in keys.items():
         seeds.setdefault(arm.identity, set()).add(training.seed)
     paired = len(set(map(frozenset, seeds.values()))) == 1
@@ -259,9 +265,8 @@ def _refuse_differences(
         by_group: dict[Any, set[str]] = {}
         for training, value in values.items():  # it may follow the seed, or the arm
             follows = (keys[training].identity, keys[training].start) if of_arm else None
-            by_seed = _SEED_KEY.search(key) or (
-                key == f"checksums.{START}" and paired and not of_arm
-            )  # a start of its own for every seed
+            own_start = key == f"checksums.{START}" and paired and not of_arm
+            by_seed = _SEED_KEY.search(key) or own_start
             by_group.setdefault(training.seed if by_seed else follows, set()).add(value)
         if any(len(different) > 1 for different in by_group.values()):
             found[key] = values

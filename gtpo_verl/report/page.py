@@ -22,11 +22,11 @@ from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_bytes, write_text
 from gtpo_verl.report import charts, figures, results, seeds, tables, words
-from gtpo_verl.report.design import Design, design, setting_differences
+from gtpo_verl.report.design import Design, design, distinct_ends, setting_differences
 from gtpo_verl.report.figures import ReportFigure
 from gtpo_verl.report.results import Arm, Comparison, TrainingResult
 from gtpo_verl.report.samples import CreditSample, credit_samples, responses_over_time
-from gtpo_verl.report.seeds import Final, SeedComparison, Unfinished
+from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.runs.reader import Run, Training, read_runs
 
 SUMMARY_SCHEMA = 4  # raised when a key of summary.json changes its meaning or goes
@@ -43,7 +43,7 @@ class Report:
     comparisons: tuple[Comparison, ...]  # over prompts, training by training
     finals: tuple[Final, ...]  # over seeds, as those below: empty where no arm has several
     over_seeds: tuple[SeedComparison, ...]
-    unfinished: tuple[Unfinished, ...]
+    unfinished: tuple[SeedComparison, ...]
     endpoint: str  # of `seeds.ENDPOINTS`
     figures: tuple[ReportFigure, ...]
     missing: tuple[str, ...]
@@ -57,11 +57,7 @@ def default_output(paths: Sequence[Path]) -> Path:
     """Where the report of these runs is written by default: into the run itself, or under outputs/ for several."""
     if len(paths) == 1:
         return paths[0].with_name(f"{paths[0].stem}-report") if paths[0].is_file() else paths[0]
-    parts = [path.resolve().parts for path in dict.fromkeys(paths)]
-    length = 1  # the shortest tails of the paths that tell them apart
-    while len({part[-length:] for part in parts}) < len(parts):
-        length += 1
-    names = [".".join(part[-length:]) for part in parts]
+    names = [".".join(end) for end in distinct_ends([path.resolve() for path in dict.fromkeys(paths)])]
     shown = names if len(names) <= 3 else [names[0], "to", names[-1]]
     return Path("outputs") / f"report-{'-'.join(shown)}"
 
@@ -328,19 +324,16 @@ def _summary(report: Report) -> dict[str, Any]:
         "over_seeds": {
             "endpoint": report.endpoint,
             "final": [asdict(final) for final in report.finals],
-            "comparisons": [
-                {**{key: value for key, value in asdict(one).items() if key != "paired"}, **asdict(one.paired)}
-                | {"verdict": words.seed_verdict(one)}
-                for one in report.over_seeds
-            ],
-            "unfinished": [
-                {"arm": one.arm, "baseline": one.baseline, "source": one.source, **asdict(one.paired)}
-                for one in report.unfinished
-            ],
+            "comparisons": [_flat(one) | {"verdict": words.seed_verdict(one)} for one in report.over_seeds],
+            "unfinished": [_flat(one) for one in report.unfinished],
         },
         "missing": list(report.missing),
         "notes": list(report.notes),
     }
+
+
+def _flat(comparison: SeedComparison) -> dict[str, Any]:
+    return {key: value for key, value in asdict(comparison).items() if key != "paired"} | asdict(comparison.paired)
 
 
 def _training_summary(result: TrainingResult) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Arms over their seeds: accuracies, paired differences to the baseline, and what unfinished trainings would change.
 
 The accuracy of a training is its mean over the validations after step 0 (`ENDPOINTS`), which is less noisy than the
-last alone: in the embedded tasks its differences have half the standard deviation.
+last alone: in trials on the embedded tasks its differences had half the standard deviation.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,12 +23,11 @@ from gtpo_verl.report.results import Arm, TrainingResult, accuracies_of, cluster
 from gtpo_verl.runs.statistics import Floats, Interval, cluster_means
 
 BAND_SEEDS = 3  # from so many seeds on a band is drawn: of two, Student's interval is 13 standard errors wide
-
-
 ENDPOINTS = {
     "mean": "mean of the validations after step 0 that all complete trainings have",
     "last": "the last validation that all complete trainings have",
 }
+Pairs = Mapping[str | None, tuple[TrainingResult, TrainingResult]]  # by seed
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,6 @@ class SeedComparison:
     crossed: Interval | None = None
 
 
-@dataclass(frozen=True)
-class Unfinished:
-    """A comparison in which trainings that failed or were interrupted count with their last validation.
-
-    In no family of tests: its p is not adjusted.
-    """
-
-    arm: str
-    baseline: str
-    source: str
-    paired: Paired
-
-
 def finals(arms: Sequence[Arm], endpoint: str = "mean") -> list[Final]:
     """The accuracy of each arm on each data source, arms without a complete training left out.
 
@@ -100,39 +86,26 @@ def seed_comparisons(
     pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str = "mean"
 ) -> list[SeedComparison]:
     """Every arm against its baseline on each data source, over the seeds that both completed; one family for Holm."""
-    found = []
-    for source, (arm, baseline) in itertools.product(data_sources(arms), pairs):
-        steps = _steps(arms, source, endpoint)
-        complete = _common(_complete(arm, source), _complete(baseline, source))
-        if not steps or not complete:
-            continue
-        found.append(
-            SeedComparison(
-                arm.name,
-                baseline.name,
-                source,
-                steps,
-                tuple(complete),
-                paired(_differences(complete, source, steps)),
-                _by_start(complete, source, steps),
-                _crossed(complete, source, steps),
-            )
-        )
-    results = compared([one.paired.differences for one in found])
-    return [replace(one, paired=result) for one, result in zip(found, results, strict=True)]
+    found = list(_common(pairs, arms, endpoint, complete=True))
+    results = compared([_differences(source, steps, common) for _, _, source, steps, common in found])
+    comparisons = []
+    for (arm, baseline, source, steps, common), result in zip(found, results, strict=True):
+        more = _by_start(source, steps, common), _crossed(source, steps, common)
+        comparisons.append(SeedComparison(arm, baseline, source, steps, tuple(common), result, *more))
+    return comparisons
 
 
 def unfinished_comparisons(
     pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str = "mean"
-) -> list[Unfinished]:
-    """Every arm against its baseline with the trainings that ended without finishing, where there are any."""
-    found = []
-    for source, (arm, baseline) in itertools.product(data_sources(arms), pairs):
-        steps = _steps(arms, source, endpoint)
-        every = _common(_ended(arm, source), _ended(baseline, source))
-        if steps and any(not result.complete for pair in every.values() for result in pair):
-            found.append(Unfinished(arm.name, baseline.name, source, paired(_differences(every, source, steps))))
-    return found
+) -> list[SeedComparison]:
+    """The comparisons that trainings which failed or were interrupted change, where they count with their last
+    validation. In no family of tests: p is not adjusted.
+    """
+    return [
+        SeedComparison(arm, baseline, source, steps, tuple(common), paired(_differences(source, steps, common)))
+        for arm, baseline, source, steps, common in _common(pairs, arms, endpoint, complete=False)
+        if any(not result.complete for pair in common.values() for result in pair)
+    ]
 
 
 def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats, Floats | None, Floats | None]:
@@ -146,9 +119,6 @@ def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats,
     if len(curves) < BAND_SEEDS:
         return x, values.mean(axis=0), None, None
     return x, values.mean(axis=0), *student_bounds(values.T)
-
-
-Pairs = Mapping[str | None, tuple[TrainingResult, TrainingResult]]  # by seed
 
 
 def _steps(arms: Sequence[Arm], source: str, endpoint: str) -> tuple[int, ...]:
@@ -169,9 +139,17 @@ def _ended(arm: Arm, source: str) -> list[TrainingResult]:
     return [result for result in validated if result.complete or result.training.status != "running"]
 
 
-def _common(ours: Sequence[TrainingResult], theirs: Sequence[TrainingResult]) -> Pairs:
-    partners = {result.seed: result for result in theirs}
-    return {result.seed: (result, partners[result.seed]) for result in ours if result.seed in partners}
+def _common(
+    pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str, *, complete: bool
+) -> Iterator[tuple[str, str, str, tuple[int, ...], Pairs]]:
+    """Arm, baseline, data source, steps of the endpoint, and the trainings that have a partner of the same seed."""
+    chosen = _complete if complete else _ended
+    for source, (arm, baseline) in itertools.product(data_sources(arms), pairs):
+        steps = _steps(arms, source, endpoint)
+        partners = {result.seed: result for result in chosen(baseline, source)}
+        common = {one.seed: (one, partners[one.seed]) for one in chosen(arm, source) if one.seed in partners}
+        if steps and common:
+            yield arm.name, baseline.name, source, steps, common
 
 
 def _at(result: TrainingResult, source: str, steps: Sequence[int]) -> float:
@@ -181,19 +159,19 @@ def _at(result: TrainingResult, source: str, steps: Sequence[int]) -> float:
     return float(np.mean([points[-1].accuracy for points in reached]))
 
 
-def _differences(pairs: Pairs, source: str, steps: Sequence[int]) -> list[float]:
+def _differences(source: str, steps: Sequence[int], pairs: Pairs) -> list[float]:
     return [_at(ours, source, steps) - _at(theirs, source, steps) for ours, theirs in pairs.values()]
 
 
-def _by_start(pairs: Pairs, source: str, steps: Sequence[int]) -> dict[str, float]:
+def _by_start(source: str, steps: Sequence[int], pairs: Pairs) -> dict[str, float]:
     found: dict[str, list[float]] = {}
-    for (ours, _), difference in zip(pairs.values(), _differences(pairs, source, steps), strict=True):
+    for (ours, _), difference in zip(pairs.values(), _differences(source, steps, pairs), strict=True):
         if ours.start is not None:
             found.setdefault(ours.start, []).append(difference)
     return {start: float(np.mean(values)) for start, values in found.items()}
 
 
-def _crossed(pairs: Pairs, source: str, steps: Sequence[int]) -> Interval | None:
+def _crossed(source: str, steps: Sequence[int], pairs: Pairs) -> Interval | None:
     """The interval over seeds and prompts, or clusters of prompts; None where a validation has no samples."""
     validations = [
         [[one for one in result.accuracies[source].validations if one.step in steps] for result in pair]

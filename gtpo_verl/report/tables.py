@@ -7,7 +7,7 @@ import numpy as np
 
 from gtpo_verl.report.figures import metric_line
 from gtpo_verl.report.results import Accuracy, Arm, Comparison, TrainingResult
-from gtpo_verl.report.seeds import Final, SeedComparison, Unfinished
+from gtpo_verl.report.seeds import Final, SeedComparison
 from gtpo_verl.report.words import interval_text, number_range, p_text, percent, points, share_interval
 
 ENTROPY_KEYS = {"correct": "credit/entropy_correct", "wrong": "credit/entropy_wrong"}
@@ -81,7 +81,7 @@ def seed_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) ->
     return _by_source("Arms", (*columns, "Interquartile mean"), rows, sources)
 
 
-def unfinished_table(comparisons: Sequence[Unfinished], sources: Sequence[str]) -> Table:
+def unfinished_table(comparisons: Sequence[SeedComparison], sources: Sequence[str]) -> Table:
     """One row per arm with a baseline and data source of which a training did not finish, counted as far as it came."""
     rows = []
     for comparison in comparisons:

@@ -107,8 +107,8 @@ class EmbeddedTask:
 
 
 def set_thread_waiting() -> None:
-    """Let the threads of a warm start spin for microseconds when they wait for each other, as the kernels of a tiny
-    model are that short. To be called before torch is imported.
+    """Let the threads of a warm start spin for microseconds when they wait for each other, and then sleep: kernels of
+    a tiny model are that short. To be called before torch is imported.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")

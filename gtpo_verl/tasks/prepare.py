@@ -149,8 +149,12 @@ def rows(task: EmbeddedTask, problems: Sequence[Any], split: str) -> list[dict[s
             "prompt": [{"role": "user", "content": task.prompt(problem)}],
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": task.ground_truth(problem)},
-            "extra_info": {"index": index, "split": split, "question": task.prompt(problem)}
-            | {"cluster": task.cluster(problem)},
+            "extra_info": {
+                "index": index,
+                "split": split,
+                "question": task.prompt(problem),
+                "cluster": task.cluster(problem),
+            },
         }
         for index, problem in enumerate(problems)
     ]

@@ -116,7 +116,7 @@ def threshold_of(file: Path) -> float:
         if config_file.is_file() and (directory / RECORD_FILE).is_file():
             with reading(config_file):
                 return float(OmegaConf.select(OmegaConf.load(config_file), "algorithm.correct_threshold"))
-    return 1.0
+    return 1.0  # of a dump that belongs to no run; the project's own verifiers return 0.0 or 1.0
 
 
 def read_samples(thresholds: dict[Path, float]) -> Iterator[Sample]:

@@ -59,8 +59,14 @@ def judge(
         answer = read(response)
     else:  # LaTeX in the box only: a number inside a formula that does not parse would be a fallback too
         answer = [] if box is None else parse(f"{BOX}{box}}}", (LATEX,), parsing_timeout=None)
-    relations = {"strict": strict, "allow_set_relation_comp": set_relations}
-    equal = verify(right, answer, float_rounding=decimals, timeout_seconds=None, **relations)
+    equal = verify(
+        right,
+        answer,
+        float_rounding=decimals,
+        strict=strict,
+        allow_set_relation_comp=set_relations,
+        timeout_seconds=None,
+    )
     if box is not None and response.count(BOX) == 1:
         return bool(equal), box  # as written; Math-Verify's text is normalised
     return bool(equal), next((part for part in answer if isinstance(part, str)), "")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from gtpo_verl.audit.methods import methods
@@ -17,6 +18,7 @@ from gtpo_verl.planning.memory import GIB
 def test_gradients_that_the_device_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = OmegaConf.create({"trainer": {"device": "cpu"}, "actor_rollout_ref": {"model": {"path": "model"}}})
     sizes: Any = {"embed.weight": (1000, 1_000_000), "layers.0.weight": (1000, 1000)}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # this machine's memory, whatever it has
     monkeypatch.setattr(audit, "model_directory", lambda path: path)
     monkeypatch.setattr(audit, "tensor_shapes", lambda directory: sizes)
     monkeypatch.setattr(audit, "machine_memory", lambda: (24.0 * GIB, 20.0 * GIB))
@@ -37,3 +39,5 @@ def test_a_preset_of_the_users_own_is_scored(tmp_path: Path) -> None:
     assert (mine.name, mine.settings.alpha2, mine.settings.gamma) == ("mine", 0.3, 0.6)
     config = OmegaConf.create({"algorithm": {"gtpo": {"gamma": 0.75}}})  # of a run, composed long ago
     assert override(config, overrides).algorithm.gtpo.gamma == 0.6
+    with pytest.raises(UserError, match=r"hydra.job.name: the run has no such key"):
+        override(config, ["hydra.job.name=mine"])

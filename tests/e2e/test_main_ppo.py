@@ -69,10 +69,9 @@ ENTROPIES = "algorithm.entropy.source"
 def check_entropies(steps: list[dict[str, float]]) -> None:
     """Two steps with credit, in which the engine's entropies were the actor's but for rounding."""
     assert len(steps) == 2
-    assert "rollout_entropy/abs_diff_max" in steps[0], "sampled from the weights of this step"
+    assert 0 < steps[0]["rollout_entropy/abs_diff_max"] < 1e-4  # of an asynchronous second step the weights are older
     for step in steps:
         assert step["credit/groups"] == 8
-        assert 0 < step.get("rollout_entropy/abs_diff_max", 1e-5) < 1e-4
         assert step["credit/entropy_all"] > 0.01
         assert step["actor/grad_norm"] > 0
 
