@@ -5,12 +5,13 @@ task with its model, problems of reasoning-gym, or a model from a GGUF file.
 import argparse
 import re
 import shlex
+import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from gtpo_verl.commands.options import declare
+from gtpo_verl.commands.options import declare, share
 from gtpo_verl.config import quoted
 from gtpo_verl.data import models
 from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
@@ -69,9 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, dest=dest, nargs="+", type=Path, default=[], metavar="FILE", help=text)
     parser.add_argument("--style", choices=[*STYLES, *ANSWERS], help=style)
     parser.add_argument("--conflicts", choices=("drop", "first"), default="drop", help=conflicts)
+    place = "directory (default: data, for NAME.parquet or of problems; outputs of a task or a model)"
+    share(parser, {"--output": place})
     declare(
         parser,
-        ("--output FILE", Path, "default: data/NAME.parquet; of a task, the directory outputs/task-NAME"),
         ("--data-source NAME", str, "the name under which metrics are logged"),
         ("--problem-column NAME", str, "default: problem or question"),
         ("--answer-column NAME", str, "default: answer"),
@@ -104,12 +106,10 @@ def _prepare_dataset(args: argparse.Namespace) -> None:
         raise UserError(f"--style {args.style} is for {GENERATED}GENERATOR; data sets have {' and '.join(STYLES)}.")
     dataset = DATASETS.get(args.name)
     files = _local_files(args)
-    output = (args.output or Path("data") / f"{args.name if dataset else files[0].stem}.parquet").resolve()
+    output = _output_file(args.output, args.name if dataset else files[0].stem).resolve()
     if output in [file.resolve() for file in [*files, *args.against]]:
-        raise UserError(f"--output {output} is one of the input files: give another name.")
-    if output.is_dir():
-        raise UserError(f"--output {output} is a directory: give the name of a file in it.")
-    check_writable(output.parent, f"--output {output}")
+        raise UserError(f"{output} is one of the input files: give another directory by --output DIR.")
+    check_writable(output.parent, f"--output {output.parent}")
     as_given = (
         "name",
         "style",
@@ -126,6 +126,14 @@ def _prepare_dataset(args: argparse.Namespace) -> None:
         print(f"{output} is up to date (--force prepares it again).")
     else:
         _report(output, prepare(request), dataset, args.conflicts)
+
+
+def _output_file(given: Path | None, name: str) -> Path:
+    directory = given or Path("data")
+    if directory.suffix != ".parquet":
+        return directory / f"{name}.parquet"
+    print("note: --output is a directory now; the next release does not take the name of a file.", file=sys.stderr)
+    return directory
 
 
 def _prepare_task(args: argparse.Namespace) -> None:

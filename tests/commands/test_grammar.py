@@ -38,7 +38,6 @@ def test_every_command_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture
 def test_an_option_takes_the_same_in_every_command(option: str) -> None:
     having = {name: options(name)[option] for name in cli.COMMANDS if option in options(name)}
     shown = {name: action for name, action in having.items() if action.help != argparse.SUPPRESS}
-    shown.pop("prepare-data", None)  # its --output is a file of the data set
     assert len({(action.nargs, action.metavar, action.type) for action in shown.values()}) == 1
 
 

@@ -23,12 +23,14 @@ def prepare(*arguments: object) -> int:
     return main(["prepare-data", *map(str, arguments)])
 
 
-def rows_of(file: Path) -> Rows:
+def rows_of(directory: Path) -> Rows:
+    (file,) = directory.glob("*.parquet")
     return pq.read_table(file).to_pylist()
 
 
-def manifest(file: Path) -> dict[str, Any]:
-    return json.loads(file.with_name(file.name + ".manifest.json").read_text())
+def manifest(directory: Path) -> dict[str, Any]:
+    (file,) = directory.glob("*.parquet.manifest.json")
+    return json.loads(file.read_text())
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_dapo_rows_are_collapsed_and_keep_what_verl_needs(
     write: Write, dapo_row: DapoRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [dapo_row(f"What is {i} + 1?", str(i + 1), f"uid-{i}") for i in range(5)]
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("dapo-math-17k", "--from", write("dapo.parquet", rows * 100), "--output", output) == 0
     prepared = rows_of(output)
     assert [row["prompt"] for row in prepared] == [row["prompt"] for row in rows]
@@ -69,7 +71,7 @@ def test_the_repetition_of_aime_files_is_collapsed_so_that_avg_32_is_not_done_tw
     write: Write, dapo_row: DapoRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [dapo_row(f"Find {i}.", f"{i:03d}", str(i)) for i in range(30)]
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("aime-2024", "--from", write("aime.parquet", rows * 32), "--output", output) == 0
     prepared = rows_of(output)
     assert len(prepared) == 30
@@ -83,7 +85,7 @@ def test_the_repetition_of_aime_files_is_collapsed_so_that_avg_32_is_not_done_tw
 def test_aime_2025_of_two_files_with_a_unit_in_an_answer(write: Write, tmp_path: Path, capsys: Any) -> None:
     first = write("aime2025-I.jsonl", [{"question": "Find the angle.", "answer": "336^\\circ"}])
     second = write("aime2025-II.jsonl", [{"question": "Find $m+n$.", "answer": 70.0}])
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("aime-2025", "--from", first, second, "--output", output) == 0
     prepared = rows_of(output)
     assert [row["reward_model"]["ground_truth"] for row in prepared] == ["336", "70"]
@@ -94,12 +96,12 @@ def test_aime_2025_of_two_files_with_a_unit_in_an_answer(write: Write, tmp_path:
 @pytest.mark.parametrize("answer", ["1000", "-3", "x", "1/2"])
 def test_no_aime_answer(write: Write, tmp_path: Path, answer: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = write("aime.jsonl", [{"question": "Find $x$.", "answer": answer}])
-    assert prepare("aime-2025", "--from", file, "--output", tmp_path / "out.parquet") == 2
+    assert prepare("aime-2025", "--from", file, "--output", tmp_path / "out") == 2
     assert "aime.jsonl, row 0: the answer of an AIME problem is an integer from 0 to 999" in capsys.readouterr().err
 
 
 def test_math_500(write: Write, math_rows: Rows, tmp_path: Path) -> None:
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("math-500", "--from", write("t.jsonl", math_rows), "--output", output, "--style", "boxed") == 0
     row = rows_of(output)[2]
     assert row["prompt"][0]["content"].startswith("What is $\\frac{5}{2}$?\n\n")
@@ -111,7 +113,7 @@ def test_math_500(write: Write, math_rows: Rows, tmp_path: Path) -> None:
 
 def test_files_of_ones_own(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write("mine.parquet", [{"text": " 1+1? ", "label": 2}, {"text": "2+2?", "label": 4}])
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("parquet", file, "--output", output) == 2
     assert "--problem-column" in capsys.readouterr().err
     columns = ("--problem-column", "text", "--answer-column", "label")
@@ -132,7 +134,7 @@ def test_a_file_in_verls_schema_keeps_prompts_and_columns_of_its_own(write: Writ
         }
         for i in range(3)
     ]
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("parquet", write("mine.parquet", rows), "--output", output) == 0
     prepared = rows_of(output)[1]
     assert prepared["prompt"] == rows[1]["prompt"]
@@ -148,12 +150,12 @@ def test_responses_of_a_guide_are_kept(write: Write, dapo_row: DapoRow, tmp_path
     rows = [{"problem": f"1+{i}", "answer": f"{1 + i}", "target": text} for i, text in enumerate(texts)]
     if schema == "verl":
         rows = [dapo_row(f"1+{i}", f"{1 + i}") | {"target": text} for i, text in enumerate(texts)]
-    file, out = write("mine.jsonl", rows), tmp_path / "out.parquet"
+    file, out = write("mine.jsonl", rows), tmp_path / "out"
     assert prepare("parquet", file, "--guide-column", "target", "--output", out) == 0
     assert [row["guide_responses"] for row in rows_of(out)] == [["1+1=2"], ["1+1=2", "2"], [], []]
     assert manifest(out)["request"]["guide_column"] == "target"
-    assert prepare("parquet", out, "--output", tmp_path / "again.parquet") == 0
-    kept = [row["guide_responses"] for row in rows_of(tmp_path / "again.parquet")]
+    assert prepare("parquet", out / "mine.parquet", "--output", tmp_path / "again") == 0
+    kept = [row["guide_responses"] for row in rows_of(tmp_path / "again")]
     assert kept == [["1+1=2"], ["1+1=2", "2"], [], []], "the column of a file in verl's schema"
 
 
@@ -164,7 +166,7 @@ def test_a_column_of_a_guide_that_cannot_be(
     write: Write, tmp_path: Path, value: Any, column: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write("mine.jsonl", [{"problem": "1+1", "answer": "2", "target": value}])
-    assert prepare("parquet", file, "--guide-column", column, "--output", tmp_path / "out.parquet") != 0
+    assert prepare("parquet", file, "--guide-column", column, "--output", tmp_path / "out") != 0
     assert f"--guide-column {column}: " in (said := capsys.readouterr().err)
     assert message in said
 
@@ -174,9 +176,10 @@ def test_the_output_is_what_verls_data_set_reads(write: Write, math_rows: Rows, 
     from gtpo_verl.problems import refuse
     from gtpo_verl.rules.data import data
 
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("math-500", "--from", write("test.jsonl", math_rows), "--output", output) == 0
-    config = compose_config([f"data.train_files={output}", f"data.val_files={output}", "data.train_batch_size=4"])
+    file = output / "math-500.parquet"
+    config = compose_config([f"data.train_files={file}", f"data.val_files={file}", "data.train_batch_size=4"])
     refuse(data(config))
 
 
@@ -185,7 +188,7 @@ def test_the_output_is_what_verls_data_set_reads(write: Write, math_rows: Rows, 
 
 def test_different_answers_to_one_problem(write: Write, dapo_row: DapoRow, tmp_path: Path) -> None:
     rows = [dapo_row("A?", "1"), dapo_row("B?", "2"), dapo_row("A?\n", "3")]
-    file, output = write("dapo.parquet", rows), tmp_path / "out.parquet"
+    file, output = write("dapo.parquet", rows), tmp_path / "out"
     assert prepare("dapo-math-17k", "--from", file, "--output", output) == 0
     assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["2"]
     assert manifest(output)["summary"]["conflicting"] == 1
@@ -195,7 +198,7 @@ def test_different_answers_to_one_problem(write: Write, dapo_row: DapoRow, tmp_p
 
 def test_rows_without_an_answer_are_left_out(write: Write, tmp_path: Path) -> None:
     rows: Rows = [{"problem": p, "answer": a} for p, a in (("A", "1"), ("B", ""), ("C", None), ("D", "  "))]
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     assert prepare("parquet", write("mine.jsonl", rows), "--output", output) == 0
     assert len(rows_of(output)) == 1
     assert manifest(output)["summary"]["without_answer"] == 3
@@ -208,7 +211,7 @@ def test_problems_of_the_test_set_are_left_out_of_the_training_set(
     test = write(
         "test.jsonl", [{"Problem": "let x=1. find x.", "Answer": 1}, {"Problem": "Find $X + 1$.", "Answer": 3}]
     )
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     file = write("dapo.parquet", train)
     assert prepare("dapo-math-17k", "--from", file, "--against", test, "--output", output) == 0
     assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["2"]
@@ -217,9 +220,9 @@ def test_problems_of_the_test_set_are_left_out_of_the_training_set(
 
 def test_nothing_left(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write("mine.jsonl", [{"problem": "A", "answer": ""}])
-    assert prepare("parquet", file, "--output", tmp_path / "out.parquet") == 2
+    assert prepare("parquet", file, "--output", tmp_path / "out") == 2
     assert "no problem is left of 1 rows" in capsys.readouterr().err
-    assert not (tmp_path / "out.parquet").exists()
+    assert not (tmp_path / "out").exists()
 
 
 # -------------------------------------------------------------------- once, and whole
@@ -229,12 +232,13 @@ def test_a_second_call_does_nothing_until_something_changes(
     write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write("mine.jsonl", [{"problem": "A", "answer": "1"}])
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     command = ("parquet", file, "--output", output)
     prepare(*command)
     facts = manifest(output)
     assert facts["inputs"][0]["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
-    assert facts["output"]["sha256"] == hashlib.sha256(output.read_bytes()).hexdigest()
+    made = output / "mine.parquet"
+    assert facts["output"]["sha256"] == hashlib.sha256(made.read_bytes()).hexdigest()
     capsys.readouterr()
 
     def is_repeated(*more: str) -> bool:
@@ -248,19 +252,29 @@ def test_a_second_call_does_nothing_until_something_changes(
     write("mine.jsonl", [{"problem": "A", "answer": "2"}])
     assert is_repeated()
     assert rows_of(output)[0]["reward_model"]["ground_truth"] == "2"
-    output.write_bytes(output.read_bytes()[:-1])
+    made.write_bytes(made.read_bytes()[:-1])
     assert is_repeated()
     assert not is_repeated()
 
 
+def test_the_name_of_a_file_is_taken_for_one_more_release(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("mine.jsonl", [{"problem": "A", "answer": "1"}])
+    assert prepare("parquet", file, "--output", tmp_path / "out" / "new.parquet") == 0
+    assert len(rows_of(tmp_path / "out")) == 1
+    assert "note: --output is a directory now" in capsys.readouterr().err
+
+
 def test_an_error_leaves_the_last_output_whole(write: Write, tmp_path: Path) -> None:
     file = write("mine.jsonl", [{"problem": "A", "answer": "1"}])
-    output = tmp_path / "out.parquet"
+    output = tmp_path / "out"
     prepare("parquet", file, "--output", output)
-    before = output.read_bytes()
+    made = output / "mine.parquet"
+    before = made.read_bytes()
     file.write_text('{"problem": "A", "answer": "1"}\n{"problem"')
     assert prepare("parquet", file, "--output", output) == 2
-    assert output.read_bytes() == before
+    assert made.read_bytes() == before
     assert [path.name for path in tmp_path.iterdir() if "tmp" in path.name] == []
 
 
@@ -269,7 +283,7 @@ def test_without_a_network_the_message_says_what_to_pass(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert prepare("aime-2025", "--output", tmp_path / "out.parquet") == 2
+    assert prepare("aime-2025", "--output", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert "opencompass/AIME2025 could not be downloaded" in error
     assert "get aime2025-I.jsonl and aime2025-II.jsonl" in error
@@ -283,9 +297,8 @@ def test_without_a_network_the_message_says_what_to_pass(
         (("parquet", "missing.parquet"), "missing.parquet: no such file"),
         (("parquet", "{torn}"), "torn.parquet is not a parquet file"),
         (("parquet", "{text}"), "expected a .parquet or a .jsonl file"),
-        (("parquet", "{rows}", "--output", "{rows}"), "is one of the input files"),
-        (("parquet", "{rows}", "--output", "{folder}"), "is a directory: give the name of a file in it"),
-        (("parquet", "{rows}", "--output", "{text}/out.parquet"), "text.csv is a file, not a directory"),
+        (("parquet", "{corrupt}", "--output", "{folder}"), "corrupt.parquet is one of the input files"),
+        (("parquet", "{rows}", "--output", "{text}/out"), "text.csv is a file, not a directory"),
         (("parquet", "{rows}", "--output", "/proc/x"), "--output /proc/x: nothing can be written in /proc"),
         (("sums", "--output", "/proc/x"), "--output /proc/x: nothing can be written in /proc"),
         (("parquet", "{corrupt}"), "corrupt.parquet is not a parquet file, or it is damaged"),
@@ -312,7 +325,7 @@ def test_what_is_wrong_is_said(
     files["text"].write_text("problem,answer\n")
     given = [argument.format_map(files) for argument in arguments]
     if "--output" not in given:
-        given += ["--output", str(tmp_path / "out.parquet")]
+        given += ["--output", str(tmp_path / "out")]
     assert prepare(*given) == 2
     assert message in capsys.readouterr().err
 
@@ -357,7 +370,7 @@ def test_rows_that_fit_no_table_are_one_line(
 ) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)))
-    assert prepare("parquet", source, "--output", tmp_path / "out.parquet") == 2
+    assert prepare("parquet", source, "--output", tmp_path / "out") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
     assert re.search(message, line)
-    assert not (tmp_path / "out.parquet").exists()
+    assert not (tmp_path / "out").exists()
