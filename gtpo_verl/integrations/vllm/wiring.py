@@ -1,13 +1,12 @@
 """Turns rollout entropies on for a run: checks its settings, and registers our classes with verl. Light to import."""
 
-import secrets
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import INSTEAD, SOCKET_TOKEN
+from gtpo_verl.integrations.vllm import INSTEAD, OWN_SOCKET
 from gtpo_verl.integrations.vllm.requirements import check_rollout
 
 AGENT_LOOPS = Path(__file__).with_name("agent_loops.yaml")
@@ -32,7 +31,7 @@ def enable_rollout_entropy(config: DictConfig) -> None:
     if rollout.agent.agent_loop_config_path is None:
         OmegaConf.update(rollout, "agent.agent_loop_config_path", str(AGENT_LOOPS), force_add=True)
     check_agent_loop(rollout.agent)
-    OmegaConf.update(rollout, f"custom.{SOCKET_TOKEN}", secrets.token_hex(4), force_add=True)
+    OmegaConf.update(rollout, f"custom.{OWN_SOCKET}", True, force_add=True)
     # the name stays "vllm": verl compares it in many places
     RolloutReplicaRegistry.register("vllm", _replica_class)
 

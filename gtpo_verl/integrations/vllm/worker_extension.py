@@ -11,14 +11,14 @@ from vllm.platforms import current_platform
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import plugin
-from gtpo_verl.integrations.vllm.weight_socket import with_token
+from gtpo_verl.integrations.vllm.weight_socket import with_port
 from gtpo_verl.versions import VLLM_ON_CPU
 
 
 class PolicyWorkerExtension(vLLMColocateWorkerExtension):
     """Entropies where ``GTPO_VERL_ROLLOUT_ENTROPY=1``, reloadable weights on the CPU, and the socket of the run."""
 
-    _socket_token: str | None = None
+    _ray_port: str | None = None
 
     def __new__(cls, **kwargs: Any) -> "PolicyWorkerExtension":
         plugin.register()
@@ -26,13 +26,13 @@ class PolicyWorkerExtension(vLLMColocateWorkerExtension):
             keep_linear_weights()
         return super().__new__(cls, **kwargs)
 
-    def name_weight_socket(self, token: str) -> None:
-        """Wait for the next weights at the socket with this token; the sender calls it."""
-        self._socket_token = token
+    def name_weight_socket(self, port: str) -> None:
+        """Wait for the next weights at the socket with this port in its name; the sender calls it."""
+        self._ray_port = port
 
     def _get_zmq_handle(self) -> str:
         handle = super()._get_zmq_handle()
-        return with_token(handle, self._socket_token) if self._socket_token else handle
+        return with_port(handle, self._ray_port) if self._ray_port else handle
 
 
 def keep_linear_weights() -> None:

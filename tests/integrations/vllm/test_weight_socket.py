@@ -9,8 +9,8 @@ from verl.workers.config import RolloutConfig
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.vllm import SOCKET_TOKEN
-from gtpo_verl.integrations.vllm.weight_socket import NamedSocketAdapter, with_token
+from gtpo_verl.integrations.vllm import OWN_SOCKET
+from gtpo_verl.integrations.vllm.weight_socket import NamedSocketAdapter, with_port
 from gtpo_verl.integrations.vllm.worker_extension import PolicyWorkerExtension
 
 
@@ -29,7 +29,7 @@ def connect(monkeypatch):
     """A sender of weights and the worker that its server would reach; Ray's job is the first, as in every Ray of one's
     own.
     """
-    context = SimpleNamespace(get_job_id=lambda: "01000000")
+    context = SimpleNamespace(get_job_id=lambda: "01000000", gcs_address="127.0.0.1:6379")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     for name, value in {"RANK": "0", "RAY_LOCAL_WORLD_SIZE": "1", "VERL_REPLICA_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -58,16 +58,16 @@ def connect(monkeypatch):
     return connect
 
 
-def test_the_token_of_the_run_is_in_both_names_before_weights_are_sent(connect):
-    named = connect({SOCKET_TOKEN: "0123abcd", "mine": 1})
-    assert named == ("ipc:///tmp/rl-colocate-zmq-01000000-0123abcd-replica-0-rank-0.sock",) * 2
+def test_the_port_of_the_runs_ray_is_in_both_names_before_weights_are_sent(connect):
+    named = connect({OWN_SOCKET: True, "mine": 1})
+    assert named == ("ipc:///tmp/rl-colocate-zmq-01000000-6379-replica-0-rank-0.sock",) * 2
 
 
 @pytest.mark.parametrize("custom", [None, {}, {"mine": 1}])
-def test_without_a_token_both_are_verls(connect, custom):
+def test_with_workers_that_are_not_ours_both_are_verls(connect, custom):
     assert connect(custom) == ("ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock",) * 2
 
 
 def test_another_form_of_the_name_is_refused():
     with pytest.raises(UserError, match="ipc:///tmp/weights"):
-        with_token("ipc:///tmp/weights", "0123abcd")
+        with_port("ipc:///tmp/weights", "6379")
