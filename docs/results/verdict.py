@@ -171,7 +171,7 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
             )
         run = scratch / f"{task}-{seed}-{arm}".translate(str.maketrans({" ": "", ",": "-", "/": "_"}))
         began = time.monotonic()
-        for _ in range(2):  # registration.md: once more, from the start of the run or its checkpoint, then a failure
+        for _ in range(2):  # registration.md: once more from the beginning, then a failure
             done = subprocess.run(command(task, seed, overrides, place, run), capture_output=True, text=True)
             result = numbers(run, task) if (run / "metrics.jsonl").is_file() else {}
             if done.returncode == 0 and endpoint(result) is not None:
