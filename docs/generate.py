@@ -96,7 +96,11 @@ def configuration() -> str:
     comments = _comments(CONFIGS / "base.yaml") | _comments(CONFIGS / "train.yaml")
     presets = {name: _plain(compose_config([f"algo={name}"])) for name in algorithms() if name in choices("algo")}
     new, changed, settings = [], [], []
-    for key, value in ours.items():
+    bounds: dict[str, list[str]] = {}  # a row for each, not for each of its four keys
+    for key in [key for key in ours if key.startswith("guards.bounds.")]:
+        bound, _, part = key.rpartition(".")
+        bounds.setdefault(bound, []).append(f"{part}={_value(ours.pop(key))}")
+    for key, value in (ours | {bound: " ".join(parts) for bound, parts in bounds.items()}).items():
         if key.startswith(methods):
             value = presets.get(key.split(".")[1], ours).get(key, value)
             settings.append(f"| `{key}` | `{_value(value)}` |")
