@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl.commands.options import declare, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.evaluation.records import (
     ProblemFile,
     ProblemRecord,
@@ -49,10 +49,8 @@ Ray cluster it joins that Ray (docs/guides/cluster-ray.md).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     place = "default: RUN/evaluation/NAME, or outputs/eval-MODEL"
-    share(parser, {"model": "", "overrides": "", "--config-dir": "", "--output": place})
-    share(parser, {"--before": "", "--fresh": "", "--wait": ""})
+    declare(parser, "model", "overrides", "--config-dir", ("--output", place), "--before", "--fresh", "--wait")
     declare(parser, ("--failures-as-wrong", False, "count samples whose generation or verifier failed as wrong"))
 
 

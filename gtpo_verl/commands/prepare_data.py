@@ -49,7 +49,6 @@ and output; a second call does nothing if nothing has changed.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     names = (
         f"a data set ({', '.join(DATASETS)}), `parquet` for files of your own, an embedded task ({', '.join(TASKS)}), "
         f"or a model ({', '.join(models.MODELS)}, gguf:FILE) or reasoning-gym:GENERATOR,KEY=VALUE"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from gtpo_verl.commands.options import declare, share
+from gtpo_verl.commands.options import declare
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import check_writable, write_json
 from gtpo_verl.verifiers import RULES
@@ -33,7 +33,6 @@ Ctrl-C stops and reports on the responses verified so far.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``gtpo-verl verify``."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a dump of responses, JSON lines")
     declare(
         parser,
@@ -43,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--no-fallback", False, "boxed: without a box a response is wrong; else its last formula or number counts"),
         ("--correct-threshold ACC", float, "`acc` of a correct response (default: that of the run of FILE, else 1.0)"),
         ("--examples N", 10, "disagreements to show"),
+        ("--output", f"also write {REPORT_FILE} there"),
     )
-    share(parser, {"--output": f"also write {REPORT_FILE} there"})
 
 
 def run(args: argparse.Namespace) -> int:
