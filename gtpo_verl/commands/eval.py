@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from gtpo_verl.commands.options import declare, overrides_of
-from gtpo_verl.evaluation.records import (
-    ProblemFile,
-    ProblemRecord,
-    changes_since,
-    open_evaluation,
-)
+from gtpo_verl.evaluation.records import ProblemFile, ProblemRecord, changes_since, open_evaluation
 from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import facts_of, settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject

@@ -6,13 +6,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.standalone import guide_of
-from gtpo_verl.planning.memory import (
-    ENGINE_DTYPES,
-    ENGINE_WORKSPACE,
-    GIB,
-    entropy_bytes,
-    micro_batch_tokens,
-)
+from gtpo_verl.planning.memory import ENGINE_DTYPES, ENGINE_WORKSPACE, GIB, entropy_bytes, micro_batch_tokens
 from gtpo_verl.planning.plan import Plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.transfers import checkpoint_bytes
