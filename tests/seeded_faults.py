@@ -328,8 +328,8 @@ FAULTS = (
         "pairs",
         "an arm's seeds are compared with the baseline's seeds by their order",
         "report/seeds.py",
-        "{one.seed: (one, partners[one.seed]) for one in chosen(arm, source) if one.seed in partners}",
-        "{one.seed: (one, other) for one, other in zip(chosen(arm, source), partners.values())}",
+        "{one.seed: (one, partners[one.seed]) for one in ours if one.seed in partners}",
+        "{one.seed: (one, other) for one, other in zip(ours, partners.values())}",
         ("tests/report/test_seeds.py",),
     ),
     Fault(

@@ -25,7 +25,7 @@ from gtpo_verl.audit.store import (
     read_records,
     reopen,
 )
-from gtpo_verl.commands.options import declare, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import facts_of, settings_as_in_training
 from gtpo_verl.evaluation.subject import Subject, configuration, find_subject
@@ -56,11 +56,11 @@ Ctrl-C keeps what is finished, and the same command goes on. docs/guides/audit.m
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a run, a checkpoint or a model, see below")
-    share(parser, {"overrides": "", "--config-dir": ""})
     declare(
         parser,
+        "overrides",
+        "--config-dir",
         ("--prompts P", int, "with correct and wrong responses (default: 64, or 2 N with --gradients N)"),
         ("--samples P", int, "responses sampled to each (default: 8, or a training's with --gradients N)"),
         ("--responses N", Plan.responses, "responses audited, half of them wrong where there are enough"),
@@ -72,12 +72,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gradients N", 0, "instead of all above, signal and noise of each method's gradient from N groups"),
         ("--gradient-params REGEX", _regular_expression, "of parameters with such a name alone (default: all)"),
         ("--methods A,B", str, "presets of algo= to score (default: all)"),
+        ("--output", "default: RUN/audit/NAME, or outputs/audit-MODEL"),
+        "--fresh",
+        ("--check", "print cost and power, and stop"),
+        ("--reanalyse DIR", Path, "compute the figures of an audit again"),
+        "--before",
+        "--wait",
     )
     parser.set_defaults(gradient_params="", methods="")
-    place = "default: RUN/audit/NAME, or outputs/audit-MODEL"
-    share(parser, {"--output": place, "--fresh": "", "--check": "print cost and power, and stop"})
-    declare(parser, ("--reanalyse DIR", Path, "compute the figures of an audit again"))
-    share(parser, {"--before": "", "--wait": ""})
 
 
 def _regular_expression(text: str) -> str:

@@ -43,7 +43,6 @@ only if a run would work.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "--cluster", nargs="?", const="auto", metavar="ADDRESS", help="of a running Ray cluster (default: this node's)"
     )

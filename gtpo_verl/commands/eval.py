@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl.commands.options import declare, overrides_of, share
-from gtpo_verl.evaluation.records import (
-    ProblemFile,
-    ProblemRecord,
-    changes_since,
-    open_evaluation,
-)
+from gtpo_verl.commands.options import declare, overrides_of
+from gtpo_verl.evaluation.records import ProblemFile, ProblemRecord, changes_since, open_evaluation
 from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import facts_of, settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
@@ -49,10 +44,8 @@ Ray cluster it joins that Ray (docs/guides/cluster-ray.md).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     place = "default: RUN/evaluation/NAME, or outputs/eval-MODEL"
-    share(parser, {"model": "", "overrides": "", "--config-dir": "", "--output": place})
-    share(parser, {"--before": "", "--fresh": "", "--wait": ""})
+    declare(parser, "model", "overrides", "--config-dir", ("--output", place), "--before", "--fresh", "--wait")
     declare(parser, ("--failures-as-wrong", False, "count samples whose generation or verifier failed as wrong"))
 
 

@@ -15,7 +15,6 @@ from gtpo_verl.runs.checkpoints import MODEL_LINK, Layout, checkpoints, fault, l
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     declare(
         parser,
         ("run", Path, "a run's directory (its last checkpoint), or RUN/checkpoints/global_step_N"),

@@ -1,7 +1,6 @@
 """Options of the commands as rows of a table, and those that several commands share, each with one meaning."""
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,16 @@ _SHARED: tuple[Row, ...] = (
 _BY_NAME = {row[0].partition(" ")[0].partition(",")[0]: row for row in _SHARED}
 
 
-def declare(parser: argparse._ActionsContainer, *rows: Row) -> None:
-    """Declare the options of some rows."""
-    for names, kind, text in rows:
+def declare(parser: argparse._ActionsContainer, *options: Row | tuple[str, str] | str) -> None:
+    """Declare options: each a row, or a shared one by its name, alone or with what is said of it here."""
+    for option in options:
+        if isinstance(option, str):
+            names, kind, text = _BY_NAME[option]
+        elif len(option) == 2:
+            names, kind, _ = _BY_NAME[option[0]]
+            text = option[1]
+        else:
+            names, kind, text = option
         flags, _, metavar = names.partition(" ")
         settings: dict[str, Any] = {"help": text, **({"metavar": metavar} if metavar else {})}
         if kind is False:
@@ -44,13 +50,6 @@ def declare(parser: argparse._ActionsContainer, *rows: Row) -> None:
         parser.add_argument(*flags.split(","), **settings)
 
 
-def share(parser: argparse._ActionsContainer, options: Mapping[str, str]) -> None:
-    """Declare shared options by name, each with what is said of it here, or everywhere where that is empty."""
-    for name, text in options.items():
-        names, kind, general = _BY_NAME[name]
-        declare(parser, (names, kind, text or general))
-
-
 def share_gpu(
     parser: argparse.ArgumentParser, text: str = "GPU whose data sheet is used (default: %(default)s)"
 ) -> None:
@@ -58,7 +57,7 @@ def share_gpu(
     from gtpo_verl.planning.timing import GPUS
 
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h100", help=text)
-    share(parser, {"--measured": ""})
+    declare(parser, "--measured")
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:

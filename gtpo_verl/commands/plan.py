@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from gtpo_verl.commands.options import declare, overrides_of, share, share_gpu
+from gtpo_verl.commands.options import declare, overrides_of, share_gpu
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.errors import UserError
 from gtpo_verl.problems import errors_of, refuse
@@ -24,8 +24,7 @@ The exit code is 1 if the run would fail.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"overrides": "", "--config-dir": ""})
+    declare(parser, "overrides", "--config-dir")
     share_gpu(parser)
     declare(
         parser,

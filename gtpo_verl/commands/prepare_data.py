@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from gtpo_verl.commands.options import declare, share
+from gtpo_verl.commands.options import declare
 from gtpo_verl.config import quoted
 from gtpo_verl.data import models
 from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
@@ -50,7 +50,6 @@ and output; a second call does nothing if nothing has changed.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     names = (
         f"a data set ({', '.join(DATASETS)}), `parquet` for files of your own, an embedded task ({', '.join(TASKS)}), "
         f"or a model ({', '.join(models.MODELS)}, gguf:FILE) or reasoning-gym:GENERATOR,KEY=VALUE"
@@ -71,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--style", choices=[*STYLES, *ANSWERS], help=style)
     parser.add_argument("--conflicts", choices=("drop", "first"), default="drop", help=conflicts)
     place = "directory (default: data, for NAME.parquet or of problems; outputs of a task or a model)"
-    share(parser, {"--output": place})
     declare(
         parser,
+        ("--output", place),
         ("--data-source NAME", str, "the name under which metrics are logged"),
         ("--problem-column NAME", str, "default: problem or question"),
         ("--answer-column NAME", str, "default: answer"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gtpo_verl.commands.options import declare, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.config import chosen, compose_config, known_presets
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher
@@ -45,19 +45,19 @@ for each.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"overrides": "Hydra overrides for every arm", "--config-dir": ""})
-    fresh = "start a new run even if an unfinished one could resume"
-    share(parser, {"--output": "parent directory of the run (default: %(default)s)", "--fresh": fresh})
-    parser.set_defaults(output=Path("outputs"))
     control = "control: random verdicts on training responses, so that nothing should be learnt"
     declare(
         parser,
+        ("overrides", "Hydra overrides for every arm"),
+        "--config-dir",
+        ("--output", "parent directory of the run (default: %(default)s)"),
+        ("--fresh", "start a new run even if an unfinished one could resume"),
         ("--arms A,B", ",".join(ARMS), "what to train"),
         ("--steps N", int, "optimiser steps per arm (default: the setting's)"),
         ("--parallel N", int, "arms at once (default: as many as fit)"),
         ("--random-verdicts", False, control),
     )
+    parser.set_defaults(output=Path("outputs"))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ EPILOG = "Without an action, lists the recipes."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     copy = actions.add_parser("copy", help="copy recipe/ and scripts/ into a directory, to read and to adapt")
     copy.add_argument("directory", type=Path, metavar="DIR")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from gtpo_verl.commands.options import declare, share
+from gtpo_verl.commands.options import declare
 from gtpo_verl.report import page
 from gtpo_verl.report.seeds import ENDPOINTS
 
@@ -11,7 +11,6 @@ TOLERATED = "A setting makes arms of its own; code, versions, hardware and check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     parser.add_argument(
         "runs",
         nargs="+",
@@ -24,9 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--endpoint", choices=ENDPOINTS, default="mean", help=f"over seeds, {text} (default: %(default)s)"
     )
-    declare(parser, ("--allow KEY", list, "compare runs although they differ in KEY; the report says so. " + TOLERATED))
-    place = "of report.html, summary.json, figures/ (default: that of the run, or outputs/report-NAMES of several)"
-    share(parser, {"--output": place})
+    declare(
+        parser,
+        ("--allow KEY", list, "compare runs although they differ in KEY; the report says so. " + TOLERATED),
+        (
+            "--output",
+            "of report.html, summary.json, figures/ (default: that of the run, or outputs/report-NAMES of several)",
+        ),
+    )
 
 
 def run(args: argparse.Namespace) -> int:

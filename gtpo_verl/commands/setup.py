@@ -57,7 +57,6 @@ IMPORTED_BY_RUNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``gtpo-verl setup``."""
     parser.add_argument("--cpu", action="store_true", help="install the packages for a machine without a GPU")
     parser.add_argument("--dev", action="store_true", help="also install the tools for tests and checks")
     parser.add_argument("--check", action="store_true", help="print the commands and change nothing")

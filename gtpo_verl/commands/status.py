@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from gtpo_verl.commands.options import share
+from gtpo_verl.commands.options import declare
 from gtpo_verl.commands.stop import is_job
 from gtpo_verl.runs.directory import SWEEP_FILE
 from gtpo_verl.runs.state import status_of
@@ -15,8 +15,7 @@ STYLES = {"running": "bold green", "complete": "bold green", "failed": "bold red
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"what": "", "--address": "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"})
+    declare(parser, "what", ("--address", "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"))
 
 
 def run(args: argparse.Namespace) -> int:

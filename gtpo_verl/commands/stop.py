@@ -3,15 +3,14 @@
 import argparse
 from pathlib import Path
 
-from gtpo_verl.commands.options import share
+from gtpo_verl.commands.options import declare
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import RECORD_FILE, SWEEP_FILE
 from gtpo_verl.runs.lock import GRACE, ask_to_stop
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"what": "", "--address": "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"})
+    declare(parser, "what", ("--address", "of a job: the cluster's dashboard (default: as for gtpo-verl submit)"))
     text = "of a job: how long its step and checkpoint may take; 0: stop at once (default: %(default)g)"
     parser.add_argument("--grace", type=float, default=GRACE, metavar="SECONDS", help=text)
 

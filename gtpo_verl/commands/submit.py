@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from gtpo_verl.commands.options import declare, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.jobs import Jobs
@@ -38,8 +38,7 @@ _STEP = re.compile(rf"(?P<what>step|{STOPPED}) (?P<step>\d+)(/| of )(?P<steps>\d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"overrides": "", "--config-dir": "of the files that the job carries", "--address": ""})
+    declare(parser, "overrides", ("--config-dir", "of the files that the job carries"), "--address")
     what = parser.add_mutually_exclusive_group()
     declare(
         what,
@@ -48,10 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--list", False, "show the trainings that were submitted to this cluster"),
         ("--logs JOB", str, "follow the log of one of them, from the beginning"),
     )
-    waiting = "let the training wait for devices that other jobs hold"
-    share(parser, {"--check": "check the run on the cluster and stop", "--wait": waiting, "--allow-changes": ""})
     declare(
         parser,
+        ("--check", "check the run on the cluster and stop"),
+        ("--wait", "let the training wait for devices that other jobs hold"),
+        "--allow-changes",
         ("--retries N", 0, "go on after a failure, until more than N attempts in a row have brought no new step"),
         ("--id JOB", str, "name of the job (default: the run directory's, and the time)"),
         ("--working-dir DIR", Path, "files to carry (default: this directory's)"),

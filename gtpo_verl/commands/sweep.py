@@ -2,7 +2,7 @@
 
 import argparse
 
-from gtpo_verl.commands.options import declare, overrides_of, share, share_gpu
+from gtpo_verl.commands.options import declare, overrides_of, share_gpu
 from gtpo_verl.experiments import run as experiment
 
 EPILOG = """\
@@ -20,20 +20,16 @@ run is never trained again, and others go on from their checkpoints. docs/guides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(
+    declare(
         parser,
-        {
-            "overrides": "as for `gtpo-verl train`, with several values for an axis; sweep=NAME takes axes from a file",
-            "--config-dir": "",
-            "--check": "print the runs and their cost, and stop",
-            "--output": "the sweep's directory (default: outputs/NAME-SETTING, NAME the file's or that of the axes)",
-            "--allow-changes": "",
-        },
+        ("overrides", "as for `gtpo-verl train`, with several values for an axis; sweep=NAME takes axes from a file"),
+        "--config-dir",
+        ("--check", "print the runs and their cost, and stop"),
+        ("--output", "the sweep's directory (default: outputs/NAME-SETTING, NAME the file's or that of the axes)"),
+        "--allow-changes",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--local", action="store_true", help="processes of this machine, no cluster")
-    share(where, {"--address": ""})
+    declare(where, ("--local", False, "processes of this machine, no cluster"), "--address")
     declare(parser, ("--parallel N", int, "runs at once (default: as many as fit)"))
     share_gpu(parser, "of the costs of --check (default: %(default)s)")
 

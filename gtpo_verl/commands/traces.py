@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from gtpo_verl.commands.options import declare, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.config import check_path_in_job
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
@@ -38,13 +38,15 @@ finished, and the same command goes on.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"model": "the guide: a run, a checkpoint or a model"})
-    declare(parser, ("file FILE", Path, "prompts: a parquet file in verl's schema"))
-    share(parser, {"overrides": "", "--config-dir": "", "--output": "of NAME.traces.parquet (default: that of FILE)"})
-    share(parser, {"--fresh": "", "--wait": ""})
     declare(
         parser,
+        ("model", "the guide: a run, a checkpoint or a model"),
+        ("file FILE", Path, "prompts: a parquet file in verl's schema"),
+        "overrides",
+        "--config-dir",
+        ("--output", "of NAME.traces.parquet (default: that of FILE)"),
+        "--fresh",
+        "--wait",
         ("--samples N", 1, "of each prompt"),
         ("--keep-wrong", False, "keep responses that the verifier calls wrong, too"),
     )

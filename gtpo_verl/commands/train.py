@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.commands.options import declare, overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.config import check_path_in_job, compose_config, prepare, print_config, print_info, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.checkpoints import repair_tracker
@@ -42,10 +42,10 @@ with the same trainer.run_dir. All that the run prints is in train.log there.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
-    share(parser, {"overrides": "", "--config-dir": ""})
     declare(
         parser,
+        "overrides",
+        "--config-dir",
         ("--resolve", False, "with --cfg: resolve interpolations"),
         ("--package,-p KEY", str, "with --cfg: print this section alone"),
         ("--verbose", False, "show all that the run prints, from every process"),
@@ -56,9 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (("--info", "-i"), INFO, "print how it is composed and stop"),
     ):
         what.add_argument(*flags, nargs="?", const=values[0], metavar="|".join(values), help=text)
-    share(what, {"--check": "check all that can be checked without a GPU and stop"})
-    what.add_argument("--multirun", "-m", action="store_true", help="train every value: `gtpo-verl sweep --local`")
-    share(parser, {"--allow-changes": "", "--wait": ""})
+    declare(
+        what,
+        ("--check", "check all that can be checked without a GPU and stop"),
+        ("--multirun,-m", False, "train every value: `gtpo-verl sweep --local`"),
+    )
+    declare(parser, "--allow-changes", "--wait")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -2,14 +2,13 @@
 
 import argparse
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from gtpo_verl.commands.options import declare, share
+from gtpo_verl.commands.options import declare
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import check_writable, write_json
 from gtpo_verl.verifiers import RULES
@@ -33,7 +32,6 @@ Ctrl-C stops and reports on the responses verified so far.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of ``gtpo-verl verify``."""
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a dump of responses, JSON lines")
     declare(
         parser,
@@ -43,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--no-fallback", False, "boxed: without a box a response is wrong; else its last formula or number counts"),
         ("--correct-threshold ACC", float, "`acc` of a correct response (default: that of the run of FILE, else 1.0)"),
         ("--examples N", 10, "disagreements to show"),
+        ("--output", f"also write {REPORT_FILE} there"),
     )
-    share(parser, {"--output": f"also write {REPORT_FILE} there"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     limits = {"workers": args.workers, "timeout": args.timeout, "memory_mb": args.memory_mb}
     agreement = Agreement()
     interrupted = False
-    with ExitStack() as stack:
-        answer = stack.enter_context(VerifierPool("answer", **limits))
-        boxed = stack.enter_context(VerifierPool("boxed", {"fallback": not args.no_fallback}, **limits))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
-        stack.enter_context(progress)
+    counts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with (
+        VerifierPool("answer", **limits) as answer,
+        VerifierPool("boxed", {"fallback": not args.no_fallback}, **limits) as boxed,
+        Progress(*counts, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as progress,
+    ):
         task = progress.add_task("verifying", total=total)
         try:
             for sample, first, second in verified(read_samples(thresholds), answer, boxed, ahead=4 * args.workers):
@@ -91,10 +89,8 @@ def print_report(agreement: Agreement, total: int) -> None:
     """Print the 2x2 table, the share with its interval, the failures, and examples."""
     console = Console(soft_wrap=True)
     cells, (low, high) = agreement.cells, agreement.interval()
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    table.add_column("")
-    for name in ("boxed: right", "boxed: wrong"):
-        table.add_column(name, justify="right")
+    counts = [Column(name, justify="right") for name in ("boxed: right", "boxed: wrong")]
+    table = Table("", *counts, box=None, header_style="dim", pad_edge=False)
     table.add_row("answer: right", str(cells["both"]), str(cells["answer_only"]))
     table.add_row("answer: wrong", str(cells["boxed_only"]), str(cells["neither"]))
     console.print(table)

@@ -29,18 +29,6 @@ ENGINE_WORKSPACE = 3 * GIB  # activations and CUDA graphs of an active rollout e
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A phase of the step and its memory on one GPU by component, in bytes."""
-
-    name: str
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
 class Engine:
     """A rollout engine's share of one GPU. ``kv_tokens`` is the capacity of one replica, over all of its GPUs."""
 
@@ -54,24 +42,19 @@ class Engine:
 
 @dataclass(frozen=True)
 class Memory:
-    """All phases and the engine; ``capacity`` is the GPU's."""
+    """Memory of one GPU in bytes: by phase of the step and component, and the engine's; ``capacity`` is the GPU's."""
 
     capacity: float
-    phases: list[Phase]
+    phases: dict[str, dict[str, float]]
     engine: Engine
-
-    @property
-    def peak(self) -> Phase:
-        """The phase that needs the most memory."""
-        return max(self.phases, key=lambda phase: phase.total)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, in GiB."""
         engine = {name: getattr(self.engine, name) / GIB for name in ("budget", "weights", "workspace", "kv_cache")}
         return {
             "capacity_gib": self.capacity / GIB,
-            "phases_gib": {phase.name: {k: v / GIB for k, v in phase.parts.items()} for phase in self.phases},
-            "totals_gib": {phase.name: phase.total / GIB for phase in self.phases},
+            "phases_gib": {name: {k: v / GIB for k, v in parts.items()} for name, parts in self.phases.items()},
+            "totals_gib": {name: sum(parts.values()) / GIB for name, parts in self.phases.items()},
             "engine_gib": engine,
             "kv_bytes_per_token": self.engine.kv_bytes_per_token,
             "kv_tokens_per_replica": self.engine.kv_tokens,
@@ -124,8 +107,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     }
     if actor.calculate_entropy or actor.entropy_coeff != 0:
         update["entropy"] = entropy_bytes(config, shape, tokens, parallel)
-    phases = [Phase("generate", generate), Phase("old log-probs", score), Phase("update", update)]
-    return Memory(capacity, phases, engine)
+    return Memory(capacity, {"generate": generate, "old log-probs": score, "update": update}, engine)
 
 
 def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:

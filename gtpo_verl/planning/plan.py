@@ -10,7 +10,7 @@ from gtpo_verl.algorithms.registry import Algorithm, algorithms
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.measured import measured_assumptions
-from gtpo_verl.planning.memory import GIB, Memory, engine_of, host_memory, memory_of
+from gtpo_verl.planning.memory import FP32, GIB, Memory, engine_of, host_memory, memory_of
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob, step_of, total_steps
@@ -24,7 +24,6 @@ from gtpo_verl.planning.timing import (
     step_time,
 )
 
-FLOAT32 = 4
 ROLLOUT_COLUMNS = 8  # bytes a token: float32 entropy and int32 version of the weights
 
 
@@ -134,7 +133,7 @@ def _arms(
     peak = assumptions["gpu_tflops"].value * 1e12 * parallel.gpus * assumptions["log_prob_efficiency"].value
     seconds = 0.0 if skips_old_log_prob(config) else forward_flops(shape, step.responses, lengths) / peak
     rollout = ROLLOUT_COLUMNS * tokens if entropy_source(config).from_rollout else 0
-    actor = 0 if skips_old_log_prob(config) else FLOAT32 * tokens
+    actor = 0 if skips_old_log_prob(config) else FP32 * tokens
     first: dict[str, Algorithm] = {}  # of the methods that share an advantage estimator
     for method in algorithms().values():
         first.setdefault(method.estimator, method)

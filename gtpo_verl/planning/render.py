@@ -112,15 +112,13 @@ def _step(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _show_memory(plan: Plan, memory: Memory, console: Console) -> None:
-    engine, rows = memory.engine, []
-    for name in dict.fromkeys(name for phase in memory.phases for name in phase.parts):
-        parts = [phase.parts.get(name, 0.0) / GIB for phase in memory.phases]
-        if any(parts):
-            rows.append((name, *(f"{part:.1f}" if part else "" for part in parts)))
-    total = (f"total, of {memory.capacity / GIB:.0f}", *(f"{phase.total / GIB:.1f}" for phase in memory.phases))
-    console.print(
-        _table("Memory per GPU, GiB", ("", *(phase.name for phase in memory.phases)), rows, total, numbers=True)
-    )
+    engine, rows, phases = memory.engine, [], memory.phases.values()
+    for name in dict.fromkeys(name for parts in phases for name in parts):
+        sizes = [parts.get(name, 0.0) / GIB for parts in phases]
+        if any(sizes):
+            rows.append((name, *(f"{size:.1f}" if size else "" for size in sizes)))
+    total = (f"total, of {memory.capacity / GIB:.0f}", *(f"{sum(parts.values()) / GIB:.1f}" for parts in phases))
+    console.print(_table("Memory per GPU, GiB", ("", *memory.phases), rows, total, numbers=True))
     console.print(
         f"Rollout engine: weights {engine.weights / GIB:.1f}, workspace {engine.workspace / GIB:.1f}, KV cache "
         f"{engine.kv_cache / GIB:.1f}: {engine.kv_tokens:,} tokens per replica, "

@@ -163,12 +163,7 @@ def passes_of_update(config: DictConfig, parallel: Parallelism) -> int:
 
 
 def step_time(
-    config: DictConfig,
-    shape: ModelShape,
-    parallel: Parallelism,
-    step: Step,
-    engine: Engine,
-    assumptions: Assumptions,
+    config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, engine: Engine, assumptions: Assumptions
 ) -> StepTime:
     """Estimate the seconds of one step."""
     values = {name: item.value for name, item in assumptions.items()}

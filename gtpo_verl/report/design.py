@@ -190,16 +190,12 @@ def _arms(keys: Mapping[Training, _Key], runs: Mapping[Training, str]) -> tuple[
 def _names(keys: Mapping[Training, _Key]) -> list[str]:
     """The label of the method, and what else tells the arms apart; each with one of its trainings."""
     choices = {training: key.values.get("algo") or key.values.get(ALGORITHM) for training, key in keys.items()}
-    chosen: dict[str, set[str | None]] = {}  # by method: the presets, or the method itself
-    for training, choice in choices.items():
-        if training.method:
-            chosen.setdefault(training.method.name, set()).add(choice)
     varying = _varying([key.values for key in keys.values()]) - {"algo", ALGORITHM}
     names = []
     for training, key in keys.items():
-        choice = choices[training]
-        alone = training.method is not None and len(chosen[training.method.name]) == 1
-        label = training.method.label if training.method and alone else choice
+        method, label = training.method, choices[training]
+        if method and len({choices[one] for one in keys if one.method is method}) == 1:
+            label = method.label  # of its presets, or of itself, there is one
         told = {name: value for name, value in key.values.items() if name in varying} | dict(key.settings)
         parts = [f"{name.rsplit('.', 1)[-1]}={value}" for name, value in told.items()]
         names.append(", ".join([label or training.name, *parts]))

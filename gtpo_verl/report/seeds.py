@@ -71,7 +71,7 @@ def finals(arms: Sequence[Arm], endpoint: str = "mean") -> list[Final]:
     for source in data_sources(arms):
         steps = _steps(arms, source, endpoint)
         for arm in arms:
-            values = {result.seed: _at(result, source, steps) for result in _complete(arm, source)}
+            values = {result.seed: _at(result, source, steps) for result in _validated(arm, source)}
             if not steps or not values:
                 continue
             numbers = list(values.values())
@@ -86,7 +86,7 @@ def seed_comparisons(
     pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str = "mean"
 ) -> list[SeedComparison]:
     """Every arm against its baseline on each data source, over the seeds that both completed; one family for Holm."""
-    found = list(_common(pairs, arms, endpoint, complete=True))
+    found = list(_common(pairs, arms, endpoint, unfinished=False))
     results = compared([_differences(source, steps, common) for _, _, source, steps, common in found])
     comparisons = []
     for (arm, baseline, source, steps, common), result in zip(found, results, strict=True):
@@ -103,7 +103,7 @@ def unfinished_comparisons(
     """
     return [
         SeedComparison(arm, baseline, source, steps, tuple(common), paired(_differences(source, steps, common)))
-        for arm, baseline, source, steps, common in _common(pairs, arms, endpoint, complete=False)
+        for arm, baseline, source, steps, common in _common(pairs, arms, endpoint, unfinished=True)
         if any(not result.complete for pair in common.values() for result in pair)
     ]
 
@@ -123,31 +123,27 @@ def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats,
 
 def _steps(arms: Sequence[Arm], source: str, endpoint: str) -> tuple[int, ...]:
     """The steps of the endpoint, among those that all complete trainings validated on a data source."""
-    curves = [result.accuracies[source].curve for arm in arms for result in _complete(arm, source)]
+    curves = [result.accuracies[source].curve for arm in arms for result in _validated(arm, source)]
     common = sorted(set.intersection(*({point.step for point in curve} for curve in curves))) if curves else []
     trained = [step for step in common if step > 0]
     return tuple(trained if endpoint == "mean" else trained[-1:])
 
 
-def _complete(arm: Arm, source: str) -> list[TrainingResult]:
-    return [result for result in arm.trainings if source in result.accuracies and result.complete]
-
-
-def _ended(arm: Arm, source: str) -> list[TrainingResult]:
-    """The complete trainings, and those that ended before, after a validation at least."""
+def _validated(arm: Arm, source: str, *, unfinished: bool = False) -> list[TrainingResult]:
+    """The complete trainings; where ``unfinished``, those that ended before as well, after a validation at least."""
     validated = [result for result in arm.trainings if source in result.accuracies]
-    return [result for result in validated if result.complete or result.training.status != "running"]
+    return [one for one in validated if one.complete or (unfinished and one.training.status != "running")]
 
 
 def _common(
-    pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str, *, complete: bool
+    pairs: Sequence[tuple[Arm, Arm]], arms: Sequence[Arm], endpoint: str, *, unfinished: bool
 ) -> Iterator[tuple[str, str, str, tuple[int, ...], Pairs]]:
     """Arm, baseline, data source, steps of the endpoint, and the trainings that have a partner of the same seed."""
-    chosen = _complete if complete else _ended
     for source, (arm, baseline) in itertools.product(data_sources(arms), pairs):
         steps = _steps(arms, source, endpoint)
-        partners = {result.seed: result for result in chosen(baseline, source)}
-        common = {one.seed: (one, partners[one.seed]) for one in chosen(arm, source) if one.seed in partners}
+        ours, theirs = (_validated(one, source, unfinished=unfinished) for one in (arm, baseline))
+        partners = {one.seed: one for one in theirs}
+        common = {one.seed: (one, partners[one.seed]) for one in ours if one.seed in partners}
         if steps and common:
             yield arm.name, baseline.name, source, steps, common
 
@@ -183,12 +179,10 @@ def _crossed(source: str, steps: Sequence[int], pairs: Pairs) -> Interval | None
     prompts = common_prompts(every)
     if not prompts or any(len(one.prompts) > len(prompts) for one in every):
         return None
-    of_pairs = [
-        accuracies_of(ours, prompts).mean(axis=1) - accuracies_of(theirs, prompts).mean(axis=1)
-        for ours, theirs in validations
-    ]
+    clusters = clusters_of(every, prompts)
     columns = []
-    for one in of_pairs:
-        names, means, sizes = cluster_means(clusters_of(every, prompts), one.tolist())
+    for ours, theirs in validations:
+        differences = accuracies_of(ours, prompts).mean(axis=1) - accuracies_of(theirs, prompts).mean(axis=1)
+        names, means, sizes = cluster_means(clusters, differences.tolist())
         columns.append(means * sizes * len(names) / len(prompts))  # their mean is that over prompts
     return crossed_interval(np.stack(columns))

@@ -20,8 +20,8 @@ class Idle:
     """Keys, or prefixes of them, that nothing reads where `when` is true; `but`: such keys that are read."""
 
     keys: tuple[str, ...]
-    when: Callable[[DictConfig], bool]
     reason: str
+    when: Callable[[DictConfig], bool] = lambda config: True
     but: tuple[str, ...] = ()
 
 
@@ -33,73 +33,64 @@ def _not(key: str, *values: Any) -> Callable[[DictConfig], bool]:
     return lambda config: OmegaConf.select(config, key) not in values
 
 
-def _always(config: DictConfig) -> bool:
-    return True
-
-
 _TABLE = (
     Idle(
         ("algorithm.norm_adv_by_std_in_grpo",),
+        f"only verl's estimators {' and '.join(READ_NORM_BY_STD)} read it",
         # false is an error (`algorithm.ignored`)
         lambda config: (
             config.algorithm.norm_adv_by_std_in_grpo and config.algorithm.adv_estimator not in READ_NORM_BY_STD
         ),
-        f"only verl's estimators {' and '.join(READ_NORM_BY_STD)} read it",
     ),
     Idle(
         ("algorithm.gamma", "algorithm.lam"),
-        lambda config: algorithm_of(config) is not None,
         "the advantage estimator has neither a discount nor a trace",
+        lambda config: algorithm_of(config) is not None,
     ),
     Idle(
         (f"{ACTOR}.policy_loss.seq_",),
-        _not(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
         "only the policy loss grpo_s has a sequence ratio",
+        _not(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
     ),
     Idle(
         (f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c"),
-        _is(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
         f"grpo_s clips the sequence ratio: {ACTOR}.policy_loss.seq_clip_ratio_low and _high",
+        _is(f"{ACTOR}.policy_loss.loss_mode", "grpo_s"),
     ),
     Idle(
         (f"{ACTOR}.clip_ratio",),
-        _always,
         "clip_ratio_low and clip_ratio_high are set",
         but=tuple(f"{ACTOR}.clip_ratio_{which}" for which in ("low", "high", "c")),
     ),
     Idle(
         ("data.gen_batch_size",),
-        _is(f"{GROUPS}.enable", True),
         "with dynamic sampling verl fetches prompts one by one; the number in flight is set by "
         f"{GROUPS}.max_inflight_gen_batches",
+        _is(f"{GROUPS}.enable", True),
     ),
     Idle(
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
-        _is(f"{ACTOR}.use_dynamic_bsz", True),
         f"micro-batches are sized by tokens ({ACTOR}.ppo_max_token_len_per_gpu)",
+        _is(f"{ACTOR}.use_dynamic_bsz", True),
     ),
     Idle(
         (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-        _is(f"{ACTOR}.use_dynamic_bsz", False),
         f"micro-batches are sized by responses: set {ACTOR}.use_dynamic_bsz=true",
+        _is(f"{ACTOR}.use_dynamic_bsz", False),
     ),
     Idle(
         (f"{CORRECTION}.rollout_",),
-        _is("algorithm.entropy.source", "rollout"),
         "with algorithm.entropy.source=rollout, the ratio is taken to the rollout's log-probs, and the clip bounds it",
+        _is("algorithm.entropy.source", "rollout"),
     ),
     Idle(
         (f"{CORRECTION}.loss_type",),
-        _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
         "only verl's policy loss bypass_mode reads it",
+        _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
     ),
-    Idle((f"{ACTOR}.grad_clip",), _always, f"verl reads {ACTOR}.optim.clip_grad"),
-    Idle(("critic.",), _not("algorithm.adv_estimator", "gae"), "none of the estimators has a critic"),
-    Idle(
-        ("reward_model.", "custom_reward_function.", "sandbox_fusion."),
-        _always,
-        "verl's current trainer reads reward.*",
-    ),
+    Idle((f"{ACTOR}.grad_clip",), f"verl reads {ACTOR}.optim.clip_grad"),
+    Idle(("critic.",), "none of the estimators has a critic", _not("algorithm.adv_estimator", "gae")),
+    Idle(("reward_model.", "custom_reward_function.", "sandbox_fusion."), "verl's current trainer reads reward.*"),
 )
 # What belongs to a switch: keys, or prefixes of them, that nothing reads where it has this value.
 _SWITCHES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
@@ -111,7 +102,7 @@ _SWITCHES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (f"{ACTOR}.use_kl_loss", False, (f"{ACTOR}.kl_loss_",)),
     ("algorithm.use_kl_in_reward", False, ("algorithm.kl_ctrl.", "algorithm.kl_penalty")),
 )
-_ROWS = (*_TABLE, *(Idle(keys, _is(key, off), f"{key}={written(off)}", but=(key,)) for key, off, keys in _SWITCHES))
+_ROWS = (*_TABLE, *(Idle(keys, f"{key}={written(off)}", _is(key, off), but=(key,)) for key, off, keys in _SWITCHES))
 
 
 def without_effect(config: DictConfig, given: Sequence[str]) -> Iterator[Problem]:
@@ -131,11 +122,9 @@ def _of_methods(config: DictConfig) -> Iterator[Idle]:
     trained = algorithm_of(config)
     label = trained.label if trained else f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     others = tuple(f"algorithm.{method.name}." for method in algorithms().values() if method is not trained)
-    yield Idle(others, _always, f"this run trains {label}")
+    yield Idle(others, f"this run trains {label}")
     if trained and "length_denominator" in {field.name for field in fields(trained.config)}:
         penalty = f"algorithm.{trained.name}.length_penalty"
         yield Idle(
-            (f"algorithm.{trained.name}.length_denominator",),
-            _not(penalty, "soft"),
-            f"only {penalty}=soft has a slope",
+            (f"algorithm.{trained.name}.length_denominator",), f"only {penalty}=soft has a slope", _not(penalty, "soft")
         )

@@ -6,13 +6,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.standalone import guide_of
-from gtpo_verl.planning.memory import (
-    ENGINE_DTYPES,
-    ENGINE_WORKSPACE,
-    GIB,
-    entropy_bytes,
-    micro_batch_tokens,
-)
+from gtpo_verl.planning.memory import ENGINE_DTYPES, ENGINE_WORKSPACE, GIB, entropy_bytes, micro_batch_tokens
 from gtpo_verl.planning.plan import Plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.transfers import checkpoint_bytes
@@ -101,12 +95,13 @@ def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
         yield from beyond_the_machine(plan.host_memory)
     if found is None:
         return
-    for phase in found.phases:
-        if phase.total > found.capacity:
-            largest = max((part for part in phase.parts if part != "context"), key=lambda part: phase.parts[part])
+    for phase, parts in found.phases.items():
+        total = sum(parts.values())
+        if total > found.capacity:
+            largest = max((part for part in parts if part != "context"), key=lambda part: parts[part])
             yield Problem(
-                f"{phase.name} needs about {phase.total / GIB:.0f} GiB per GPU of {found.capacity / GIB:.0f}, most of "
-                f"it for {largest} ({phase.parts[largest] / GIB:.0f} GiB): {_REMEDIES[largest]}."
+                f"{phase} needs about {total / GIB:.0f} GiB per GPU of {found.capacity / GIB:.0f}, most of it for "
+                f"{largest} ({parts[largest] / GIB:.0f} GiB): {_REMEDIES[largest]}."
             )
     longest = plan.step.longest_sequence
     if found.engine.kv_tokens < longest:

@@ -5,6 +5,7 @@ clearly. Rules of other modules calculate with these numbers, so they are asked 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -106,17 +107,8 @@ TRAINING: Table = (
 )
 
 
-def sampling(config: DictConfig) -> Iterator[Problem]:
-    """Sizes and rates of a command that samples."""
-    yield from _outside(config, SAMPLING)
-
-
-def training(config: DictConfig) -> Iterator[Problem]:
-    """The other settings of a training."""
-    yield from _outside(config, TRAINING)
-
-
-def _outside(config: DictConfig, table: Table) -> Iterator[Problem]:
+def _outside(table: Table, config: DictConfig) -> Iterator[Problem]:
+    """Values of a configuration that are not what the table says."""
     for kind, section, names in table:
         for name in names.split():
             key = f"{section}.{name}" if section else name
@@ -134,4 +126,5 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-RULES = (sampling, training)
+sampling = partial(_outside, SAMPLING)
+RULES = (sampling, partial(_outside, TRAINING))

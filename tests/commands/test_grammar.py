@@ -10,7 +10,7 @@ import pytest
 
 from gtpo_verl import cli
 from gtpo_verl.cli import as_now, main
-from gtpo_verl.commands.options import overrides_of, share
+from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.runs.directory import record_metrics, write_record
 from gtpo_verl.runs.sweep import Sweep, write
 
@@ -55,7 +55,7 @@ def test_methods_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_an_option_for_overrides_is_one(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    share(parser, {"overrides": "", "--config-dir": "", "--allow-changes": ""})
+    declare(parser, "overrides", "--config-dir", "--allow-changes")
     args = parser.parse_args(["algo=gtpo", "--config-dir", str(tmp_path), "--allow-changes", "seed,data"])
     assert overrides_of(args) == [
         f'hydra.searchpath=["file://{tmp_path}"]',

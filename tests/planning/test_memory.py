@@ -29,7 +29,7 @@ def memory(config: DictConfig, model: str = "Qwen/Qwen2.5-7B") -> Memory:
 
 
 def parts(config: DictConfig, phase: str, model: str = "Qwen/Qwen2.5-7B") -> dict[str, float]:
-    return next(item.parts for item in memory(config, model).phases if item.name == phase)
+    return memory(config, model).phases[phase]
 
 
 def test_activations_of_a_layer_are_what_autograd_saves() -> None:
