@@ -26,7 +26,6 @@ class RunStatus:
 
     name: str
     state: str
-    attempts: Attempts
     training: RunState
 
 
@@ -35,8 +34,8 @@ def statuses(directory: Path) -> list[RunStatus]:
     attempts, scheduled = read_attempts(directory), live_owner(directory) is not None
     found = []
     for name in load(directory).runs:
-        begun, training = attempts.get(name, Attempts()), state_of(directory / name)
-        found.append(RunStatus(name, _state(training, begun, scheduled), begun, training))
+        training = state_of(directory / name)
+        found.append(RunStatus(name, _state(training, attempts.get(name, Attempts()), scheduled), training))
     return found
 
 

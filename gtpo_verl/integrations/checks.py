@@ -41,11 +41,6 @@ def check_with_verl(config: DictConfig) -> None:
     refuse(evaluate(RULES, config))
 
 
-def check_model(config: DictConfig) -> None:
-    """Check what transformers says of a local model; raises a UserError of what is wrong."""
-    refuse(evaluate([model], config))
-
-
 def names(config: DictConfig) -> Iterator[Problem]:
     """Estimator and loss are registered with verl."""
     from verl.trainer.ppo import core_algos

@@ -5,10 +5,11 @@ is read as source, so it needs neither its dependencies nor our trust (`make ups
 """
 
 import argparse
-import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from gtpo_verl.integrations.source import PACKAGES, Expected, Source
 from gtpo_verl.versions import VERL_TESTED, VLLM_TESTED, installed_version, is_newer, tested_range
@@ -16,18 +17,10 @@ from gtpo_verl.versions import VERL_TESTED, VLLM_TESTED, installed_version, is_n
 Contract = dict[str, dict[str, Expected]]
 
 
-@functools.cache
-def load_contract() -> Contract:
-    """The lines of ``contract.yaml``: by module and name, what the symbol is."""
-    import yaml
-
-    contract: Contract = yaml.safe_load(Path(__file__).with_name("contract.yaml").read_text())
-    return contract
-
-
 def contract_of(*packages: str) -> Contract:
-    """The part of the contract that is about these packages."""
-    return {module: names for module, names in load_contract().items() if module.split(".")[0] in packages}
+    """The lines of ``contract.yaml`` about these packages: by module and name, what the symbol is."""
+    contract: Contract = yaml.safe_load(Path(__file__).with_name("contract.yaml").read_text())
+    return {module: names for module, names in contract.items() if module.split(".")[0] in packages}
 
 
 @dataclass(frozen=True)

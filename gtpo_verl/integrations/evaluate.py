@@ -87,27 +87,21 @@ def serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManage
     Raises UserError: the cluster has no room and ``wait`` is off, or a process or a node died.
     """
     after = "Repeat the command for the rest."
-    trace = f"The stack trace is at the end of the log. {after}"
-    with with_last_word(after), in_one_line(trace), _serving(config, wait=wait) as managers:
-        yield managers
-
-
-@contextmanager
-def _serving(config: DictConfig, *, wait: bool) -> Iterator[tuple[LLMServerManager, BoundedRewardLoopManager]]:
-    leave_to_cluster(config)
-    environment = get_ppo_ray_runtime_env(config)
-    environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
-    own: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)  # its variables win, as in verl
-    options: Any = OmegaConf.to_container(OmegaConf.merge({"runtime_env": environment}, own))
-    ray.init(**options)
-    try:
-        enter_cluster(config, training=False, wait=wait)
-        OmegaConf.resolve(config)
-        with with_queue(config, serving_bundles(config), lambda: None):
-            reward = BoundedRewardLoopManager(config=config)
-            yield LLMServerManager.create(config=config), reward
-    finally:
-        ray.shutdown()
+    with with_last_word(after), in_one_line(f"The stack trace is at the end of the log. {after}"):
+        leave_to_cluster(config)
+        environment = get_ppo_ray_runtime_env(config)
+        environment["env_vars"]["TRANSFER_QUEUE_ENABLE"] = "1"
+        own: Any = OmegaConf.to_container(config.ray_kwargs.ray_init, resolve=True)  # its variables win, as in verl
+        options: Any = OmegaConf.to_container(OmegaConf.merge({"runtime_env": environment}, own))
+        ray.init(**options)
+        try:
+            enter_cluster(config, training=False, wait=wait)
+            OmegaConf.resolve(config)
+            with with_queue(config, serving_bundles(config), lambda: None):
+                reward = BoundedRewardLoopManager(config=config)
+                yield LLMServerManager.create(config=config), reward
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

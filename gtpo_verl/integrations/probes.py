@@ -4,7 +4,6 @@ import ctypes.util
 import os
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs.provenance import nvidia_smi
 from gtpo_verl.versions import installed_version
 
 PACKAGES = ("gtpo-verl", "verl", "vllm", "torch", "ray", "transformers", "TransferQueue")
@@ -54,7 +54,7 @@ class NodeView:
 
 def look(*models: str) -> NodeView:
     """Look at this node, and at these directories of models; a worker's function."""
-    gpus, driver = _nvidia_smi("name"), next(iter(_nvidia_smi("driver_version")), "")
+    gpus, driver = nvidia_smi("name"), next(iter(nvidia_smi("driver_version")), "")
     states = RDMA.glob("*/ports/*/state")
     ports = sorted(f"{state.parts[-4]}/{state.parts[-2]}" for state in states if "ACTIVE" in state.read_text())
     problems = [*map(unreadable, models)]
@@ -72,17 +72,6 @@ def look(*models: str) -> NodeView:
         + (f"; RDMA on {', '.join(ports)}" if ports else "; no RDMA device: NCCL uses TCP"),
         problem=next(filter(None, problems), ""),
     )
-
-
-def _nvidia_smi(field: str) -> list[str]:
-    """One value for each GPU of the machine; none where there is no driver."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def unreadable(model: str) -> str:

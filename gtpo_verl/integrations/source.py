@@ -66,8 +66,7 @@ class Source:
         return type(node.value).__name__ if isinstance(node, ast.Constant) else type(node).__name__.lower()
 
     def _find(self, module: str, name: str) -> Definition | None:
-        tree = self._parse(module)
-        found = tree and Definition(module, tree[0])
+        found = self._as_module(module)
         for part in name.split("."):
             found = found and self._member(found, part)
         return found

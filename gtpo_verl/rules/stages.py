@@ -8,7 +8,7 @@ from functools import partial
 
 from omegaconf import DictConfig
 
-from gtpo_verl.integrations.checks import check_model
+from gtpo_verl.integrations import checks
 from gtpo_verl.problems import Problem, Rule, evaluate, refuse
 from gtpo_verl.rules import algorithm, data, guide, model, overrides, ranges, rollout, sizes, start
 from gtpo_verl.tasks.prepare import use_embedded_prompts
@@ -42,6 +42,6 @@ def check_evaluation(config: DictConfig, given: Sequence[str] = ()) -> None:
     """
     rules = (sizes.lengths, model.model, algorithm.verifier, partial(start.ray, given=given))
     refuse(evaluate([ranges.sampling], config) or evaluate(rules, config))
-    check_model(config)
+    refuse(evaluate([checks.model], config))  # what transformers says of it
     use_embedded_prompts(config)  # which takes minutes: what can be checked before is
     refuse(data.data(config, ("val_files",)))

@@ -164,12 +164,12 @@ def check_ranks(folder: Path, layout: Layout) -> None:
     """Check that this run's backend and ranks can load a checkpoint. UserError: they cannot, with how to convert it."""
     actor = folder / "actor"
     fsdp, megatron = actor / "fsdp_config.json", actor / "ckpt_contents.json"
-    if layout.strategy in ("fsdp", "fsdp2") and fsdp.is_file():
+    if layout.strategy in FSDP and fsdp.is_file():
         ranks = json.loads(fsdp.read_text())["world_size"]
         if ranks == layout.ranks:
             return
         problem = f"was saved by {ranks} ranks, and this run has {layout.ranks}: FSDP's shards fit their number alone"
-    elif layout.strategy in ("fsdp", "fsdp2") and megatron.is_file():
+    elif layout.strategy in FSDP and megatron.is_file():
         problem = "was saved by Megatron, and this run has FSDP"
     elif layout.strategy == "megatron" and fsdp.is_file():
         problem = "was saved by FSDP, and this run has Megatron"

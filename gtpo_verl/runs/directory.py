@@ -13,14 +13,7 @@ import yaml
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import (
-    append_json_line,
-    move_json_lines,
-    read_json,
-    read_json_lines,
-    reading,
-    write_json,
-)
+from gtpo_verl.files import append_json_line, move_json_lines, read_json, read_json_lines, reading, write_json
 
 METRICS_FILE = "metrics.jsonl"
 GROUPS_FILE = "groups.jsonl"

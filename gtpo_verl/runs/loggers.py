@@ -8,35 +8,29 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError
 
+Metrics = dict[int, dict[str, float]]  # by step
 _EVENTS = "events.out.tfevents.*"
 _BLOCK = 32_768  # bytes; a frame never crosses a block
 _FRAME = struct.Struct("<IHB")  # checksum, length, and whether it is whole, the first, a middle or the last part
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
-@dataclass(frozen=True)
-class Logged:
-    """Metrics by step, and the configuration where the logger keeps it."""
-
-    metrics: Mapping[int, Mapping[str, float]]
-    config: Mapping[str, Any]
-
-
-def read_logger(path: Path) -> Logged | None:
-    """Read what TensorBoard or an offline run of Weights & Biases has logged; None where there is neither.
+def read_logger(path: Path) -> tuple[Metrics, dict[str, Any]] | None:
+    """Read the metrics that TensorBoard or an offline run of Weights & Biases has logged, and the configuration, empty
+    where the logger keeps none; None where there is neither log.
 
     ``path``: a directory with TensorBoard's event files; a directory ``offline-run-…`` of Weights & Biases, one that
     holds a single such directory, or its ``.wandb`` file. UserError: it has no step, or its package is not installed.
     """
+    config: dict[str, Any] = {}
     if path.is_dir() and any(path.glob(_EVENTS)):
-        logged = _tensorboard(path)
+        metrics = _tensorboard(path)
     else:
         files = [path] if path.suffix == ".wandb" else []
         if path.is_dir():
@@ -46,33 +40,33 @@ def read_logger(path: Path) -> Logged | None:
         if len(files) > 1:
             many = f"{path} holds {len(files)} runs of Weights & Biases"
             raise UserError(f"{many}: name the directory of one, offline-run-*.")
-        logged = _wandb(files[0])
-    if not logged.metrics:
+        metrics, config = _wandb(files[0])
+    if not metrics:
         raise UserError(f"{path} holds no logged step: has the training logged its first step yet?")
-    return logged
+    return metrics, config
 
 
-def _tensorboard(directory: Path) -> Logged:
+def _tensorboard(directory: Path) -> Metrics:
     try:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
     except ImportError as error:
         raise UserError(f"{directory} is TensorBoard's: pip install tensorboard to read it.") from error
     # 0 keeps every point; of steps that a resume repeats, TensorBoard drops the abandoned ones
     events = EventAccumulator(str(directory), size_guidance={SCALARS: 0}).Reload()
-    metrics: dict[int, dict[str, float]] = {}
+    metrics: Metrics = {}
     for key in events.Tags()["scalars"]:
         for event in events.Scalars(key):
             if math.isfinite(event.value):
                 metrics.setdefault(event.step, {})[key] = event.value
-    return Logged(metrics, {})
+    return metrics
 
 
-def _wandb(file: Path) -> Logged:
+def _wandb(file: Path) -> tuple[Metrics, dict[str, Any]]:
     try:
         from wandb.proto import wandb_internal_pb2 as messages
     except ImportError as error:
         raise UserError(f"{file} is of Weights & Biases: pip install wandb to read it.") from error
-    metrics: dict[int, dict[str, float]] = {}
+    metrics: Metrics = {}
     config: dict[str, Any] = {}
     for content in _frames(file):
         record: Any = messages.Record.FromString(content)  # type: ignore[attr-defined]
@@ -84,7 +78,7 @@ def _wandb(file: Path) -> Logged:
             if isinstance(value, int | float) and math.isfinite(value) and not key.startswith("_"):
                 metrics.setdefault(record.history.step.num, {})[key] = float(value)
     config.pop("_wandb", None)
-    return Logged(metrics, config)
+    return metrics, config
 
 
 def _frames(file: Path) -> Iterator[bytes]:

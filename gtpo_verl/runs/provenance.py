@@ -34,10 +34,15 @@ _BLOB_LENGTH = 64  # a file of the hub's cache links to one named by its SHA-256
 
 def hardware() -> str:
     """One line on the machine that launched a run."""
-    names = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
+    names = nvidia_smi("name")
     gpus = [f"{names.count(name)} × {name}" for name in dict.fromkeys(names)]  # 8 × NVIDIA H100 80GB HBM3
     cores = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
     return ", ".join([*gpus, cores])
+
+
+def nvidia_smi(field: str) -> list[str]:
+    """One value for each GPU of this machine; none where there is no driver."""
+    return (_output("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader") or "").splitlines()
 
 
 def run_versions() -> dict[str, str]:

@@ -163,8 +163,9 @@ def read_run(path: Path) -> Run:
             return Run(str(training.record.get("name") or name), path, (training,), training.record)
         raise UserError(f"{metrics_file} holds no readable line: has the training logged its first step yet?")
     if logged := read_logger(path):
-        config = dict(flatten(logged.config))
-        training = Training(name, path, logged.metrics, {}, config, _method(config))
+        metrics, content = logged
+        config = dict(flatten(content))
+        training = Training(name, path, metrics, {}, config, _method(config))
         return Run(name, path, (training,), record={})
     if path.is_file():
         raise UserError(f"{path} is not a run: give a run's directory, or a .jsonl file of verl's file logger")

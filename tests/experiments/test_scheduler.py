@@ -23,7 +23,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import run as command
 from gtpo_verl.experiments import scheduler as module
 from gtpo_verl.experiments.launchers import LocalLauncher
-from gtpo_verl.experiments.scheduler import Attempts, Scheduler, read_attempts, unfinished
+from gtpo_verl.experiments.scheduler import Scheduler, read_attempts, unfinished
 from gtpo_verl.experiments.status import RunStatus, progress_line, seconds_left, statuses, summary, table
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.directory import record_metrics, write_record
@@ -123,7 +123,7 @@ def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 
 def runs(*known: tuple[str, RunState]) -> list[RunStatus]:
-    return [RunStatus(str(number), state, Attempts(), training) for number, (state, training) in enumerate(known)]
+    return [RunStatus(str(number), state, training) for number, (state, training) in enumerate(known)]
 
 
 def test_runs_to_come_take_as_long_as_the_slowest_of_the_others() -> None:

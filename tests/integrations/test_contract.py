@@ -25,10 +25,10 @@ import gtpo_verl.integrations
 from gtpo_verl import versions
 from gtpo_verl.commands import doctor
 from gtpo_verl.integrations import contract
-from gtpo_verl.integrations.contract import PACKAGES, Expected, Source, load_contract, main, moved, newer
+from gtpo_verl.integrations.contract import PACKAGES, Expected, Source, contract_of, main, moved, newer
 
 INTEGRATIONS = Path(gtpo_verl.integrations.__file__).parent
-CONTRACT = load_contract()
+CONTRACT = contract_of(*PACKAGES)
 # Triton kernels import Triton, which a machine without an accelerator may have in no usable form; they use nothing of
 # verl or vLLM.
 NOT_IMPORTED = ("gtpo_verl.integrations.vllm.triton_kernels",)

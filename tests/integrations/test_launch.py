@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +91,11 @@ def test_a_node_that_is_lost_while_an_evaluation_starts_is_one_line(
         (inside.as_instanceof_cause(), "^the verifier is missing$"),
         (UserError("no room"), "^no room$"),
     ):
-        monkeypatch.setattr(evaluate, "_serving", lambda *_, error=error, **__: _raising(error))
+        monkeypatch.setattr(evaluate, "leave_to_cluster", lambda _, error=error: _raise(error))
         with pytest.raises(UserError, match=message) as caught, evaluate.serving(RUN, wait=False):
             pass
         assert "\n" not in str(caught.value)
-    monkeypatch.setattr(evaluate, "_serving", lambda *_, **__: _raising(OSError(28, "No space left on device")))
+    monkeypatch.setattr(evaluate, "leave_to_cluster", lambda _: _raise(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"), evaluate.serving(RUN, wait=False):
         pass
     with pytest.raises(UserError, match=r"^KeyError: 'x'\. The stack trace"), launch.in_one_line("The stack trace."):
@@ -114,10 +112,8 @@ def test_a_checkpoint_that_does_not_fit_is_said_to_be_so() -> None:
         torch.save({"weights": torch.zeros(2**20)}, full)
 
 
-@contextmanager
-def _raising(error: Exception) -> Iterator[None]:
+def _raise(error: Exception) -> None:
     raise error
-    yield
 
 
 def test_a_ray_that_does_not_start_is_one_line(jobs: list[BaseException | None]) -> None:

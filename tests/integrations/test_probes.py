@@ -40,11 +40,11 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver with eight GPUs, in the words of nvidia-smi."""
     answers = {"name": "NVIDIA H100\n" * 8, "driver_version": "580.1\n" * 8}
 
-    def nvidia_smi(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def nvidia_smi(command: tuple[str, ...], **_: object) -> subprocess.CompletedProcess[str]:
         field = command[1].removeprefix("--query-gpu=")
         return subprocess.CompletedProcess(command, 0, stdout=answers[field])
 
-    monkeypatch.setattr(probes.subprocess, "run", nvidia_smi)
+    monkeypatch.setattr(subprocess, "run", nvidia_smi)
 
 
 @pytest.mark.usefixtures("gpus", "ports")
@@ -59,7 +59,7 @@ def test_a_nodes_hardware_in_words(monkeypatch: pytest.MonkeyPatch, library: str
 
 def test_a_node_without_gpus_and_rdma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "RDMA", tmp_path)
-    monkeypatch.setattr(probes, "_nvidia_smi", lambda field: [])
+    monkeypatch.setattr(probes, "nvidia_smi", lambda field: [])
     seen = look()
     assert (seen.gpus, seen.problem) == (0, "")
     assert seen.hardware == "no NVIDIA GPU; no RDMA device: NCCL uses TCP"

@@ -850,7 +850,7 @@ def test_a_tokenizer_that_cannot_write_prompts_or_end_them_is_refused(
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {without: None}))
     with pytest.raises(UserError, match=message) as caught:
-        checks.check_model(composed(f"actor_rollout_ref.model.path={model}"))
+        refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
     assert "\n" not in str(caught.value)
 
 
@@ -860,18 +860,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(composed: Compos
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     build_model(200, 0, **shape).save_pretrained(model)
     with pytest.raises(UserError, match="its tokenizer has 258 tokens, and the model 200"):
-        checks.check_model(composed(f"actor_rollout_ref.model.path={model}"))
+        refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
 
 
 def test_weights_of_another_configuration_are_refused_before_ray_starts(composed: Composer, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     build_model(8, 0, **shape).save_pretrained(model)
-    checks.check_model(composed(f"actor_rollout_ref.model.path={model}"))
+    refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"hidden_size": 16}))
     with pytest.raises(UserError, match=r"model\.embed_tokens\.weight is 8 × 8, by the configuration 8 × 16") as caught:
-        checks.check_model(composed(f"actor_rollout_ref.model.path={model}"))
+        refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
     assert "\n" not in str(caught.value)
 
 
