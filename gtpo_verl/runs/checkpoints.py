@@ -160,26 +160,30 @@ def _bad_files(folder: Path, files: Iterable[Path]) -> Iterator[str]:
             yield f"{name} was cut off" if file.stat().st_size else f"{name} is empty"
 
 
+def check_backend(folder: Path, layout: Layout) -> None:
+    """Raise a UserError, with how to convert it, where a checkpoint was saved by the other backend."""
+    fsdp, megatron = folder / "actor" / "fsdp_config.json", folder / "actor" / "ckpt_contents.json"
+    if layout.strategy in FSDP and megatron.is_file():
+        raise _not_loadable(folder, "was saved by Megatron, and this run has FSDP", "megatron")
+    if layout.strategy == "megatron" and fsdp.is_file():
+        raise _not_loadable(folder, "was saved by FSDP, and this run has Megatron", "fsdp")
+
+
 def check_ranks(folder: Path, layout: Layout) -> None:
-    """Check that this run's backend and ranks can load a checkpoint. UserError: they cannot, with how to convert it."""
-    actor = folder / "actor"
-    fsdp, megatron = actor / "fsdp_config.json", actor / "ckpt_contents.json"
-    if layout.strategy in FSDP and fsdp.is_file():
-        ranks = json.loads(fsdp.read_text())["world_size"]
-        if ranks == layout.ranks:
-            return
-        problem = f"was saved by {ranks} ranks, and this run has {layout.ranks}: FSDP's shards fit their number alone"
-    elif layout.strategy in FSDP and megatron.is_file():
-        problem = "was saved by Megatron, and this run has FSDP"
-    elif layout.strategy == "megatron" and fsdp.is_file():
-        problem = "was saved by FSDP, and this run has Megatron"
-    else:
+    """Raise a UserError, with how to convert it, where a complete checkpoint of FSDP is of another number of ranks."""
+    if layout.strategy not in FSDP:
         return
-    backend = "megatron" if megatron.is_file() else "fsdp"
-    raise UserError(
+    ranks = json.loads((folder / "actor" / "fsdp_config.json").read_text())["world_size"]
+    if ranks != layout.ranks:
+        problem = f"was saved by {ranks} ranks, and this run has {layout.ranks}: FSDP's shards fit their number alone"
+        raise _not_loadable(folder, problem, "fsdp")
+
+
+def _not_loadable(folder: Path, problem: str, backend: str) -> UserError:
+    return UserError(
         f"{folder} {problem}. Train on as it was saved, or start a new run from its weights, without the optimizer's "
-        f"state: `python -m verl.model_merger merge --backend {backend} --local_dir {actor} --target_dir MODEL`, then "
-        "actor_rollout_ref.model.path=MODEL with another trainer.run_dir."
+        f"state: `python -m verl.model_merger merge --backend {backend} --local_dir {folder / 'actor'} --target_dir "
+        "MODEL`, then actor_rollout_ref.model.path=MODEL with another trainer.run_dir."
     )
 
 
@@ -191,6 +195,8 @@ def find_start(directory: Path, layout: Layout) -> Start:
     this run cannot load the one there is.
     """
     found = checkpoints(directory)
+    for folder in found.values():  # before their files are missed
+        check_backend(folder, layout)
     try:
         tracked, problem = tracked_step(directory), ""
     except ValueError as error:
@@ -226,6 +232,7 @@ def check_folder(folder: Path, layout: Layout) -> None:
     """Check what ``trainer.resume_from_path`` names. UserError: it is not complete, or this run cannot load it."""
     if not _NAME.fullmatch(folder.name):
         raise UserError(f"trainer.resume_from_path={folder}: name a checkpoint, .../global_step_N.")
+    check_backend(folder, layout)
     if broken := fault(folder, layout):
         usable = [path.name for path in checkpoints(folder.parent).values() if not fault(path, layout)]
         raise UserError(

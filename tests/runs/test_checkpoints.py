@@ -13,7 +13,6 @@ from gtpo_verl.runs.checkpoints import (
     TRACKER,
     Layout,
     check_folder,
-    check_ranks,
     checkpoints,
     fault,
     find_start,
@@ -154,7 +153,11 @@ def test_megatron_checkpoints_are_complete_when_their_list_of_contents_is(tmp_pa
     folder = write_megatron(tmp_path, 8)
     assert find_start(tmp_path, MEGATRON).folder == folder
     with pytest.raises(UserError, match=r"saved by Megatron.*--backend megatron"):
-        check_ranks(folder, FSDP)
+        find_start(tmp_path, FSDP)
+    with pytest.raises(UserError, match=r"saved by Megatron.*--backend megatron"):
+        check_folder(folder, FSDP)
+    with pytest.raises(UserError, match=r"saved by FSDP.*--backend fsdp"):
+        find_start(write_fsdp(tmp_path / "fsdp", 4).parent, MEGATRON)
     (folder / "actor" / "optimizer" / "dist_ckpt").rmdir()
     assert fault(folder, MEGATRON) == "actor/optimizer/dist_ckpt is missing"
     (folder / "actor" / "ckpt_contents.json").unlink()
