@@ -12,11 +12,12 @@ import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gtpo_verl.config import choices, compose_config, verl_config_dir
-from gtpo_verl.errors import UserError, main_guard
+from gtpo_verl.errors import UserError, did_you_mean, main_guard
 from gtpo_verl.problems import evaluate, refuse
 
 CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
 ACTOR = "actor_rollout_ref.actor"
+THRESHOLD = "algorithm.correct_threshold"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"  # verl's reward manager `dapo` reads it
 
 
@@ -34,8 +35,12 @@ def arguments(given: Sequence[str]) -> list[str]:
             argument = _from_verl(argument)
         elif flag in CONFIG_PATH and value:
             argument = f"{flag}={_from_verl(value)}"
-        elif flag == "algorithm.correct_threshold" or flag.startswith(ours):
-            argument = f"++{argument}"
+        elif flag.lstrip("+") == THRESHOLD or flag.startswith(ours):
+            argument = f"++{argument.lstrip('+')}"
+        elif flag == "algo":
+            raise UserError(f"{argument} is for gtpo-verl train: here it is algorithm.adv_estimator={value}.")
+        elif flag.lstrip("+").startswith("algorithm.") and did_you_mean(flag.lstrip("+"), [THRESHOLD], cutoff=0.9):
+            raise UserError(f"{flag}: there is no such key; did you mean {THRESHOLD}?")
         changed.append(argument)
     return changed
 
@@ -87,12 +92,14 @@ def prepare(config: DictConfig) -> None:
 
 
 def _check_estimator(name: str) -> None:
-    """Raise UserError for an option of ``algo`` that is no estimator: verl would look it up after its first generation.
-    Other names may be the user's own.
+    """Raise UserError for an option of ``algo`` that is no estimator, and for a misspelt one, which verl would look up
+    after its first generation. Other names may be the user's own.
     """
-    from gtpo_verl.integrations.plugin import knows_estimator
+    from gtpo_verl.integrations.plugin import known_estimators
 
-    if name in choices("algo") and not knows_estimator(name):
+    if name in known_estimators():
+        return
+    if name in choices("algo"):
         config = compose_config([f"algo={name}"])
         actor = config.actor_rollout_ref.actor
         raise UserError(
@@ -101,6 +108,8 @@ def _check_estimator(name: str) -> None:
             f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} and {ACTOR}.loss_agg_mode="
             f"{actor.loss_agg_mode}; `gtpo-verl train algo={name} --cfg job` shows all its settings."
         )
+    if hint := did_you_mean(name.lower().replace("-", "_"), known_estimators(), cutoff=0.85):
+        raise UserError(f"algorithm.adv_estimator={name}: no such estimator{hint}")
 
 
 def _train(config: DictConfig) -> None:

@@ -160,7 +160,7 @@ def test_gsm8k_becomes_a_training_file(tmp_path: Path, monkeypatch: pytest.Monke
     for line in commands():
         if line.startswith("gtpo-verl prepare-data parquet data/gsm8k-train"):
             assert main(shlex.split(line)[1:]) == 0
-    (row,) = pd.read_parquet("data/train.parquet").to_dict("records")  # the other one is in the validation file
+    (row,) = pd.read_parquet("data/gsm8k-train.parquet").to_dict("records")  # the other one is in the validation file
     assert row["reward_model"]["ground_truth"] == "1001"
     assert row["data_source"] == "gsm8k"
     assert "\\boxed" in row["prompt"][0]["content"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -93,12 +94,28 @@ def test_what_does_not_go_together_is_refused_before_anything_starts(given: str,
     [
         ("kl_cov", r"has algorithm.adv_estimator=grpo, .*policy_loss.loss_mode=kl_cov and .*loss_agg_mode=token-mean"),
         ("gtpo_v1", "has algorithm.adv_estimator=gtpo, "),
+        ("gptpo", "no such estimator; did you mean gtpo?"),
+        ("GTPO", "no such estimator; did you mean gtpo?"),
+        ("grpo-s", "no such estimator; did you mean grpo_s?"),
     ],
 )
 def test_a_name_that_is_no_estimator_is_refused_before_anything_starts(name: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         prepare(composed(f"algorithm.adv_estimator={name}"))
     prepare(composed("algorithm.adv_estimator=grpo_v2"))  # the user's own: verl looks it up when it needs it
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("algo=gtpo", "here it is algorithm.adv_estimator=gtpo"),
+        ("algorithm.correct_treshold=0.9", "did you mean algorithm.correct_threshold?"),
+        ("+algorithm.correct_treshold=0.9", "did you mean algorithm.correct_threshold?"),
+    ],
+)
+def test_what_a_newcomer_writes_is_answered_with_the_key(argument: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        arguments(["algorithm.adv_estimator=gtpo", argument])
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer, get_trainer_cls
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
+from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.context import credit_context
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.credit import Credit
@@ -73,8 +74,13 @@ class CreditTrainer(PPOTrainer):
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         context = self.credit.context(self.update, self.global_steps, guide=self.guide.on)
-        with credit_context(context):
-            batch = super()._compute_advantage(batch, metrics)
+        try:
+            with credit_context(context):
+                batch = super()._compute_advantage(batch, metrics)
+        except KeyError as error:
+            if "rm_scores" not in str(error):
+                raise
+            raise UserError("the reward function gave no score: it must return a number or a dict with one.") from error
         self.credit.written(self.update)
         if self.guide.on:
             self.guide.use_own_statistics(self.update)

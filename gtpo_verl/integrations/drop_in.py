@@ -31,6 +31,12 @@ class CreditTaskRunner(_TaskRunner):
 
     def run(self, config: DictConfig) -> None:
         check_registered()
+        print(
+            f"gtpo_verl: algorithm.adv_estimator={config.algorithm.adv_estimator}, entropies of the "
+            f"{config.algorithm.entropy.source}; a response is correct from algorithm.correct_threshold="
+            f"{config.algorithm.correct_threshold} on. Metrics: credit/*",
+            flush=True,
+        )
         if entropy_source(config).from_rollout:
             enable_rollout_entropy(config)
         with temporarily(v1, "get_trainer_cls", credit_trainer_class):  # looked up when the run begins

@@ -94,11 +94,11 @@ class _ToStandardError(logging.StreamHandler):
         super().emit(record)
 
 
-def knows_estimator(name: str) -> bool:
-    """Whether an estimator of that name is registered in this process, by verl, this package or another plugin."""
+def known_estimators() -> list[str]:
+    """The names of all estimators that are registered in this process."""
     from verl.trainer.ppo import core_algos
 
-    return name in core_algos.ADV_ESTIMATOR_REGISTRY
+    return [str(getattr(name, "value", name)) for name in core_algos.ADV_ESTIMATOR_REGISTRY]
 
 
 def check_registered() -> list[str]:

@@ -18,6 +18,7 @@ from gtpo_verl.algorithms import grpo_advantages, soft_overlong_penalty
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.credit_trainer import CreditTrainer
 from gtpo_verl.integrations.step.columns import Step
+from gtpo_verl.integrations.step.credit import verdicts_warning
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
 
@@ -231,3 +232,14 @@ def test_credit_needs_nothing_but_verls_trainer_and_configuration(tmp_path: Path
     for name in ("credit/responses", "credit/entropy_all", "training/accuracy", "training/lone_responses"):
         assert metrics[name] == pytest.approx(metrics_of_run[name]), name
     assert metrics["credit/responses"] == 8
+
+
+def test_scores_that_differ_where_verdicts_do_not_are_named() -> None:
+    """Right answers worth 0.9 under a threshold of 1: nothing is learnt, and the score looks healthy."""
+    scores = torch.tensor([0.9, 0.0, 0.9])
+    warning = verdicts_warning(scores >= 1, scores, 1.0)
+    assert warning is not None
+    assert "is wrong by algorithm.correct_threshold=1, while scores go from 0 to 0.9" in warning
+    assert verdicts_warning(scores >= 0.9, scores, 0.9) is None
+    assert verdicts_warning(scores < 0, torch.zeros(3), 1.0) is None
+    assert verdicts_warning(scores < 0, None, 1.0) is None

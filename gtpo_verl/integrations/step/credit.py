@@ -3,6 +3,7 @@
 Reads ``config.algorithm`` and the settings of the rollout and its reward manager, and nothing else of a run.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,8 @@ from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.verifiers import FAILURES
+
+logger = logging.getLogger(__name__)
 
 SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
 # verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
@@ -33,6 +36,8 @@ class Credit:
 
     def context(self, step: Step, number: int, *, guide: bool) -> CreditContext:
         """What the estimator needs in training step ``number`` (from 1) and verl does not pass it."""
+        if warning := verdicts_warning(step.correct, step.scores, self.threshold):
+            logger.warning("%s", warning)
         method = algorithm_of(self._config)
         reads_log_probs = method is not None and "old_log_probs" in method.needs
         (entropies,) = step.fetch(self.entropies)
@@ -96,6 +101,19 @@ class Credit:
         infos = [step.infos[number] for number in last.tolist()]
         accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
         return {f"credit/{name}": value for name, value in found.items()} | verifier_metrics(infos) | accuracy
+
+
+def verdicts_warning(correct: torch.Tensor, scores: torch.Tensor | None, threshold: float) -> str | None:
+    """What to say where the scores (R,) of a step differ and its verdicts (R,) do not: methods that read verdicts then
+    learn nothing, and every other metric looks healthy.
+    """
+    if scores is None or (correct.any() and not correct.all()) or scores.min() == scores.max():
+        return None
+    return (
+        f"every response of this step is {'correct' if correct.all() else 'wrong'} by algorithm.correct_threshold="
+        f"{threshold:g}, while scores go from {scores.min():g} to {scores.max():g}: verdicts without contrast teach "
+        "nothing. Set the threshold to the score of a right answer, or let the reward function return `acc`."
+    )
 
 
 def verifier_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
