@@ -4,6 +4,7 @@ verl's main starts Ray and an actor that looks up its trainer by the mode; the a
 directory, guards, dynamic sampling with a budget and seeds of ``gtpo-verl train`` are not here.
 """
 
+import logging
 from typing import Any, cast
 
 import ray
@@ -31,6 +32,9 @@ class CreditTaskRunner(_TaskRunner):
 
     def run(self, config: DictConfig) -> None:
         check_registered()
+        ours = logging.getLogger("gtpo_verl")
+        ours.setLevel(logging.WARNING)
+        ours.addHandler(logging.StreamHandler())  # the root's shows errors alone
         print(
             f"gtpo_verl: algorithm.adv_estimator={config.algorithm.adv_estimator}, entropies of the "
             f"{config.algorithm.entropy.source}; a response is correct from algorithm.correct_threshold="

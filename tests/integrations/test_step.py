@@ -234,12 +234,13 @@ def test_credit_needs_nothing_but_verls_trainer_and_configuration(tmp_path: Path
     assert metrics["credit/responses"] == 8
 
 
-def test_scores_that_differ_where_verdicts_do_not_are_named() -> None:
+@pytest.mark.parametrize("name", ["score", "acc"])  # of a reward function that returns one number, verl makes `acc`
+def test_scores_that_differ_where_verdicts_do_not_are_named(name: str) -> None:
     """Right answers worth 0.9 under a threshold of 1: nothing is learnt, and the score looks healthy."""
-    scores = torch.tensor([0.9, 0.0, 0.9])
-    warning = verdicts_warning(scores >= 1, scores, 1.0)
+    infos = [{name: 0.9}, {name: 0.0}, {name: 0.9}]
+    wrong = torch.tensor([False] * 3)
+    warning = verdicts_warning(wrong, infos, 1.0)
     assert warning is not None
     assert "is wrong by algorithm.correct_threshold=1, while scores go from 0 to 0.9" in warning
-    assert verdicts_warning(scores >= 0.9, scores, 0.9) is None
-    assert verdicts_warning(scores < 0, torch.zeros(3), 1.0) is None
-    assert verdicts_warning(scores < 0, None, 1.0) is None
+    assert verdicts_warning(torch.tensor([True, False, True]), infos, 0.9) is None
+    assert verdicts_warning(wrong, [{name: 0.0}] * 3, 1.0) is None

@@ -16,6 +16,7 @@ from gtpo_verl.algorithms import algorithm_of, credit_metrics
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
+from gtpo_verl.runs.correctness import score
 from gtpo_verl.verifiers import FAILURES
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Credit:
 
     def context(self, step: Step, number: int, *, guide: bool) -> CreditContext:
         """What the estimator needs in training step ``number`` (from 1) and verl does not pass it."""
-        if warning := verdicts_warning(step.correct, step.scores, self.threshold):
+        if warning := verdicts_warning(step.correct, step.infos, self.threshold):
             logger.warning("%s", warning)
         method = algorithm_of(self._config)
         reads_log_probs = method is not None and "old_log_probs" in method.needs
@@ -103,15 +104,16 @@ class Credit:
         return {f"credit/{name}": value for name, value in found.items()} | verifier_metrics(infos) | accuracy
 
 
-def verdicts_warning(correct: torch.Tensor, scores: torch.Tensor | None, threshold: float) -> str | None:
-    """What to say where the scores (R,) of a step differ and its verdicts (R,) do not: methods that read verdicts then
-    learn nothing, and every other metric looks healthy.
+def verdicts_warning(correct: torch.Tensor, infos: Sequence[Mapping[str, Any]], threshold: float) -> str | None:
+    """What to say where the scores of a step differ and its verdicts (R,) do not: methods that read verdicts then learn
+    nothing, and every other metric looks healthy.
     """
-    if scores is None or (correct.any() and not correct.all()) or scores.min() == scores.max():
+    scores = [found for info in infos if (found := score(info)) is not None]
+    if (correct.any() and not correct.all()) or not scores or min(scores) == max(scores):
         return None
     return (
         f"every response of this step is {'correct' if correct.all() else 'wrong'} by algorithm.correct_threshold="
-        f"{threshold:g}, while scores go from {scores.min():g} to {scores.max():g}: verdicts without contrast teach "
+        f"{threshold:g}, while scores go from {min(scores):g} to {max(scores):g}: verdicts without contrast teach "
         "nothing. Set the threshold to the score of a right answer, or let the reward function return `acc`."
     )
 
