@@ -95,7 +95,8 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
     assert sum("Stopping: 2 runs" in line for line in lines) == 1
     stopped = [run for run in statuses(tmp_path) if run.state == "stopped"]
     assert len(stopped) == 2
-    assert all(0 < run.training.step < 40 and run.attempts.failures == 0 for run in stopped)
+    attempts = read_attempts(tmp_path)
+    assert all(0 < run.training.step < 40 and attempts[run.name].failures == 0 for run in stopped)
     shorter = fake_sweep(tmp_path, "+fake.steps=5", "+fake.seconds=0.01")
     assert drive(shorter, lines) == []
     for run in stopped:
@@ -173,10 +174,11 @@ def test_a_disk_without_space_stops_the_sweep(tmp_path: Path) -> None:
     write(sweep)
     with pytest.raises(OSError, match="little space left"):
         Filling(sweep, launcher, announce=lambda line: None).run()
-    [run] = [run for run in statuses(tmp_path) if run.attempts.number]
+    attempts = read_attempts(tmp_path)
+    [run] = [run for run in statuses(tmp_path) if run.name in attempts and attempts[run.name].number]
     assert not launcher.is_running(tmp_path / run.name, 1)
     assert 0 < run.training.step < 200
-    assert run.attempts.failures == 0
+    assert attempts[run.name].failures == 0
 
 
 def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
