@@ -2,7 +2,8 @@
 
 The arguments, the configuration and its defaults are verl's. With an estimator of verl's, verl's own main runs; with
 one of this package's (``algorithm.adv_estimator=gtpo``), verl's trainer with credit assignment and nothing else.
-Settings of ours need no ``+``: ``algorithm.<method>.*``, ``algorithm.entropy.*`` and ``algorithm.correct_threshold``.
+Settings of ours need no ``+``: ``algorithm.<method>.*``, ``algorithm.entropy.*`` and ``algorithm.correct_threshold``;
+``gtpo-verl train algo=gtpo --cfg job`` shows those of a method under ``algorithm``.
 """
 
 import sys
@@ -39,10 +40,21 @@ def arguments(given: Sequence[str]) -> list[str]:
             argument = f"++{argument.lstrip('+')}"
         elif flag == "algo":
             raise UserError(f"{argument} is for gtpo-verl train: here it is algorithm.adv_estimator={value}.")
-        elif flag.lstrip("+").startswith("algorithm.") and did_you_mean(flag.lstrip("+"), [THRESHOLD], cutoff=0.9):
-            raise UserError(f"{flag}: there is no such key; did you mean {THRESHOLD}?")
+        elif hint := _misspelt(flag.lstrip("+")):
+            raise UserError(f"{flag}: there is no such key{hint}")
         changed.append(argument)
     return changed
+
+
+def _misspelt(key: str) -> str:
+    """The setting of ours that was meant, where a key under ``algorithm`` is neither, and close to one."""
+    from gtpo_verl.algorithms import algorithms
+
+    section, name, *_ = f"{key}.".split(".")
+    ours = ("correct_threshold", "entropy", *algorithms())
+    if section != "algorithm" or name in ours:
+        return ""
+    return did_you_mean(f"algorithm.{name.lower().replace('-', '_')}", [f"algorithm.{known}" for known in ours], 0.94)
 
 
 def _from_verl(path: str) -> str:
@@ -127,6 +139,8 @@ def _train(config: DictConfig) -> None:
 
 def main() -> int:
     """Compose as verl's main does, and train; returns the exit code."""
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print(str(__doc__).replace("``", "`"))  # Hydra's help, which follows, knows verl's settings
     sys.argv = [sys.argv[0], *arguments(sys.argv[1:])]
     hydra.main(config_path=str(verl_config_dir()), config_name="ppo_trainer", version_base=None)(_train)()
     return 0

@@ -111,11 +111,21 @@ def test_a_name_that_is_no_estimator_is_refused_before_anything_starts(name: str
         ("algo=gtpo", "here it is algorithm.adv_estimator=gtpo"),
         ("algorithm.correct_treshold=0.9", "did you mean algorithm.correct_threshold?"),
         ("+algorithm.correct_treshold=0.9", "did you mean algorithm.correct_threshold?"),
+        ("+algorithm.gtp.alpha2=0.2", "did you mean algorithm.gtpo?"),
+        ("++algorithm.entropyy.source=rollout", "did you mean algorithm.entropy?"),
     ],
 )
 def test_what_a_newcomer_writes_is_answered_with_the_key(argument: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         arguments(["algorithm.adv_estimator=gtpo", argument])
+
+
+@pytest.mark.slow
+def test_its_help_says_what_it_adds_to_verls() -> None:
+    command = [sys.executable, "-m", "gtpo_verl.main_ppo", "--help"]
+    printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert "algorithm.correct_threshold" in printed
+    assert "Configuration groups" in printed  # Hydra's
 
 
 @pytest.mark.slow

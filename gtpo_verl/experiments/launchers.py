@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TRAIN = (sys.executable, "-m", "gtpo_verl.train")
 GIB = 1024**3
 CPU_CORES = 2  # of a training on a CPU, by rank
-CPU_MEMORY = 7 * GIB  # assumed for a training of the embedded task on a CPU, by rank
+CPU_MEMORY = 7 * GIB  # of a training on a CPU, by rank, at least
 # A Ray of its own for each run, also on a machine where a cluster is running.
 OWN_RAY = "++ray_kwargs.ray_init.address=local"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -175,7 +175,7 @@ def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dic
     """Slots for as many runs as fit on this machine, or ``parallel``, each with its own GPUs. UserError: none fits."""
     needed = max(gpus_of(config) for config in configs)
     if all(config.trainer.device == "cpu" for config in configs):
-        memory = psutil.virtual_memory().available // (CPU_MEMORY * needed)
+        memory = int(psutil.virtual_memory().available / max(_cpu_memory(config) for config in configs))
         cores = len(os.sched_getaffinity(0)) // (CPU_CORES * needed)
         return [{} for _ in range(parallel or max(1, min(memory, cores)))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -192,6 +192,22 @@ def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dic
             f"{len(gpus)}. Without --local the runs are jobs of a Ray cluster."
         )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * needed : (i + 1) * needed])} for i in range(count)]
+
+
+def _cpu_memory(config: DictConfig) -> float:
+    """The bytes that a training on a CPU takes at most, as far as they are known: a model that is still to be made is
+    that of the embedded task.
+    """
+    from gtpo_verl.planning.memory import host_memory
+    from gtpo_verl.planning.parallel import parallelism
+    from gtpo_verl.planning.shapes import load_shape
+
+    least = float(CPU_MEMORY * gpus_of(config))
+    try:
+        parts = host_memory(config, load_shape(config.actor_rollout_ref.model.path), parallelism(config))
+    except UserError:
+        return least
+    return max(least, sum(parts.values()))
 
 
 def cluster_slots(configs: Sequence[DictConfig], dashboard: str) -> int:

@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
-from verl.workers.utils.losses import ppo_loss
 
 from gtpo_verl.algorithms import losses as surrogates
 from gtpo_verl.algorithms.grpo_s import GRPO_S
@@ -67,6 +66,8 @@ def guided_ppo_loss(
     The trainer gives it to the actor's workers, with `clip` and `shape_gamma` of `algorithm.guide`; `data` has the
     column `guide_mask`, (T_i,) a row.
     """
+    from verl.workers.utils.losses import ppo_loss  # with pandas and datasets, for which no other process waits
+
     rows = data[GUIDE_MASK].to_padded_tensor(0).bool().any(1)
     token = _guided.set({"guide": rows, "clip": clip, "shape_gamma": shape_gamma})
     try:

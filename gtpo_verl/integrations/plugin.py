@@ -108,14 +108,16 @@ def check_registered() -> list[str]:
     from gtpo_verl.algorithms import algorithms
 
     entries = algorithms().values()
-    ours = {f"estimator {entry.estimator}": entry.estimator in core_algos.ADV_ESTIMATOR_REGISTRY for entry in entries}
-    ours |= {f"policy loss {entry.loss}": entry.loss in core_algos.POLICY_LOSS_REGISTRY for entry in entries}
-    missing = [what for what, known in ours.items() if not known]
+    found = {
+        f"estimator {entry.estimator}": core_algos.ADV_ESTIMATOR_REGISTRY.get(entry.estimator) for entry in entries
+    }
+    found |= {f"policy loss {entry.loss}": core_algos.POLICY_LOSS_REGISTRY.get(entry.loss) for entry in entries}
+    missing = [what for what, function in found.items() if function is None]
     if missing:
         raise UserError(
             f"verl does not know {', '.join(missing)}: the plugin gtpo_verl.integrations.plugin was not loaded here."
         )
-    return list(ours)
+    return [what for what, function in found.items() if function.__module__.startswith("gtpo_verl")]
 
 
 refuse_verls_main(sys.orig_argv)

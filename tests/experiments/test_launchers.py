@@ -3,11 +3,13 @@
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import launchers
 from gtpo_verl.experiments.launchers import LocalLauncher, gpus_of, job_id, local_slots
@@ -16,7 +18,8 @@ from gtpo_verl.experiments.run import Where
 
 def config(device: str = "cuda", gpus: int = 2, mode: str = "sync") -> DictConfig:
     trainer = {"device": device, "nnodes": 1, "n_gpus_per_node": gpus, "v1": {"trainer_mode": mode}}
-    return OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": {"nnodes": 1, "n_gpus_per_node": 3}}})
+    actor = {"model": {"path": None}, "rollout": {"nnodes": 1, "n_gpus_per_node": 3}}
+    return OmegaConf.create({"trainer": trainer, "actor_rollout_ref": actor})
 
 
 def test_every_run_on_this_machine_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +40,15 @@ def test_on_a_cpu_cores_and_memory_decide_and_one_run_always_fits(monkeypatch: p
     monkeypatch.setattr(launchers, "CPU_CORES", 10**6)
     assert local_slots([config("cpu", 1)], None) == [{}]
     assert local_slots([config("cpu", 1)], 3) == [{}, {}, {}]
+
+
+def test_on_a_cpu_a_larger_model_leaves_room_for_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = compose_config(["hardware=cpu"])
+    large = compose_config(["hardware=cpu", "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=140 * 2**30))
+    monkeypatch.setattr(launchers.os, "sched_getaffinity", lambda _: range(64))
+    assert len(local_slots([unknown], None)) == 20  # 7 GiB each
+    assert len(local_slots([unknown, large], None)) == 2  # 68 GiB where responses reach their limit
 
 
 # A shell in the background has its children ignore Ctrl-C.
