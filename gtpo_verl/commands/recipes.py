@@ -12,7 +12,7 @@ EPILOG = "Without an action, lists the recipes."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", help="`copy` or `path`")
     copy = actions.add_parser("copy", help="copy recipe/ and scripts/ into a directory, to read and to adapt")
     copy.add_argument("directory", type=Path, metavar="DIR")
     actions.add_parser("path", help="print the directory that holds recipe/ and scripts/")

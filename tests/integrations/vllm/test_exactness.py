@@ -72,7 +72,7 @@ MIXED = [
 ]
 
 
-@pytest.mark.exhaustive  # what it does is part of the three after it
+@pytest.mark.exhaustive  # what it does is part of the one after it
 def test_v1(run_engine, check):
     batches = [batch(16, 40, MIXED, max_tokens=48)]
     answer = run_engine(batches)
@@ -101,6 +101,7 @@ def cached(count: int, longest: int, max_tokens: int) -> list[dict[str, Any]]:
     ] * 2
 
 
+@pytest.mark.exhaustive
 def test_v1_prefix_caching(run_engine, check):
     batches = cached(6, 70, max_tokens=24)
     answer = run_engine(batches, block_size=32)
@@ -134,6 +135,7 @@ def test_v2(run_engine, check, v2_on_cpu):
     check(answer, batches)
 
 
+@pytest.mark.exhaustive
 def test_v2_chunked_prefill_and_preemption(run_engine, check, v2_on_cpu):
     batches = [batch(6, 40, MIXED, max_tokens=40)]
     answer = run_engine(
