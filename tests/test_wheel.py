@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
     """Built from a copy, because setuptools would leave its `build/` in the checkout and read an old one."""
     source = tmp_path_factory.mktemp("wheel") / "source"
     source.mkdir()
-    for name in ("gtpo_verl", "configs", "recipe", "scripts"):
+    for name in ("gtpo_verl", "configs", "recipe", "scripts", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -51,6 +51,8 @@ def test_every_module_configuration_and_data_file_is_inside(wheel: zipfile.Path)
     for directory in ("recipe", "scripts"):
         there = [path for path in (ROOT / directory).iterdir() if path.is_file()]
         wanted |= {f"gtpo_verl/{path.relative_to(ROOT).as_posix()}" for path in there}
+    pages = [path for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb", ".png", ".svg")]
+    wanted |= {f"gtpo_verl/{path.relative_to(ROOT).as_posix()}" for path in pages}
     assert len(wanted) > 100
     assert sorted(wanted - held) == []
 
@@ -78,6 +80,7 @@ def test_recipes_and_launchers_come_out_of_the_wheel_as_they_are(wheel: zipfile.
         for path in (ROOT / name).iterdir():
             if path.is_file():
                 assert (copied / name / path.name).read_bytes() == path.read_bytes()
+    assert (copied / "docs" / "guides" / "sweeps.md").is_file()
     where = subprocess.run([*command, "path"], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert where.stdout.strip() == str(tmp_path / "site" / "gtpo_verl")
 

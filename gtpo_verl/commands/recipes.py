@@ -1,4 +1,4 @@
-"""``gtpo-verl recipes``: the named experiments and the launchers, which come with the package, to list and to copy."""
+"""``gtpo-verl recipes``: named experiments, launchers and documentation, which come with the package."""
 
 import argparse
 import shutil
@@ -7,20 +7,21 @@ from pathlib import Path
 from gtpo_verl.errors import UserError
 
 # In a checkout they are beside the package; setup puts them inside it, as it does with configs/.
-DIRECTORIES = ("recipe", "scripts")
+DIRECTORIES = ("recipe", "scripts", "docs")
+NOT_READ = shutil.ignore_patterns("__pycache__", "data", "_static", "*.py")  # what makes the site
 EPILOG = "Without an action, lists the recipes."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", help="`copy` or `path`")
-    copy = actions.add_parser("copy", help="copy recipe/ and scripts/ into a directory, to read and to adapt")
+    copy = actions.add_parser("copy", help="copy recipe/, scripts/ and docs/ into a directory, to read and to adapt")
     copy.add_argument("directory", type=Path, metavar="DIR")
-    actions.add_parser("path", help="print the directory that holds recipe/ and scripts/")
+    actions.add_parser("path", help="print the directory that holds recipe/, scripts/ and docs/")
 
 
 def run(args: argparse.Namespace) -> int:
-    """List, copy, or say where they are; returns the exit code. Raises UserError: the directory has a recipe/ or
-    scripts/ already, which may have been adapted.
+    """List, copy, or say where they are; returns the exit code. Raises UserError: the directory to copy into has one of
+    them, which may have been adapted.
     """
     if args.action == "path":
         print(root())
@@ -29,12 +30,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         for script in sorted((root() / "recipe").glob("*_*.sh")):
             print(f"{script.stem:22}{script.read_text().splitlines()[1].removeprefix('# ')}")
-        print("\n`gtpo-verl recipes copy DIR` copies them with their launchers; recipe/README.md says how to run one.")
+        print(
+            "\n`gtpo-verl recipes copy DIR` copies them with launchers and documentation; recipe/README.md says how to "
+            "run one."
+        )
     return 0
 
 
 def root() -> Path:
-    """The directory that holds recipe/ and scripts/: the package's own if it was installed, else the checkout."""
+    """The directory that holds them: the package's own if it was installed, else the checkout."""
     package = Path(__file__).parents[1]
     return package if (package / DIRECTORIES[0]).is_dir() else package.parent
 
@@ -44,7 +48,7 @@ def _copy_to(directory: Path) -> None:
         if (directory / name).exists():
             raise UserError(f"{directory / name} is there already: name another directory, or remove it first.")
     for name in DIRECTORIES:
-        shutil.copytree(root() / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(root() / name, directory / name, ignore=NOT_READ)
         for script in (directory / name).glob("*.sh"):
             script.chmod(0o755)  # an installer may drop the bit
-    print(f"Copied recipe/ and scripts/ into {directory}: start with {directory / 'recipe' / 'README.md'}")
+    print(f"Copied recipe/, scripts/ and docs/ into {directory}: start with {directory / 'recipe' / 'README.md'}")

@@ -49,7 +49,7 @@ def _method(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
     if chosen is None or chosen.guide is None:
         yield Problem(
             f"{key} does not go with algorithm.adv_estimator={estimator}, which has no rule for the guide's rows: "
-            "docs/guides/mixed-policy.md lists the methods that have one, such as algo=dapo_mixed, gtpo and grpo_s."
+            "those of algo=dapo_mixed, gtpo and grpo_s have one."
         )
         return
     if not has_rule(chosen, guide):
