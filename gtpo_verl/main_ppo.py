@@ -28,33 +28,23 @@ def arguments(given: Sequence[str]) -> list[str]:
     """
     from gtpo_verl.algorithms import algorithms
 
-    ours = tuple(f"algorithm.{name}." for name in ("entropy", *algorithms()))
+    ours = {THRESHOLD, *(f"algorithm.{name}" for name in ("entropy", *algorithms()))}
     changed = []
     for argument, before in zip(given, ("", *given), strict=False):
         flag, _, value = argument.partition("=")
+        key = ".".join(flag.lstrip("+").split(".")[:2])  # algorithm.<method>
         if before in CONFIG_PATH:
             argument = _from_verl(argument)
         elif flag in CONFIG_PATH and value:
             argument = f"{flag}={_from_verl(value)}"
-        elif flag.lstrip("+") == THRESHOLD or flag.startswith(ours):
+        elif key in ours:
             argument = f"++{argument.lstrip('+')}"
         elif flag == "algo":
             raise UserError(f"{argument} is for gtpo-verl train: here it is algorithm.adv_estimator={value}.")
-        elif hint := _misspelt(flag.lstrip("+")):
+        elif hint := did_you_mean(key.lower().replace("-", "_"), ours, cutoff=0.94):
             raise UserError(f"{flag}: there is no such key{hint}")
         changed.append(argument)
     return changed
-
-
-def _misspelt(key: str) -> str:
-    """The setting of ours that was meant, where a key under ``algorithm`` is neither, and close to one."""
-    from gtpo_verl.algorithms import algorithms
-
-    section, name, *_ = f"{key}.".split(".")
-    ours = ("correct_threshold", "entropy", *algorithms())
-    if section != "algorithm" or name in ours:
-        return ""
-    return did_you_mean(f"algorithm.{name.lower().replace('-', '_')}", [f"algorithm.{known}" for known in ours], 0.94)
 
 
 def _from_verl(path: str) -> str:

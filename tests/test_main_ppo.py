@@ -112,12 +112,20 @@ def test_a_name_that_is_no_estimator_is_refused_before_anything_starts(name: str
         ("algorithm.correct_treshold=0.9", "did you mean algorithm.correct_threshold?"),
         ("+algorithm.correct_treshold=0.9", "did you mean algorithm.correct_threshold?"),
         ("+algorithm.gtp.alpha2=0.2", "did you mean algorithm.gtpo?"),
+        ("algorithm.grpo-s.alpha2=0.2", "did you mean algorithm.grpo_s?"),
         ("++algorithm.entropyy.source=rollout", "did you mean algorithm.entropy?"),
     ],
 )
 def test_what_a_newcomer_writes_is_answered_with_the_key(argument: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         arguments(["algorithm.adv_estimator=gtpo", argument])
+
+
+@pytest.mark.slow
+def test_importing_verl_does_not_bring_what_only_a_guided_loss_needs() -> None:
+    script = "import sys, verl; print('gtpo_verl.integrations.losses' in sys.modules, 'datasets' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines()[-1] == "True False"
 
 
 @pytest.mark.slow

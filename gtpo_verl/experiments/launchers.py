@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.experiments.handover import HandOver
+from gtpo_verl.planning.memory import GIB, known_host_memory
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from gtpo_verl.experiments.jobs import Jobs  # it needs Ray
 
 TRAIN = (sys.executable, "-m", "gtpo_verl.train")
-GIB = 1024**3
 CPU_CORES = 2  # of a training on a CPU, by rank
 CPU_MEMORY = 7 * GIB  # of a training on a CPU, by rank, at least
 # A Ray of its own for each run, also on a machine where a cluster is running.
@@ -175,7 +175,8 @@ def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dic
     """Slots for as many runs as fit on this machine, or ``parallel``, each with its own GPUs. UserError: none fits."""
     needed = max(gpus_of(config) for config in configs)
     if all(config.trainer.device == "cpu" for config in configs):
-        memory = int(psutil.virtual_memory().available / max(_cpu_memory(config) for config in configs))
+        known = [sum(parts.values()) for parts in map(known_host_memory, configs) if parts]
+        memory = int(psutil.virtual_memory().available / max([*known, CPU_MEMORY * needed]))
         cores = len(os.sched_getaffinity(0)) // (CPU_CORES * needed)
         return [{} for _ in range(parallel or max(1, min(memory, cores)))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -192,22 +193,6 @@ def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dic
             f"{len(gpus)}. Without --local the runs are jobs of a Ray cluster."
         )
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * needed : (i + 1) * needed])} for i in range(count)]
-
-
-def _cpu_memory(config: DictConfig) -> float:
-    """The bytes that a training on a CPU takes at most, as far as they are known: a model that is still to be made is
-    that of the embedded task.
-    """
-    from gtpo_verl.planning.memory import host_memory
-    from gtpo_verl.planning.parallel import parallelism
-    from gtpo_verl.planning.shapes import load_shape
-
-    least = float(CPU_MEMORY * gpus_of(config))
-    try:
-        parts = host_memory(config, load_shape(config.actor_rollout_ref.model.path), parallelism(config))
-    except UserError:
-        return least
-    return max(least, sum(parts.values()))
 
 
 def cluster_slots(configs: Sequence[DictConfig], dashboard: str) -> int:

