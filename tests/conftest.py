@@ -45,12 +45,15 @@ def root_logger_as_it_was() -> Iterator[None]:
 
 
 def group(nodeid: str) -> str:
-    """What a test shares its process with, where there are several: all that trains, or the rest of its file.
+    """What a test shares its process with, where there are several: all that trains, the folder whose tests share a
+    TransferQueue, or the rest of its file.
 
     Trainings are started by module and session fixtures, and more than two at once would need more memory than a small
     machine has.
     """
     file = nodeid.split("::", 1)[0]
+    if file.startswith("tests/integrations/queued/"):
+        return "tests/integrations/queued"
     trains = file.startswith("tests/e2e/") and file != "tests/e2e/test_doctor.py"
     return TRAININGS if trains or file == "tests/tasks/test_task.py" else file
 

@@ -226,7 +226,7 @@ FAULTS = (
         "integrations/sampling.py",
         "global_steps - step > self._max_age",
         "global_steps - step > self._max_age + 1",
-        ("tests/integrations/test_sampling.py",),
+        ("tests/integrations/queued/test_sampling.py",),
     ),
     Fault(
         "resume",
@@ -234,7 +234,7 @@ FAULTS = (
         "integrations/step/checkpoints.py",
         "if rows:\n        tq.kv_batch_put",
         "if not rows:\n        tq.kv_batch_put",
-        ("tests/integrations/test_sampling.py",),
+        ("tests/integrations/queued/test_sampling.py",),
     ),
     Fault(
         "tool-tokens",
@@ -242,7 +242,7 @@ FAULTS = (
         "integrations/step/credit.py",
         "lengths=step.of_batch(torch.tensor(step.lengths))",
         "lengths=None",
-        ("tests/integrations/test_step.py",),
+        ("tests/integrations/queued/test_step.py",),
     ),
     Fault(
         "rejection",
@@ -250,7 +250,7 @@ FAULTS = (
         "integrations/estimators.py",
         "mask = response_mask if context.response_mask is None else context.response_mask",
         "mask = response_mask",
-        ("tests/integrations/test_step.py",),
+        ("tests/integrations/queued/test_step.py",),
     ),
     Fault(
         "sessions",
@@ -258,7 +258,7 @@ FAULTS = (
         "integrations/transfer_queue.py",
         "(row.output, number)",
         "(-row.output, number)",
-        ("tests/integrations/test_step.py",),
+        ("tests/integrations/queued/test_step.py",),
     ),
     Fault(
         "critic",
@@ -266,7 +266,7 @@ FAULTS = (
         "integrations/trainer.py",
         "return batch if self._skips_update else super()._update_critic(batch, metrics)",
         "return super()._update_critic(batch, metrics)",
-        ("tests/integrations/test_trainer.py",),
+        ("tests/integrations/queued/test_trainer.py",),
     ),
     Fault(
         "counts",
@@ -274,7 +274,7 @@ FAULTS = (
         "integrations/credit_trainer.py",
         "        metrics.update(self._sums)\n",
         "",
-        ("tests/integrations/test_trainer.py",),
+        ("tests/integrations/queued/test_trainer.py",),
     ),
     Fault(
         "verdict",

@@ -24,7 +24,7 @@ from gtpo_verl.algorithms.mixed_policy import GuideConfig, guided_advantages, on
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.guide import FIRST_SESSION, Reserve
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
+pytestmark = pytest.mark.slow
 
 PROMPT, STEP = 2, 3
 GUIDE = FIRST_SESSION + 3

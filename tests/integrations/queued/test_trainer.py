@@ -4,7 +4,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,13 +30,7 @@ from gtpo_verl.integrations.step.not_finite import NotFiniteError
 from gtpo_verl.runs.checkpoints import Layout, checkpoints, find_start
 from gtpo_verl.runs.directory import record_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
-
-
-@pytest.fixture(autouse=True)
-def empty_queue() -> Iterator[None]:
-    yield
-    clear()
+pytestmark = pytest.mark.slow
 
 
 # -------------------------------------------------------------------- advantages

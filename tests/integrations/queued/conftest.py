@@ -1,4 +1,4 @@
-"""What several tests of the integrations share."""
+"""One TransferQueue for the tests of this folder: starting it takes longer than most of them."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ import transfer_queue as tq
 from gtpo_verl.config import compose_config
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def queue() -> Iterator[None]:
     """A real TransferQueue, on a Ray of its own."""
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
@@ -19,3 +19,12 @@ def queue() -> Iterator[None]:
     yield
     tq.close()
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def empty_queue(queue: None) -> Iterator[None]:
+    """No test finds the rows of another."""
+    yield
+    for partition, rows in tq.kv_list().items():
+        if rows:
+            tq.kv_clear(keys=list(rows), partition_id=partition)

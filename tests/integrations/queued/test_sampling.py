@@ -20,7 +20,7 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.checkpoints import restore_groups, save_groups
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
+pytestmark = pytest.mark.slow
 
 BATCH = 4
 MIXED, ALL_CORRECT, ALL_WRONG = (1, 0, 1), (1, 1, 1), (0, 0, 0)

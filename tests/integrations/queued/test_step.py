@@ -2,7 +2,6 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,7 @@ from gtpo_verl.integrations.credit_trainer import CreditTrainer
 from gtpo_verl.integrations.step.columns import Step
 from gtpo_verl.integrations.step.credit import verdicts_warning
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
-
-
-@pytest.fixture(autouse=True)
-def empty_queue() -> Iterator[None]:
-    yield
-    clear()
+pytestmark = pytest.mark.slow
 
 
 def first_tokens(batch: Any) -> list[float]:

@@ -4,14 +4,12 @@ stood in for.
 The data is AIME as its authors ship it: each problem in many rows, one sample per row.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
@@ -28,17 +26,11 @@ pytestmark = pytest.mark.slow
 PROBLEMS, ROWS = 5, 4  # of each problem
 
 
-@pytest.fixture(scope="module")
-def config() -> Iterator[Any]:
-    config = compose_config(
+@pytest.fixture
+def config() -> Any:
+    return compose_config(
         ["hardware=cpu", "actor_rollout_ref.rollout.val_kwargs.n=1", "trainer.validation_data_dir=null"]
     )
-    config.transfer_queue.enable = True
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    tq.init(config.transfer_queue)
-    yield config
-    tq.close()
-    ray.shutdown()
 
 
 class Agents:

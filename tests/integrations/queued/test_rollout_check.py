@@ -2,14 +2,13 @@
 way; and what a dead engine is called.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from step_trainer import Row, clear, put, read, run_trainer
+from step_trainer import Row, put, read, run_trainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
@@ -18,7 +17,7 @@ from gtpo_verl.integrations.step import health
 from gtpo_verl.integrations.trainer import RunTrainer
 from gtpo_verl.integrations.validation import ValidatingTrainer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("queue")]
+pytestmark = pytest.mark.slow
 
 OF_ROLLOUT = torch.tensor([-2.0, -2.0])
 ROWS = {
@@ -38,12 +37,6 @@ ROWS = {
         version=3,
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def empty_queue() -> Iterator[None]:
-    yield
-    clear()
 
 
 @pytest.fixture
