@@ -12,6 +12,7 @@ logs are kept in --scratch and are not needed again.
 import argparse
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -172,7 +173,8 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
         run = scratch / f"{task}-{seed}-{arm}".translate(str.maketrans({" ": "", ",": "-", "/": "_"}))
         began = time.monotonic()
         for _ in range(2):  # registration.md: once more from the beginning, then a failure
-            done = subprocess.run(command(task, seed, overrides, place, run), capture_output=True, text=True)
+            words = command(task, seed, overrides, place, run)
+            done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"RAY_ADDRESS": "local"})
             result = numbers(run, task) if (run / "metrics.jsonl").is_file() else {}
             if done.returncode == 0 and endpoint(result) is not None:
                 break

@@ -4,6 +4,7 @@ verl waits for Ray's placement groups without a limit, and two jobs that start t
 a job passes the turnstile, and keeps it until its placement groups are there.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,11 @@ from verl.single_controller.ray.base import ResourcePoolManager
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.turnstile import POLL, enter, leave
+from gtpo_verl.planning.memory import GIB, known_host_memory
 
 Bundle = dict[str, float]  # amounts by resource
 
+MEMORY = "memory"  # Ray's name of it; in bytes
 PATIENCE = 10.0  # seconds in which free devices are found free; resources of a job that has just ended come back late
 PLACEMENT_TIMEOUT = 120.0  # seconds that a placement group of an admitted job may be pending
 SERVER_CPUS = 2  # of each device of a standalone server, a literal in verl's replicas
@@ -60,6 +63,15 @@ def serving_bundles(config: DictConfig) -> list[Bundle]:
     return [*_server_bundles(config), *_actor_bundles(config, others=0)]
 
 
+def memory_bundles(config: DictConfig) -> list[Bundle]:
+    """Of a training without GPUs on a joined cluster: the memory of all its processes, a share for every node. Neither
+    Ray nor verl counts it, and Linux ends a process where several trainings need more than there is.
+    """
+    parts = known_host_memory(config) if config.trainer.device == "cpu" else None
+    nodes = config.trainer.nnodes
+    return [{MEMORY: float(math.ceil(sum(parts.values()) / nodes))} for _ in range(nodes)] if parts else []
+
+
 def _server_bundles(config: DictConfig) -> list[Bundle]:
     """Those of standalone servers, a bundle for each node of each replica."""
     rollout = config.actor_rollout_ref.rollout
@@ -94,7 +106,8 @@ def admit(
     say: Callable[[str], object],
     stopped: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Return when the cluster has room for these bundles, holding the turnstile until :func:`turnstile.leave`.
+    """Return when the cluster has room for these bundles, holding the turnstile until :func:`turnstile.leave`, and
+    those of memory until the job ends.
 
     wait: for other jobs to end. say: takes a line when there is something to wait for. stopped: whether the job was
     asked to stop, which ends the waiting.
@@ -109,20 +122,22 @@ def admit(
         say(f"Waiting for more nodes: {error}")
     turnstile = enter(wait, say, stopped)
     with _queued(bundles) as probe:
-        if probe.wait(PATIENCE):
-            return
-        if not wait:
-            ray.kill(turnstile)
-            raise UserError(
-                f"no room for this run: {_shortage(bundles)}. --wait waits until there is; otherwise give it fewer "
-                "devices, or stop another job."
-            )
-        ray.get(turnstile.wait.remote())
-        say(f"Waiting for devices: {_shortage(bundles)}.")
-        while not probe.wait(POLL):
-            if stopped():
+        if not probe.wait(PATIENCE):
+            if not wait:
                 ray.kill(turnstile)
-                raise KeyboardInterrupt
+                raise UserError(
+                    f"no room for this run: {_shortage(bundles)}. --wait waits until there is; otherwise give it fewer "
+                    "devices, or stop another job."
+                )
+            ray.get(turnstile.wait.remote())
+            say(f"Waiting for devices: {_shortage(bundles)}.")
+            while not probe.wait(POLL):
+                if stopped():
+                    ray.kill(turnstile)
+                    raise KeyboardInterrupt
+    memory = [bundle for bundle in bundles if MEMORY in bundle]
+    if memory:
+        placement_group(memory)  # Ray removes it when the job ends
 
 
 def check_size(bundles: Sequence[Bundle]) -> None:
@@ -170,8 +185,12 @@ def _shortage(bundles: Sequence[Bundle]) -> str:
         f"{total.get(name, 0):.0f} in the cluster are free)"
         for name in (device, "CPU")
     ]
+    memory = sum(bundle.get(MEMORY, 0) for bundle in bundles)
+    if memory:
+        sizes = (f"{size / GIB:.0f}" for size in (memory, free.get(MEMORY, 0), total.get(MEMORY, 0)))
+        parts.append("{} GiB of memory ({} of {} are free)".format(*sizes))
     most = max(bundle.get(device, 0) for bundle in bundles)
-    return f"it needs {' and '.join(parts)}, {most:.0f} {device}s of them on one node"
+    return f"it needs {', '.join(parts[:-1])} and {parts[-1]}, {most:.0f} {device}s of them on one node"
 
 
 # -------------------------------------------------------------------- placement

@@ -23,6 +23,7 @@ from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, err, say
 
 RESUME = "The same command resumes from the last checkpoint."
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -85,11 +86,11 @@ def device(config: DictConfig) -> Iterator[Problem]:
 def cluster_size(config: DictConfig) -> Iterable[Problem]:
     """In a submitted job: its cluster could hold the training, were it idle."""
     if IN_RAY_JOB in os.environ:
-        from gtpo_verl.integrations.admission import check_size, training_bundles
+        from gtpo_verl.integrations.admission import check_size, memory_bundles, training_bundles
         from gtpo_verl.integrations.nodes import joined
 
         with joined():
-            check_size(training_bundles(config))
+            check_size([*training_bundles(config), *memory_bundles(config)])
     return ()
 
 
@@ -103,15 +104,14 @@ def leave_to_cluster(config: DictConfig) -> None:
 
 def joined_cluster(config: DictConfig) -> str | None:
     """What makes Ray join a cluster instead of starting one, or None."""
-    address = (config.ray_kwargs.get("ray_init") or {}).get("address")
-    if address == "local":
+    address, variable = (config.ray_kwargs.get("ray_init") or {}).get("address"), os.environ.get("RAY_ADDRESS")
+    if (address or variable) == "local":
         return None
     if address:
         return f"ray_kwargs.ray_init.address={address}"
-    if os.environ.get("RAY_ADDRESS", "local") != "local":
-        return f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}"
-    current = Path("/tmp/ray/ray_current_cluster")
-    return str(current) if current.exists() else None
+    if variable:
+        return f"RAY_ADDRESS={variable}"
+    return str(CURRENT_CLUSTER) if CURRENT_CLUSTER.exists() else None
 
 
 def run_job(config: DictConfig, *, wait: bool = False) -> None:
@@ -234,6 +234,7 @@ def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:
     bundles = admission.training_bundles(config) if training else admission.serving_bundles(config)
     if joined_cluster(config):
         stop = Path(config.trainer.run_dir) / STOP_FILE
+        bundles += admission.memory_bundles(config) if training else []
         admission.admit(bundles, wait=wait, say=say, stopped=lambda: training and stop.exists())
     else:
         admission.check_room(bundles)

@@ -10,6 +10,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.exhaustive
 def test_a_machine_that_can_train_passes() -> None:
     """Also where the environment names a cluster: the doctor starts a Ray of its own."""
     environment = os.environ | {"RAY_ADDRESS": "127.0.0.1:1", "COLUMNS": "200"}

@@ -176,6 +176,20 @@ def test_a_cluster_keeps_its_own_numbers_of_cpus_and_devices(monkeypatch: pytest
     assert own.ray_kwargs.ray_init.num_cpus == 32
 
 
+@pytest.mark.parametrize(
+    ("address", "variable", "joins"),
+    [(None, None, True), (None, "", True), (None, "local", False), ("local", "head:1", False)],
+)
+def test_a_cluster_of_this_machine_is_joined_where_ray_would_join_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None, variable: str | None, joins: bool
+) -> None:
+    monkeypatch.setattr(launch, "CURRENT_CLUSTER", tmp_path)  # it is there
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert (launch.joined_cluster(run_with(address=address)) is not None) is joins
+
+
 def test_a_namespace_that_runs_would_share_is_refused() -> None:
     (problem,) = ray(run_with(namespace="mine"))
     assert "namespace=mine: two runs in one namespace" in problem.message

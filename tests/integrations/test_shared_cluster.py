@@ -20,7 +20,8 @@ from gtpo_verl.integrations import admission, queue_namespace, turnstile
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]  # and in a process of its own, see the Makefile
 
-GPUS = 2  # logical, on each of the two nodes
+GPUS, MEMORY = 2, 8 * 2**30  # logical, on each of the two nodes
+NODES = {"num_cpus": 8, "num_gpus": GPUS, "memory": MEMORY}
 QUEUE = OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}})
 # A job of its own: makes a queue, puts a row into it, lists what it sees, closes.
 OTHER_JOB = """
@@ -53,8 +54,8 @@ def cluster() -> Iterator[Cluster]:
     """This process is a job of it, the first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 8, "num_gpus": GPUS})
-        cluster.add_node(num_cpus=8, num_gpus=GPUS)
+        cluster = Cluster(initialize_head=True, head_node_args=NODES)
+        cluster.add_node(**NODES)
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
         ray.init(address=cluster.address, log_to_driver=False)
         queue_namespace.register()
@@ -242,6 +243,26 @@ def test_one_job_starts_at_a_time_and_one_that_was_killed_holds_nobody_up(cluste
     admission.admit([NODE], wait=False, say=say)
     assert lines == ["Waiting for another run, which is just starting or waits for devices."]
     holder.communicate()
+
+
+@pytest.mark.usefixtures("quick")
+def test_memory_of_a_job_is_kept_until_it_ends(cluster: Cluster, lines: list[str]) -> None:
+    """With its devices free and the turnstile left, as while a training without GPUs is under way."""
+    needed = [{"CPU": 1.0}, {admission.MEMORY: 6.0 * 2**30}, {admission.MEMORY: 6.0 * 2**30}]
+    program = HELD.replace('[{"CPU": 1.0}]', repr(needed)).replace('print("held', 'admission.leave(); print("held')
+    first = python(program, cluster)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        wait_until(turnstile_is_free)
+        with pytest.raises(UserError, match=r"and 12 GiB of memory \(4 of 16 are free\)"):
+            admission.admit(needed, wait=False, say=print)
+        admission.admit([NODE], wait=False, say=lines.append)  # asks for none, as on GPUs
+        turnstile.leave()
+    finally:
+        first.kill()
+        first.communicate()
+    admission.admit(needed, wait=True, say=lines.append)
 
 
 @pytest.mark.usefixtures("quick")

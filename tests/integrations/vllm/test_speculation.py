@@ -102,6 +102,7 @@ print(json.dumps({"tokens": [ids[i] for i in kept], "words": [words[i] for i in 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_v2(tmp_path, engine_python, v2_on_cpu):
     path = tmp_path / "rows.pt"
     sampled = torch.tensor(SAMPLED)

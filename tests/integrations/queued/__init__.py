@@ -1,0 +1,1 @@
+"""Tests that share one TransferQueue: this file makes the folder the scope of its fixture."""
