@@ -19,7 +19,6 @@ from verl.single_controller.ray.base import ResourcePoolManager
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.turnstile import POLL, enter, leave
-from gtpo_verl.planning.memory import GIB, known_host_memory
 
 Bundle = dict[str, float]  # amounts by resource
 
@@ -63,13 +62,11 @@ def serving_bundles(config: DictConfig) -> list[Bundle]:
     return [*_server_bundles(config), *_actor_bundles(config, others=0)]
 
 
-def memory_bundles(config: DictConfig) -> list[Bundle]:
-    """Of a training without GPUs on a joined cluster: the memory of all its processes, a share for every node. Neither
-    Ray nor verl counts it, and Linux ends a process where several trainings need more than there is.
+def memory_bundles(needed: float, nodes: int) -> list[Bundle]:
+    """``needed`` bytes, a share for every node: neither Ray nor verl counts what trainings without GPUs take, and Linux
+    ends a process where several need more than there is.
     """
-    parts = known_host_memory(config) if config.trainer.device == "cpu" else None
-    nodes = config.trainer.nnodes
-    return [{MEMORY: float(math.ceil(sum(parts.values()) / nodes))} for _ in range(nodes)] if parts else []
+    return [{MEMORY: float(math.ceil(needed / nodes))} for _ in range(nodes)] if needed else []
 
 
 def _server_bundles(config: DictConfig) -> list[Bundle]:
@@ -187,7 +184,7 @@ def _shortage(bundles: Sequence[Bundle]) -> str:
     ]
     memory = sum(bundle.get(MEMORY, 0) for bundle in bundles)
     if memory:
-        sizes = (f"{size / GIB:.0f}" for size in (memory, free.get(MEMORY, 0), total.get(MEMORY, 0)))
+        sizes = (f"{size / 2**30:.0f}" for size in (memory, free.get(MEMORY, 0), total.get(MEMORY, 0)))
         parts.append("{} GiB of memory ({} of {} are free)".format(*sizes))
     most = max(bundle.get(device, 0) for bundle in bundles)
     return f"it needs {', '.join(parts[:-1])} and {parts[-1]}, {most:.0f} {device}s of them on one node"

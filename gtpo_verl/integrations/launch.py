@@ -86,11 +86,11 @@ def device(config: DictConfig) -> Iterator[Problem]:
 def cluster_size(config: DictConfig) -> Iterable[Problem]:
     """In a submitted job: its cluster could hold the training, were it idle."""
     if IN_RAY_JOB in os.environ:
-        from gtpo_verl.integrations.admission import check_size, memory_bundles, training_bundles
+        from gtpo_verl.integrations.admission import check_size, training_bundles
         from gtpo_verl.integrations.nodes import joined
 
         with joined():
-            check_size([*training_bundles(config), *memory_bundles(config)])
+            check_size(training_bundles(config))
     return ()
 
 
@@ -114,11 +114,11 @@ def joined_cluster(config: DictConfig) -> str | None:
     return str(CURRENT_CLUSTER) if CURRENT_CLUSTER.exists() else None
 
 
-def run_job(config: DictConfig, *, wait: bool = False) -> None:
+def run_job(config: DictConfig, *, wait: bool = False, memory: float = 0.0) -> None:
     """Start Ray, run the job to its end, and shut Ray down.
 
     The job is started once more where another process has taken the port that verl had chosen. ``wait``: until the
-    cluster has room for it.
+    cluster has room for it. ``memory``: bytes that a cluster without GPUs must have free for it.
 
     Raises UserError: the job failed, in any of its processes; nodes do not share the run directory; or there is no
     room, and ``wait`` is off.
@@ -138,7 +138,7 @@ def run_job(config: DictConfig, *, wait: bool = False) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         signal.signal(signal.SIGTERM, stop)  # Ray's start has replaced it
         prove_shared(Path(config.trainer.run_dir))
-        enter_cluster(config, training=True, wait=wait)
+        enter_cluster(config, training=True, wait=wait, memory=memory)
 
     while True:
         # Ray's processes inherit the mask, as Ray's own for SIGINT: a shell whose terminal is closed sends SIGHUP to
@@ -224,8 +224,8 @@ def _in_one_line(error: Exception, after: str) -> UserError:
     return UserError(f"{what.rstrip('.')}. {after}")
 
 
-def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:
-    """Once Ray is up: return when there is room for this training or evaluation.
+def enter_cluster(config: DictConfig, *, training: bool, wait: bool, memory: float = 0.0) -> None:
+    """Once Ray is up: return when there is room for this training or evaluation, ``memory`` in bytes.
 
     Raises UserError: there is none, and ``wait`` is off or the Ray is the run's own.
     """
@@ -234,7 +234,7 @@ def enter_cluster(config: DictConfig, *, training: bool, wait: bool) -> None:
     bundles = admission.training_bundles(config) if training else admission.serving_bundles(config)
     if joined_cluster(config):
         stop = Path(config.trainer.run_dir) / STOP_FILE
-        bundles += admission.memory_bundles(config) if training else []
+        bundles += admission.memory_bundles(memory, config.trainer.nnodes)
         admission.admit(bundles, wait=wait, say=say, stopped=lambda: training and stop.exists())
     else:
         admission.check_room(bundles)

@@ -241,7 +241,9 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
 
 
 def known_host_memory(config: DictConfig) -> dict[str, float] | None:
-    """`host_memory` of a composed run; None where the shape of its model is not known, or its sizes do not divide."""
+    """`host_memory` of a composed run; None on GPUs, where its model's shape is not known, or sizes do not divide."""
+    if config.trainer.device != "cpu":
+        return None
     try:
         return host_memory(config, load_shape(config.actor_rollout_ref.model.path), parallelism(config))
     except UserError:

@@ -132,7 +132,7 @@ def _on_hub(key: str, name: str) -> Iterator[Problem]:
 
 def memory(config: DictConfig) -> Iterator[Problem]:
     """A run without GPUs that starts a Ray of its own fits into this machine."""
-    parts = None if config.trainer.device != "cpu" or joined_cluster(config) else known_host_memory(config)
+    parts = None if joined_cluster(config) else known_host_memory(config)
     if parts is None:
         return
     found = list(beyond_the_machine(parts))

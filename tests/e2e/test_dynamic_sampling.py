@@ -17,7 +17,7 @@ import torch
 from gtpo_verl.integrations.step.checkpoints import SAMPLING_FILE
 from gtpo_verl.tasks import Task
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]
 
 Start = Callable[..., Any]  # tests/e2e/conftest.py
 BATCH, RESPONSES = 8, 8

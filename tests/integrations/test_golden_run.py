@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 OF_MICRO_BATCHES = "actor/pg_clipfrac"
 
 
-@pytest.fixture(scope="module", params=["padded", "packed"])
+@pytest.fixture(scope="module", params=["padded", pytest.param("packed", marks=pytest.mark.exhaustive)])
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("golden") / "results.json"
     command = [sys.executable, HERE / "golden_run.py", out, request.param]
