@@ -27,7 +27,7 @@ def printed(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["sums", "countdown"])
+@pytest.mark.parametrize("name", ["sums", pytest.param("countdown", marks=pytest.mark.exhaustive)])
 def test_the_printed_overrides_are_those_of_the_task(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -89,6 +89,7 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, last_step:
     assert (output / "pass_at_k.png").stat().st_size > 5000
 
 
+@pytest.mark.exhaustive
 def test_a_finished_evaluation_is_not_done_again(run_dir: Path, last_step: int) -> None:
     """What a crash leaves of the file, and what goes on from it, is tested in tests/evaluation/test_records.py."""
     output = run_dir / "evaluation" / f"global_step_{last_step}"
@@ -101,6 +102,7 @@ def test_a_finished_evaluation_is_not_done_again(run_dir: Path, last_step: int) 
     assert json.loads((output / "summary.json").read_text())["sources"] == json.loads(summary)["sources"]
 
 
+@pytest.mark.exhaustive
 def test_another_setting_is_refused_by_name(run_dir: Path, last_step: int) -> None:
     output = run_dir / "evaluation" / f"global_step_{last_step}"
     before = (output / "problems.jsonl").read_bytes()

@@ -105,12 +105,12 @@ def test_ctrl_c_stops_every_run_after_its_step_and_the_next_sweep_goes_on(tmp_pa
 
 @pytest.mark.slow
 def test_without_a_terminal_a_line_says_how_far_the_runs_are(tmp_path: Path) -> None:
-    sweep = fake_sweep(tmp_path, "+fake.seconds=1")
+    sweep = fake_sweep(tmp_path, "+fake.seconds=0.3")
     console = Console(file=io.StringIO(), width=200)
     with command._shown(tmp_path, 1, console, line_every=0) as show:
         assert drive(sweep, [], places=1, show=show) == []
     printed = console.file.getvalue()
-    assert "4 runs: 1 running, 3 waiting; algo=dapo,seed=0 2/3: 1.0 s; about " in printed
+    assert "4 runs: 1 running, 3 waiting; algo=dapo,seed=0 2/3: 0.3 s; about " in printed
     assert printed.endswith("4 runs: 4 finished\n")
 
 
@@ -192,7 +192,7 @@ def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", ["1", "2"])
+@pytest.mark.parametrize("places", [pytest.param("1", marks=pytest.mark.exhaustive), "2"])
 @pytest.mark.parametrize(
     "seed", [1, pytest.param(2, marks=pytest.mark.exhaustive), pytest.param(3, marks=pytest.mark.exhaustive)]
 )

@@ -80,6 +80,7 @@ def test_v1(run_engine, check):
     check(answer, batches)
 
 
+@pytest.mark.exhaustive
 def test_v1_chunked_prefill_and_preemption(run_engine, check):
     batches = [batch(8, 60, MIXED, max_tokens=60)]
     answer = run_engine(batches, max_num_batched_tokens=16, max_num_seqs=8, block_size=32, num_gpu_blocks_override=10)
