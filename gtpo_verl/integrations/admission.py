@@ -145,9 +145,12 @@ def check_size(bundles: Sequence[Bundle]) -> None:
     for bundle in sorted(bundles, key=lambda bundle: bundle.get(device, 0), reverse=True):
         place = next((node for node in nodes if all(node[name] >= bundle[name] for name in bundle)), None)
         if place is None:
+            remedy = f"{', '.join(largest)} {device}s. Set trainer.nnodes and trainer.n_gpus_per_node, or add nodes."
+            if MEMORY in bundle:
+                free = ", ".join(f"{node[MEMORY] / 2**30:.0f}" for node in nodes)
+                remedy = f"{free} GiB. Add nodes, or say with `ray start --memory` that one has more."
             raise UserError(
-                f"the cluster is too small for this run, even idle: {_shortage(bundles)}; its nodes have "
-                f"{', '.join(largest)} {device}s. Set trainer.nnodes and trainer.n_gpus_per_node, or add nodes."
+                f"the cluster is too small for this run, even idle: {_shortage(bundles)}; its nodes have {remedy}"
             )
         place.subtract(bundle)
 

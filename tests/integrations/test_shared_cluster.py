@@ -195,6 +195,13 @@ def test_a_job_that_the_cluster_could_never_hold_says_so(bundles: list[dict[str,
 
 
 @pytest.mark.usefixtures("cluster", "quick")
+def test_memory_that_no_node_has_says_so() -> None:
+    with pytest.raises(UserError, match=r"even idle: it needs .* and 9 GiB of memory .* its nodes have 8, 8 GiB\. Add"):
+        admission.admit([NODE, {admission.MEMORY: 9.0 * 2**30}], wait=False, say=print)
+    wait_until(turnstile_is_free)
+
+
+@pytest.mark.usefixtures("cluster", "quick")
 def test_a_job_without_room_says_what_it_needs() -> None:
     other = placement_group([NODE])
     ray.get(other.ready(), timeout=30)
