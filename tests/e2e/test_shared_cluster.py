@@ -148,7 +148,7 @@ def test_one_that_is_killed_leaves_the_other_alone_and_its_place_free(
     killed.process.kill()
     killed.process.wait()
     assert json.loads((killed.run_dir / "run.json").read_text())["status"] == "running"
-    assert read_run(killed.run_dir).status == "interrupted"
+    assert read_run(killed.run_dir).record["status"] == "interrupted"
     assert any((killed.run_dir / "model").glob("*.safetensors"))
     other.wait_for_step(max(other.steps()) + 3)
 
