@@ -137,7 +137,7 @@ def test_its_help_says_what_it_adds_to_verls() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ended"), [("gtpo", True), ("grpo", False)])
+@pytest.mark.parametrize(("name", "ended"), [("gtpo", True), pytest.param("grpo", False, marks=pytest.mark.exhaustive)])
 def test_verls_own_main_with_our_estimator_ends_with_the_line_to_use(name: str, ended: bool) -> None:
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={name}", "--cfg", "job"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -38,7 +38,7 @@ def test_the_printed_overrides_are_those_of_the_task(
     assert config.actor_rollout_ref.model.path == str(tmp_path / "a, b" / "model")
     assert config.data.val_files == str(tmp_path / "a, b" / "val.parquet")
     more = shlex.split(lines[3])
-    for nodes, gpus in ((1, 4), (2, 1), (2, 8), (8, 8), (16, 8)):
+    for nodes, gpus in ((1, 4), (2, 1), (16, 8)):
         devices = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
         for backend in ("fsdp", "megatron"):
             chosen = [*overrides, *more, *devices, f"backend={backend}"]

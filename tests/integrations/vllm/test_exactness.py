@@ -72,7 +72,6 @@ MIXED = [
 ]
 
 
-@pytest.mark.exhaustive  # what it does is part of the one after it
 def test_v1(run_engine, check):
     batches = [batch(16, 40, MIXED, max_tokens=48)]
     answer = run_engine(batches)
@@ -153,6 +152,7 @@ def test_v2_chunked_prefill_and_preemption(run_engine, check, v2_on_cpu):
     check(answer, batches)
 
 
+@pytest.mark.exhaustive
 def test_speculation_with_a_draft_model(run_engine, check, draft_dir, speculating_runner, v2_on_cpu):
     speculation = {"method": "draft_model", "model": str(draft_dir), "num_speculative_tokens": 2}
     if speculating_runner == "V1":
