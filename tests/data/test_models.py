@@ -29,6 +29,7 @@ def test_another_model_in_its_place_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_is_no_model_is_refused_before_anything_is_made(
     gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

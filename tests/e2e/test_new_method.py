@@ -62,12 +62,14 @@ def test_its_settings_are_keys_of_a_run(command: Callable[..., str]) -> None:
     assert composed["algorithm"][NAME] == {"scale": 2}
 
 
+@pytest.mark.exhaustive
 def test_it_is_planned(command: Callable[..., str]) -> None:
     plan = json.loads(command("plan", f"algo={NAME}", "setting=small_gpu", "--json"))
     assert plan["algorithm"] == NAME
     assert NAME in [arm["arm"] for arm in plan["arms"]]
 
 
+@pytest.mark.exhaustive
 def test_it_is_reported_under_its_label(command: Callable[..., str], runs: RunWriter) -> None:
     run = runs.run("mine", arms=("dapo", "gtpo"))
     config = run / "gtpo" / "config.yaml"
