@@ -26,8 +26,8 @@ def local_path(text: str) -> Path:
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     """Let ``write`` fill a temporary file beside ``file``, then rename it: readers see the old content or the new.
 
-    The directory is made if need be. What ``write`` raises is passed on, and ``file`` is as it was. Raises UserError:
-    something else than a file is there, such as a device.
+    The directory is made if need be. What ``write`` raises is passed on, and ``file`` is as it was: a full disk with
+    the file's name. Raises UserError: something else than a file is there, such as a device.
     """
     if file.exists() and not (file.is_file() or file.is_symlink()):
         raise UserError(f"{file} is no file that could be replaced: choose another.")
@@ -35,10 +35,22 @@ def write_atomically(file: Path, write: Callable[[Path], object]) -> None:
     # unique: on a shared file system two hosts may have the same process id
     temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        write(temporary)
-        temporary.replace(file)
+        with _naming(file):
+            write(temporary)
+            temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """In the block a file is written: an error that names none, such as that of a full disk, gets its name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno:
+            error.filename = error.filename or str(file)
+        raise
 
 
 def obstacle(directory: Path) -> str | None:
@@ -107,7 +119,7 @@ def append_json_line(file: Path, value: Any) -> None:
     """Append a value as one line of JSON, behind a last line that a crash may have torn."""
     line = json.dumps(value).encode() + b"\n"
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab+") as lines:
+    with _naming(file), file.open("ab+") as lines:
         if lines.seek(0, 2):
             lines.seek(-1, 2)
             line = line if lines.read(1) == b"\n" else b"\n" + line

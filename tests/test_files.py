@@ -2,7 +2,10 @@
 
 import argparse
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,3 +127,15 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path) -> None:
         {}["steps"]
     with pytest.raises(FileNotFoundError), files.reading(file):  # of the machine, not of the file's content
         (tmp_path / "absent").read_text()
+
+
+@pytest.mark.parametrize("write", [files.write_json, files.append_json_line])
+def test_a_full_disk_is_reported_with_the_file(write: Any, tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from pathlib import Path; from gtpo_verl import files; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); "
+        "from gtpo_verl.errors import main_guard; "
+        f"sys.exit(main_guard(lambda: files.{write.__name__}(Path('run.json'), 'x' * 1000)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "error: run.json: File too large\n")

@@ -18,7 +18,7 @@ import psutil
 
 from breaking.checks import file_problems, last_saved, lines_of, weights_difference
 from breaking.lab import Lab
-from breaking.training import DRIVER, Attempt, Ended, status_line
+from breaking.training import Attempt, Ended, status_line
 from gtpo_verl.runs.checkpoints import TRACKER
 from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE, RECORD_FILE, STOP_FILE
 
@@ -465,7 +465,7 @@ def no_room_for_weights(lab: Lab, name: str) -> Found:
 
 @fault("the trainer's files may not grow", "one line ends the command; resumes with the same weights")
 def no_room_for_metrics(lab: Lab, name: str) -> Found:
-    return limited(lab, name, DRIVER, 2_000)
+    return limited(lab, name, "trainer", 2_000)
 
 
 @fault("full disk", "one line ends the command; with room again it resumes with the same weights")
