@@ -549,6 +549,7 @@ for what, kind in {
     "calls sys.exit": "exit",
     "returns a string": "string",
     "returns None": "nothing",
+    "returns no score": "no_score",
 }.items():
 
     @fault(f"reward function {what} for one response", "it counts as failed and is named; goes on")
@@ -569,7 +570,7 @@ def raising(lab: Lab, name: str) -> Found:
 @fault("the same, with dynamic sampling", "one line ends the command, by guards.max_failed_share; nothing is trained")
 def raising_sampling(lab: Lab, name: str) -> Found:
     overrides = reward_overrides("raise", 1, 10**6, "algorithm.filter_groups.enable=true")
-    return broken_reward(lab, name, overrides, "groups failed")
+    return broken_reward(lab, name, overrides, "of the step failed")
 
 
 @fault("reward function returns NaN", "one line ends the command, with step and cause; nothing is trained on it")
@@ -580,8 +581,3 @@ def nan_reward(lab: Lab, name: str) -> Found:
 @fault("reward function dies", "one line ends the command, which names the reward worker")
 def dying_reward(lab: Lab, name: str) -> Found:
     return broken_reward(lab, name, reward_overrides("die", 20, 1), "reward worker")
-
-
-@fault("reward function without a verdict", "one line ends the command, which names the response")
-def no_verdict(lab: Lab, name: str) -> Found:
-    return broken_reward(lab, name, reward_overrides("no_verdict", 20, 1), "acc")

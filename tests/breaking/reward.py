@@ -37,6 +37,6 @@ def compute_score(*args: Any, fault: str, at: int, times: int = 1, **kwargs: Any
         return None
     if fault == "is_nan":  # nan alone would be read as the number
         score["score"] = float("nan")
-    if fault == "no_verdict":
-        del score["acc"]
+    if fault == "no_score":  # without acc alone, the score is the verdict
+        del score["acc"], score["score"]
     return score
