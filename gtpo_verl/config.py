@@ -193,7 +193,7 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
     with hydra_app():
         _check_options(parsed)
         of_groups = [item for item in parsed if item.is_hydra_override() or item.key_or_group in GROUPS]
-        if len(of_groups) < len(parsed):
+        if len(of_groups) < len(parsed):  # else there is no key to check
             _check_keys(parsed, _defaults(tuple(map(line_of, of_groups))))
         with hydras_errors("these overrides do not compose"):
             return compose(TRAIN, overrides=[_with_plus(item) for item in parsed])

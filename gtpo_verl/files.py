@@ -151,7 +151,7 @@ def move_json_lines(file: Path, to: Path, chosen: Callable[[Any], bool]) -> list
         else:
             kept.append(line + b"\n")
     if moved:
-        with to.open("ab") as end:
+        with _naming(to), to.open("ab") as end:
             end.writelines(moved)
         write_bytes(file, b"".join(kept))
     return values

@@ -27,9 +27,19 @@ def printed(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["sums", pytest.param("countdown", marks=pytest.mark.exhaustive)])
+LAYOUTS = ((1, 4), (2, 1), (16, 8), (2, 8), (8, 8))  # nodes, and GPUs of each
+
+
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("sums", LAYOUTS[:3]),
+        pytest.param("sums", LAYOUTS[3:], marks=pytest.mark.exhaustive),
+        pytest.param("countdown", LAYOUTS, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_the_printed_overrides_are_those_of_the_task(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, layouts: tuple[tuple[int, int], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = printed(tmp_path / "a, b", name, monkeypatch, capsys).splitlines()
     overrides = shlex.split(lines[1])
@@ -38,7 +48,7 @@ def test_the_printed_overrides_are_those_of_the_task(
     assert config.actor_rollout_ref.model.path == str(tmp_path / "a, b" / "model")
     assert config.data.val_files == str(tmp_path / "a, b" / "val.parquet")
     more = shlex.split(lines[3])
-    for nodes, gpus in ((1, 4), (2, 1), (16, 8)):
+    for nodes, gpus in layouts:
         devices = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={gpus}"]
         for backend in ("fsdp", "megatron"):
             chosen = [*overrides, *more, *devices, f"backend={backend}"]

@@ -342,16 +342,17 @@ def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun
 # -------------------------------------------------------------------- the choice
 
 
+@pytest.mark.parametrize("orders", [range(3), pytest.param(range(3, 6), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("budget", "max_age"), [(0, 3), (3, 0)])
 def test_who_finishes_first_has_no_part_in_what_is_generated_and_chosen(
-    make_run: MakeRun, max_age: int, budget: int
+    make_run: MakeRun, max_age: int, budget: int, orders: range
 ) -> None:
     """With the same data and verdicts the same prompts are drawn and the same groups chosen, in every step, whatever
     the order of finishing.
     """
     verdicts = random.Random(0).choices([MIXED, ALL_CORRECT, ALL_WRONG, (-1, -1, -1)], [6, 6, 6, 1], k=500)
     runs = []
-    for order in [None, *map(random.Random, range(3))]:
+    for order in [None, *map(random.Random, orders)]:
         run = make_run(iter(verdicts), window=2, max_age=max_age, budget=budget, order=order)
         history = []
         for step in range(1, 5):
