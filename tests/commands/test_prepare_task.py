@@ -39,7 +39,11 @@ LAYOUTS = ((1, 4), (2, 1), (16, 8), (2, 8), (8, 8))  # nodes, and GPUs of each
     ],
 )
 def test_the_printed_overrides_are_those_of_the_task(
-    name: str, layouts: tuple[tuple[int, int], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    layouts: tuple[tuple[int, int], ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lines = printed(tmp_path / "a, b", name, monkeypatch, capsys).splitlines()
     overrides = shlex.split(lines[1])
