@@ -40,6 +40,8 @@ HERE = Path(__file__).parent
 VOCABULARIES = (151_936, 152_064)  # Qwen2.5 up to 3B, and from 7B
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ENTROPY_TOLERANCE = 1e-6  # nat
+ENGINE_TOLERANCE = 2e-5  # nat; the engine's logits are float32
+HEATS = [0.7, 0.8, 1.0, 1.2]  # temperatures
 ADVANTAGE_TOLERANCE = 1e-4
 ROWS = 1024 if DEVICE == "cuda" else 4  # of the timed logits
 SECONDS = 120 if DEVICE == "cuda" else 600  # of each part with vLLM
@@ -175,25 +177,99 @@ def bfloat16_error() -> dict[str, Any]:
 
 
 def vllm_entropies() -> dict[str, Any]:
-    """Entropies of a tiny model through vLLM against float64."""
-    program = "from gtpo_verl.integrations.probes import measure_entropies; print(measure_entropies())"
-    return {"found": run([sys.executable, "-c", program])}
+    """Entropies through vLLM, for either model runner and dtype, against float64: see `entropies_of_one_engine`."""
+    found = {}
+    for runner in ("V1", "V2") if DEVICE == "cuda" else ("V1",):
+        for dtype in DTYPES if DEVICE == "cuda" else ("float32",):
+            one = json.loads(run([sys.executable, __file__, "--engine", runner, "--dtype", dtype]))
+            found[f"{runner} {dtype}"] = one
+            require(dtype != "float32" or one["mean"] <= ENGINE_TOLERANCE, f"{runner} {dtype}: {one}")
+    return found
+
+
+def entropies_of_one_engine(runner: str, dtype: str) -> dict[str, Any]:
+    """Differences in nat between the entropies that one engine returns, with its defaults (on a GPU: CUDA graphs and
+    asynchronous scheduling), and those of transformers in float64. In bfloat16 most of it is the model's arithmetic.
+    """
+    os.environ |= {
+        "GTPO_VERL_ROLLOUT_ENTROPY": "1",
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    import verl  # noqa: F401  (loads the plugin)
+    from transformers import AutoModelForCausalLM
+    from vllm import LLM, SamplingParams
+
+    from gtpo_verl.integrations.vllm import WORKER_EXTENSION
+    from gtpo_verl.tasks.model import build_model
+
+    rows, tokens, vocabulary = (64, 64, VOCABULARIES[0]) if DEVICE == "cuda" else (4, 8, 512)
+    with tempfile.TemporaryDirectory() as directory:
+        shape = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+        model = build_model(vocabulary_size=vocabulary, seed=0, **shape)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(15)
+        model.save_pretrained(directory)
+        exact_model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).to(DEVICE)
+        llm = LLM(
+            directory,
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=128,
+            max_logprobs=-1,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=WORKER_EXTENSION,
+            gpu_memory_utilization=0.1,
+            enforce_eager=DEVICE == "cpu",
+        )
+    prompts = [{"prompt_token_ids": [5 + row, 6, 7, 8 + 3 * row][: 2 + row % 3]} for row in range(rows)]
+
+    params = [
+        SamplingParams(temperature=heat, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+        for heat in HEATS * (rows // len(HEATS))
+    ]
+    differences, sizes = [], []
+    for row, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
+        prompt, heat, one = prompts[row]["prompt_token_ids"], params[row].temperature, output.outputs[0]
+        measured = torch.tensor(codec.completion_entropies(one.token_ids, one.logprobs)).double()
+        with torch.no_grad():
+            ids = torch.tensor([[*prompt, *one.token_ids]], device=DEVICE)
+            logits = exact_model(ids).logits[0, len(prompt) - 1 : -1] / heat
+        truth = torch.special.entr(logits.softmax(-1)).sum(-1).cpu()
+        differences.append((measured - truth).abs())
+        sizes.append(truth)
+    error, size = torch.cat(differences), torch.cat(sizes)
+    return {
+        "tokens": len(error),
+        "mean": error.mean().item(),
+        "p99": error.quantile(0.99).item(),
+        "largest": error.max().item(),
+        "entropies": [size.min().item(), size.max().item()],
+        "runner": llm.collective_rpc(lambda worker: type(worker.model_runner).__module__)[0],
+    }
 
 
 def vllm_throughput() -> dict[str, Any]:
     """benchmarks/bench_rollout_entropy.py: decoding with and without entropies, side by side."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "throughput.json"
-        sizes = () if DEVICE == "cuda" else ("--batch", "4", "--tokens", "8", "--rounds", "3", "--full-rounds", "1")
-        run([sys.executable, str(HERE / "bench_rollout_entropy.py"), "--output", str(file), *sizes])
+        sizes = ("256", "128", "12", "1", "1") if DEVICE == "cuda" else ("4", "8", "3", "1", "2")
+        names = ("--batch", "--tokens", "--rounds", "--full-rounds", "--full-tokens")
+        options = [part for pair in zip(names, sizes, strict=True) for part in pair]
+        run([sys.executable, str(HERE / "bench_rollout_entropy.py"), "--output", str(file), *options])
         found: dict[str, Any] = json.loads(file.read_text())
         return found
 
 
 def training_step() -> dict[str, Any]:
-    """One step of the quickstart with GTPO: Ray, the FSDP actor, vLLM, the weight sync and the report."""
+    """Two steps of the quickstart with GTPO: Ray, the FSDP actor, vLLM, the weight sync and the report."""
     with tempfile.TemporaryDirectory() as directory:
-        command = ["quickstart", "--arms", "gtpo", "--steps", "1", "--output", directory]
+        command = ["quickstart", "--arms", "gtpo", "--steps", "2", "--output", directory]
+        if DEVICE == "cuda":
+            command.append("hardware=gpu")
+        if DEVICE == "cuda" and not importlib.util.find_spec("flash_attn"):
+            command.append("actor_rollout_ref.model.override_config.attn_implementation=sdpa")
         run([sys.executable, "-m", "gtpo_verl.cli", *command])
         (file,) = Path(directory).rglob("metrics.jsonl")
         data = json.loads(file.read_text().splitlines()[-1])["data"]
@@ -236,8 +312,13 @@ def outcome(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-vllm", action="store_true", help="torch and Triton alone")
+    parser.add_argument("--engine", choices=("V1", "V2"), help="entropies of vLLM with this model runner, and no more")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of that engine (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=HERE / "results" / f"gpu-check-{DEVICE}.json")
     options = parser.parse_args()
+    if options.engine:
+        print(json.dumps(entropies_of_one_engine(options.engine, options.dtype)))
+        return 0
     checks = [accuracy, times, cuda_graph, advantages, bfloat16_error]
     if not options.without_vllm and importlib.util.find_spec("vllm"):
         checks += [vllm_entropies, vllm_throughput, training_step]
