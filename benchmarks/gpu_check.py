@@ -220,7 +220,8 @@ def entropies_of_one_engine(runner: str, dtype: str) -> dict[str, Any]:
             max_logprobs=-1,
             logprobs_mode="processed_logprobs",
             worker_extension_cls=WORKER_EXTENSION,
-            gpu_memory_utilization=0.1,
+            max_num_seqs=rows,  # the profile run holds several times their logits
+            gpu_memory_utilization=0.2,
             enforce_eager=DEVICE == "cpu",
         )
     prompts = [{"prompt_token_ids": [5 + row, 6, 7, 8 + 3 * row][: 2 + row % 3]} for row in range(rows)]

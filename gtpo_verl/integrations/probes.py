@@ -24,7 +24,8 @@ from gtpo_verl.versions import installed_version
 
 PACKAGES = ("gtpo-verl", "verl", "vllm", "torch", "ray", "transformers", "TransferQueue")
 RDMA = Path("/sys/class/infiniband")  # a directory for every InfiniBand or RoCE port that the kernel drives
-ENTROPY_TOLERANCE = 1e-4  # nat, in fp32
+ENTROPY_TOLERANCE = 1e-4  # nat, in float32 on a CPU
+GPU_TOLERANCE = 3e-2  # nat: the float32 logits of vLLM's GPU kernels are less exact; 7e-3 was seen on an H200
 TIMEOUT = 180.0  # seconds in which the ranks of an all-reduce have their devices and have measured
 VLLM_TIMEOUT = 600.0  # seconds in which a vLLM worker has answered
 ROUNDS = 5
@@ -226,7 +227,7 @@ def measure_entropies(tensor_parallel: int = 1) -> str:
         logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1] / 0.8
     expected = torch.distributions.Categorical(logits=logits).entropy()
     error = (measured - expected).abs().max().item()
-    if error > ENTROPY_TOLERANCE:
+    if error > (GPU_TOLERANCE if torch.cuda.is_available() else ENTROPY_TOLERANCE):
         raise UserError(
             f"entropies from vLLM are off by {error:.1e} nat: report this with the output of `gtpo-verl doctor`."
         )
