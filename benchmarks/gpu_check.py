@@ -268,7 +268,7 @@ def training_step() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         command = ["quickstart", "--arms", "gtpo", "--steps", "2", "--output", directory]
         if DEVICE == "cuda":
-            command.append("hardware=gpu")
+            command += ["hardware=gpu", "trainer.n_gpus_per_node=1"]
         if DEVICE == "cuda" and not importlib.util.find_spec("flash_attn"):
             command.append("actor_rollout_ref.model.override_config.attn_implementation=sdpa")
         run([sys.executable, "-m", "gtpo_verl.cli", *command])

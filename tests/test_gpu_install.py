@@ -28,12 +28,28 @@ def test_constraints_are_plain_pins_of_the_supported_versions() -> None:
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 def test_both_extras_resolve_to_the_constraints(python: str) -> None:
     """By a resolver that reads metadata for another platform; what it would install is the committed list."""
-    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--extra", "gpu", "--extra", "megatron"]
+    assert resolved(python, "gpu", "megatron") == pins(CONSTRAINTS.read_text())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_the_examples_resolve_beside_the_extra_for_gpus() -> None:
+    """docs/start/real-model.md trains on one GPU with both."""
+    constraints = pins(CONSTRAINTS.read_text())
+    found = resolved("3.12", "gpu", "examples")
+    assert found["reasoning-gym"] == "0.1.25"
+    assert {name: version for name, version in found.items() if constraints.get(name, version) != version} == {}
+
+
+def resolved(python: str, *extras: str) -> dict[str, str]:
+    """What extras install on a machine with GPUs, under the committed constraints."""
+    command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml"]
+    command += [part for extra in extras for part in ("--extra", extra)]
     command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_34"]
     command += ["--no-header", "--no-annotate", "--quiet", "--constraints", str(CONSTRAINTS)]
-    resolved = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert resolved.returncode == 0, resolved.stderr
-    assert pins(resolved.stdout) == pins(CONSTRAINTS.read_text())
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return pins(done.stdout)
 
 
 @pytest.mark.exhaustive
