@@ -4,10 +4,11 @@
     CPU python benchmarks/bench_entropy_kernel.py --device cpu --rows 16
 
 Runs alternate. `read` is the maximum of every row, the cheapest pass over the logits; `entropy` is the kernel by
-itself; `rank in torch` and `rank and entropy` are what both runners need without and with this project (GPU); `torch`
-is log_softmax, exp, product and sum over the whole [rows, vocabulary]; `unshifted` is ln Σ exp(x) − Σ p x, the formula
-of verl's actor. Peak memory is what a call allocates beyond its input. Errors are against float64, also on nearly
-deterministic rows, where GTPO's weight of a token in a wrong answer, 1/H, is largest. Writes
+itself; `rank and entropy` is what both runners need with this project, and `rank in torch` without it, though vLLM
+compiles it (GPU); `torch` is log_softmax, exp, product and sum over the whole [rows, vocabulary]; `unshifted` is
+ln Σ exp(x) − Σ p x, the formula of verl's actor. Peak memory is what a call allocates beyond its input. Errors are
+against float64, also on nearly deterministic rows, where GTPO's weight of a token in a wrong answer, 1/H, is largest.
+Writes
 `entropy-kernel-DEVICE.json` and `.md` into benchmarks/results.
 """
 

@@ -35,6 +35,8 @@ from gtpo_verl.files import read_json, write_json, write_text
 from gtpo_verl.tasks.prepare import prepare_task
 from gtpo_verl.tasks.sums.task import TASK
 
+TESTS = Path(__file__).resolve().parent
+
 
 class Chaos:
     """The state of a benchmark that can be interrupted."""
@@ -220,7 +222,7 @@ def published(state: dict[str, Any], directory: Path) -> dict[str, Any]:
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, list):
             return [plain(item) for item in value]
-        return value.replace(str(directory), "DIR") if isinstance(value, str) else value
+        return value.replace(str(directory), "DIR").replace(str(TESTS), "TESTS") if isinstance(value, str) else value
 
     return dict(plain(state))
 

@@ -142,3 +142,12 @@ def test_the_names_of_the_faults_are_listed(module: Module) -> None:
     done = subprocess.run([sys.executable, TESTS / "chaos.py", "--list"], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"{name}: {expected}" for name, (expected, _) in faults.items()]
     assert len(faults) >= 20
+
+
+def test_what_is_published_has_no_path_of_the_machine(module: Module, tmp_path: Path) -> None:
+    said = f"step 3 in {tmp_path}/chain-1 ({TESTS}/breaking/reward.py:31)"
+    published = module("chaos").published({"kills": [{"ended": {"errors": [said]}}], "seed": 0}, tmp_path)
+    assert published == {
+        "kills": [{"ended": {"errors": ["step 3 in DIR/chain-1 (TESTS/breaking/reward.py:31)"]}}],
+        "seed": 0,
+    }

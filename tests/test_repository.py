@@ -73,6 +73,14 @@ def test_every_link_of_the_repositorys_pages_leads_somewhere() -> None:
     assert broken == []
 
 
+def test_results_carry_no_path_of_the_machine_they_were_measured_on() -> None:
+    files = [file for place in ("benchmarks", "docs") for file in (ROOT / place).glob("results/**/*") if file.is_file()]
+    texts = {file.name: file.read_text() for file in files if file.suffix in (".json", ".md")}
+    assert len(texts) > 20
+    path = re.compile(r"(?:^|[\s(\"'`=])/[\w.-]+/[\w./-]+", re.MULTILINE)
+    assert {name: path.findall(text) for name, text in texts.items() if path.search(text)} == {}
+
+
 # -------------------------------------------------------------------- workflows
 
 

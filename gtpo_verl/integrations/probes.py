@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import torch
@@ -191,9 +191,33 @@ def measure_vllm(tensor_parallel: int = 1) -> str:
 
 
 def measure_entropies(tensor_parallel: int = 1) -> str:
-    """Sample from a tiny model with vLLM and compare the entropies it returns with those of transformers in float64.
+    """Compare the entropies that vLLM returns for a few tokens of a tiny model with those of transformers in float64.
 
     Raises UserError: there are no entropies, or wrong ones.
+    """
+    errors = entropy_errors(tensor_parallel=tensor_parallel)
+    error = errors.max().item()
+    if error > (GPU_TOLERANCE if torch.cuda.is_available() else ENTROPY_TOLERANCE):
+        raise UserError(
+            f"entropies from vLLM are off by {error:.1e} nat: report this with the output of `gtpo-verl doctor`."
+        )
+    return f"entropies of {len(errors)} tokens, {error:.0e} nat from float64"
+
+
+def entropy_errors(
+    *,
+    tensor_parallel: int = 1,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    rows: int = 1,
+    tokens: int = 16,
+    vocabulary: int = 256,
+    eager: bool = True,
+) -> torch.Tensor:
+    """Sample `rows` sequences of `tokens` from a tiny model with vLLM, and return the differences in nat, (rows ·
+    tokens,) float64, between the entropies it returns and those of transformers in float64. In bfloat16 most of a
+    difference is the model's arithmetic. eager: without CUDA graphs.
+
+    Raises UserError: vLLM returned no entropies.
     """
     os.environ["GTPO_VERL_ROLLOUT_ENTROPY"] = "1"
     import verl  # noqa: F401  (loads the plugin)
@@ -205,42 +229,40 @@ def measure_entropies(tensor_parallel: int = 1) -> str:
     from gtpo_verl.integrations.vllm.codec import completion_entropies
 
     with tempfile.TemporaryDirectory() as directory:
-        _save_model(directory, tensor_parallel)
+        _save_model(directory, vocabulary, tensor_parallel)
         engine = LLM(
             model=directory,
             skip_tokenizer_init=True,
-            dtype="float32",
+            dtype=dtype,
             max_model_len=64,
-            enforce_eager=True,
+            max_num_seqs=rows,  # vLLM reserves several times the logits of so many
+            enforce_eager=eager,
             logprobs_mode="processed_logprobs",
             worker_extension_cls=WORKER_EXTENSION,
             gpu_memory_utilization=0.1,
             tensor_parallel_size=tensor_parallel,
         )
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
-    prompt = [5, 6, 7]
-    sampling = SamplingParams(temperature=0.8, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
-    completion = engine.generate([TokensPrompt(prompt_token_ids=prompt)], sampling)[0].outputs[0]
-    measured = torch.tensor(completion_entropies(completion.token_ids, completion.logprobs)).double()
-
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1] / 0.8
-    expected = torch.distributions.Categorical(logits=logits).entropy()
-    error = (measured - expected).abs().max().item()
-    if error > (GPU_TOLERANCE if torch.cuda.is_available() else ENTROPY_TOLERANCE):
-        raise UserError(
-            f"entropies from vLLM are off by {error:.1e} nat: report this with the output of `gtpo-verl doctor`."
-        )
-    return f"entropies of {len(measured)} tokens, {error:.0e} nat from float64"
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64)
+    prompts = [[5 + row, 6, 7] for row in range(rows)]
+    sampling = SamplingParams(temperature=0.8, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    outputs = engine.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], sampling)
+    errors = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        completion = output.outputs[0]
+        measured = torch.tensor(completion_entropies(completion.token_ids, completion.logprobs)).double()
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *completion.token_ids]])).logits[0, len(prompt) - 1 : -1] / 0.8
+        errors.append((measured - torch.distributions.Categorical(logits=logits).entropy()).abs())
+    return torch.cat(errors)
 
 
-def _save_model(directory: str, tensor_parallel: int) -> None:
+def _save_model(directory: str, vocabulary: int, tensor_parallel: int) -> None:
     """Save a small random Qwen2 that GPUs can share, with entropies well below the maximum."""
     from gtpo_verl.tasks.model import build_model
 
     heads = 4 * tensor_parallel
     shape = {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "hidden_size": 32 * heads}
-    model = build_model(vocabulary_size=256, seed=0, **shape)
+    model = build_model(vocabulary_size=vocabulary, seed=0, **shape)
     with torch.no_grad():
         model.lm_head.weight.mul_(15)
     model.save_pretrained(directory)

@@ -129,9 +129,9 @@ def cut(file: Path, share: float = 0.5) -> None:
         content.truncate(int(file.stat().st_size * share))
 
 
-def last(lab: Lab, name: str, count: int = 2) -> tuple[Path, Path]:
-    """A copy of the reference before its last two steps, with so many checkpoints; and the newest of them."""
-    end = lab.steps - 2
+def last(lab: Lab, name: str, count: int = 2, *, left: int = 2) -> tuple[Path, Path]:
+    """A copy of the reference before its last steps, two of them, with so many checkpoints; and the newest of them."""
+    end = lab.steps - left
     run_dir = lab.copy(name, range(end - count + 1, end + 1))
     return run_dir, run_dir / "checkpoints" / f"global_step_{end}"
 
@@ -306,19 +306,27 @@ def second_training(lab: Lab, name: str) -> Found:
 # ---------------------------------------------------------------- signals and stalls
 
 
+LEFT = 4  # steps to train where a command is asked to stop: a signal may arrive in the step after the one aimed at
+
+
+def stopped(lab: Lab, run_dir: Path) -> tuple[int, str, list[str]]:
+    """What a command that was asked to stop in its first step left: the last saved step, its status, what is wrong."""
+    saved, status = last_saved(run_dir), status_line(run_dir)
+    asked = lab.steps - LEFT + 1
+    problems = [] if saved in (asked, asked + 1) else [f"step {saved} was saved, and it was asked to stop in {asked}"]
+    problems += [] if status.startswith("interrupted") else [f"status: {status}"]
+    return saved, status, problems
+
+
 def signalled(lab: Lab, name: str, number: signal.Signals, *, state: str = "generating") -> Found:
     """A signal that asks to stop is sent to the command in its first step; afterwards it resumes."""
-    run_dir, _ = last(lab, name)
+    run_dir, _ = last(lab, name, left=LEFT)
     with lab.training(run_dir) as attempt:
         reach(lab, attempt, state)
         attempt.send("driver", number)
         ended = attempt.end(lab.limit)
-    saved, status = last_saved(run_dir), status_line(run_dir)
-    problems = [] if ended.code == 0 else [f"exit code {ended.code}"]
-    if saved != lab.steps - 1:
-        problems.append(f"step {saved} is the last that was saved, and step {lab.steps - 1} was being trained")
-    if not status.startswith("interrupted"):
-        problems.append(f"status: {status}")
+    saved, status, problems = stopped(lab, run_dir)
+    problems += [] if ended.code == 0 else [f"exit code {ended.code}"]
     again, wrong = finished(lab, run_dir)
     happened = f"{said(ended)}; step {saved} was saved; {status}; then {said(again)}"
     return Found(happened, problems + wrong, ended, state=state)
@@ -336,14 +344,12 @@ def sighup(lab: Lab, name: str) -> Found:
 
 @fault("the terminal closes", "the step is finished and saved, status interrupted; resumes with the same weights")
 def closed_terminal(lab: Lab, name: str) -> Found:
-    run_dir, _ = last(lab, name)
+    run_dir, _ = last(lab, name, left=LEFT)
     with lab.training(run_dir, terminal=True) as attempt:
         reach(lab, attempt, "updating")
         attempt.hang_up()
         ended = attempt.end(lab.limit)
-    saved, status = last_saved(run_dir), status_line(run_dir)
-    problems = [] if saved == lab.steps - 1 else [f"step {saved} is the last that was saved, not {lab.steps - 1}"]
-    problems += [] if status.startswith("interrupted") else [f"status: {status}"]
+    saved, status, problems = stopped(lab, run_dir)
     problems += [f"left behind: {ended.left}"] if ended.left else []
     again, wrong = finished(lab, run_dir)
     happened = f"exit code {ended.code}; step {saved} was saved; {status}; then {said(again)}"
