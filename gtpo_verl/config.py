@@ -314,7 +314,7 @@ def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None
 def _misfit(key: str, value: Any, default: Any) -> str | None:
     """Why a value cannot take the place of another one, or None."""
     if isinstance(default, dict):
-        off = value is None and "." in key  # such as guards.bounds.NAME=null
+        off = value is None and key.startswith("guards.bounds.")
         if isinstance(value, dict) or off or not default:
             return None
         return f"{key} is a section; set one of its keys, such as {key}.{next(iter(default))}."

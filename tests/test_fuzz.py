@@ -13,8 +13,8 @@ from rich.progress import Progress
 from gtpo_verl.algorithms import algorithms
 
 TESTS = Path(__file__).parent
-FEW = {"estimators": 200, "losses": 100, "verdicts": 300, "rows": 20, "run_files": 6}
-MANY = {"estimators": 5000, "losses": 2000, "verdicts": 5000, "rows": 500, "run_files": 150, "settings": 50}
+FEW = {"estimators": 200, "losses": 100, "verdicts": 300, "rows": 20, "run_files": 6, "settings": 40}
+MANY = {"estimators": 5000, "losses": 2000, "verdicts": 5000, "rows": 500, "run_files": 150, "settings": 500}
 COMMANDS = 10
 
 

@@ -43,7 +43,7 @@ def parallelism(config: DictConfig) -> Parallelism:
         tensor, pipeline = actor.megatron.tensor_model_parallel_size, actor.megatron.pipeline_model_parallel_size
         context = actor.megatron.context_parallel_size
     else:
-        older = actor.ulysses_sequence_parallel_size  # which verl reads if it is set
+        older = actor.get("ulysses_sequence_parallel_size") or 1  # which verl reads if it is set
         sequence = older if older > 1 else actor.fsdp_config.ulysses_sequence_parallel_size
         wanted = actor.fsdp_config.fsdp_size
         shard = gpus if wanted < 0 or wanted >= gpus else wanted

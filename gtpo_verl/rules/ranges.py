@@ -35,14 +35,21 @@ class Kind:
     null: bool = False
 
 
-def whole(least: float, most: float = inf) -> Callable[[Any], bool]:
-    """A whole number from `least` to `most`."""
+def whole(least: float, most: float = 2**63 - 1) -> Callable[[Any], bool]:
+    """A whole number from `least` to `most`, by default the largest of 64 bits."""
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def real(test: Callable[[float], bool]) -> Callable[[Any], bool]:
-    """A number that passes a test."""
-    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and test(value)
+    """A number that passes a test, and is not too large for a float."""
+
+    def allows(value: Any) -> bool:
+        try:
+            return isinstance(value, int | float) and not isinstance(value, bool) and test(float(value))
+        except OverflowError:
+            return False
+
+    return allows
 
 
 def one_of(*names: str, null: bool = False) -> Kind:
@@ -55,7 +62,7 @@ _SEED = Kind(whole(0, LARGEST), f"it must be a whole number from 0 to {LARGEST}"
 _SIZE = Kind(whole(1, MOST), f"it must be from 1 to {MOST:,}")
 _SIZE_IF_ANY = replace(_SIZE, null=True)
 _RESPONSES = Kind(whole(1, MOST_RESPONSES), f"it must be from 1 to {MOST_RESPONSES:,}")
-_SHARE = Kind(real(lambda value: 0 < value <= 1), "it must be above 0 and at most 1", null=True)
+_SHARE = Kind(real(lambda value: 0 < value <= 1), "it must be above 0 and at most 1")
 _RATE = Kind(real(lambda value: 0 <= value < inf), "it must be a finite number that is not negative", null=True)
 _FINITE = Kind(real(math.isfinite), "it must be a finite number", null=True)
 _SECONDS = Kind(real(lambda value: value > 0), "it must be a number above 0", null=True)
@@ -68,13 +75,7 @@ SAMPLING: Table = (
     (_SIZE, ACTOR, "ppo_mini_batch_size ppo_epochs"),
     (_SIZE, ROLLOUT, "tensor_model_parallel_size data_parallel_size pipeline_model_parallel_size max_num_seqs"),
     (_SIZE, "reward.reward_kwargs", "max_resp_len"),
-    (_SIZE_IF_ANY, ACTOR, "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu"),
-    (_SIZE_IF_ANY, f"{ACTOR}.fsdp_config", "ulysses_sequence_parallel_size"),
-    (
-        _SIZE_IF_ANY,
-        f"{ACTOR}.megatron",
-        "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size",
-    ),
+    (_SIZE_IF_ANY, ACTOR, "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu ulysses_sequence_parallel_size"),
     (_SIZE_IF_ANY, ROLLOUT, "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu"),
     (_SIZE_IF_ANY, ROLLOUT, "max_model_len max_num_batched_tokens agent.num_workers"),
     (_SIZE_IF_ANY, f"{ROLLOUT}.checkpoint_engine", "update_weights_bucket_megabytes"),
@@ -96,8 +97,7 @@ _HOT = "set it above 0: at 0 all responses of a group are the same, and there is
 TRAINING: Table = (
     (Kind(real(lambda value: 0 < value < inf), _HOT), ROLLOUT, "temperature"),
     (_SECONDS, "guards", "stall_timeout phase_timeout reward_timeout"),
-    (Kind(_SHARE.allows, "it must be a number above 0 and at most 1"), "guards", "max_failed_share"),
-    (one_of(*MODEL_DTYPES, null=True), f"{ACTOR}.fsdp_config", "model_dtype"),
+    (_SHARE, "guards", "max_failed_share"),
     (one_of("stop", "skip"), "guards", "not_finite"),
     (_COUNT, "guards", "max_skipped_steps"),
     (_COUNT, GROUPS, "max_num_gen_batches carry_over.max_age"),
@@ -105,6 +105,29 @@ TRAINING: Table = (
     (one_of("train_smaller", "stop"), GROUPS, "on_budget"),
     (one_of("auto", "disable", "resume_path"), "trainer", "resume_mode"),
 )
+# Of the actor's engine, in its own section.
+_FSDP: Table = (
+    (_SIZE, f"{ACTOR}.fsdp_config", "ulysses_sequence_parallel_size"),
+    (Kind(whole(-1, MOST), f"it must be -1, for all GPUs, or from 1 to {MOST:,}"), f"{ACTOR}.fsdp_config", "fsdp_size"),
+    (one_of(*MODEL_DTYPES, null=True), f"{ACTOR}.fsdp_config", "model_dtype"),
+)
+_MEGATRON: Table = (
+    (_SIZE, f"{ACTOR}.megatron", "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),
+    (one_of(*MODEL_DTYPES), f"{ACTOR}.megatron", "dtype"),
+)
+
+
+def _engine(config: DictConfig) -> Iterator[Problem]:
+    """The section of the actor's engine is there, with sizes and a type."""
+    strategy = config.actor_rollout_ref.actor.strategy
+    name, table = ("megatron", _MEGATRON) if strategy == "megatron" else ("fsdp_config", _FSDP)
+    if config.actor_rollout_ref.actor.get(name):
+        yield from _outside(table, config)
+    else:
+        yield Problem(
+            f"{ACTOR}.strategy={_shown(strategy)} needs the section {ACTOR}.{name}, which is not there: choose "
+            "backend=fsdp or backend=megatron, which have their own."
+        )
 
 
 def _outside(table: Table, config: DictConfig) -> Iterator[Problem]:
@@ -127,4 +150,4 @@ def _shown(value: Any) -> str:
 
 
 sampling = partial(_outside, SAMPLING)
-RULES = (sampling, partial(_outside, TRAINING))
+RULES = (sampling, partial(_outside, TRAINING), _engine)

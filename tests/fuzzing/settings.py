@@ -54,7 +54,7 @@ def settings(rng: Random, directory: Path) -> str:
     try:
         parsed = configs.parse_overrides(given)
         with configs.hydra_app():
-            configs._check_types(parsed, groups)
+            configs._check_keys(parsed, configs._defaults(groups))
         composed = copy.deepcopy(sound)
         for item in parsed:
             OmegaConf.update(composed, item.key_or_group, item.value(), force_add=True)

@@ -892,6 +892,23 @@ def test_weights_of_another_configuration_are_refused_before_ray_starts(composed
         (["data.val_files=[1]"], r"data\.val_files=\[1\]: it must be a file, or a list of files"),
         (["trainer.project_name=${nope}"], "Interpolation key 'nope' not found"),
         (["data=${seed}"], "data is a section"),
+        (["actor_rollout_ref.rollout.val_kwargs=null"], r"actor_rollout_ref\.rollout\.val_kwargs is a section"),
+        (["algorithm.correct_threshold=1" + 400 * "0"], r"correct_threshold=10{39}\.\.\.: it must be a finite number"),
+        (["algorithm.entropy.check_every=1" + 400 * "0"], r"check_every=10{39}\.\.\.: it must be a number of steps"),
+        (["actor_rollout_ref.rollout.top_p=null"], r"top_p=null: it must be above 0 and at most 1"),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=null"],
+            r"ulysses_sequence_parallel_size=null: it must be from 1",
+        ),
+        (["actor_rollout_ref.actor.fsdp_config.fsdp_size=0.5"], r"fsdp_size=0\.5: it must be -1"),
+        (
+            ["~actor_rollout_ref.actor.fsdp_config"],
+            r"strategy=fsdp2 needs the section .*\.actor\.fsdp_config",
+        ),
+        (
+            ["actor_rollout_ref.actor.strategy=megatron"],
+            r"strategy=megatron needs the section .*\.actor\.megatron",
+        ),
     ],
     ids=lambda value: value[0][:60] if isinstance(value, list) else "",
 )
