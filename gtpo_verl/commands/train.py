@@ -124,7 +124,7 @@ def devices(config: DictConfig) -> str:
 def launch(config: DictConfig, args: argparse.Namespace) -> int:
     """Check the run, start Ray, run the job and shut Ray down; returns the exit code."""
     from gtpo_verl.integrations.launch import export_environment, run_job, validate
-    from gtpo_verl.planning.memory import known_host_memory
+    from gtpo_verl.planning.memory import known_host_memory, total_of
     from gtpo_verl.planning.step import total_steps
     from gtpo_verl.rules.start import find_start
 
@@ -155,6 +155,6 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
             flush=True,
         )
         with printing_to(run_dir / LOG_FILE), following(run_dir, steps, verbose=args.verbose):
-            memory = sum((known_host_memory(config) or {}).values())
+            memory = total_of(known_host_memory(config) or {})
             run_job(config, wait=args.wait, memory=memory)
     return 0

@@ -94,6 +94,12 @@ def tensor_shapes(directory: Path) -> dict[str, Shape]:
     return {name: shape for file in directory.glob("*.safetensors") for name, shape in shapes_in(file).items()}
 
 
+def actor_dtype(config: DictConfig) -> str:
+    """The type of the actor's weights, in the words of its engine's section; float32 where FSDP's has null."""
+    actor = config.actor_rollout_ref.actor
+    return str(actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.model_dtype or "fp32")
+
+
 def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
     """The largest tensor that the actor sends to the rollout, and the MiB of a bucket that holds it, by the model's
     files or, without safetensors, by its config.json; None where the model is not here.
@@ -112,7 +118,7 @@ def needed_bucket(config: DictConfig) -> tuple[str, int] | None:
             return None
         shapes = {"the embedding": tuple(map(int, sizes))}
     name = max(shapes, key=lambda name: math.prod(shapes[name]))
-    each = 2 if "16" in str(config.actor_rollout_ref.actor.fsdp_config.model_dtype) else 4
+    each = 2 if "16" in actor_dtype(config) else 4
     return name, math.ceil(math.prod(shapes[name]) * each / 2**20)
 
 

@@ -14,6 +14,7 @@ import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.weights import actor_dtype
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 
@@ -114,7 +115,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
 def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:
     """Parameters, gradients, optimizer and gathered layers on one GPU during an update, in bytes."""
     fsdp = config.actor_rollout_ref.actor.fsdp_config
-    each = MODEL_DTYPES[fsdp.model_dtype]
+    each = MODEL_DTYPES[actor_dtype(config)]
     share = 0.0 if fsdp.offload_policy else shape.parameters / parallel.shard  # FSDP2's policy keeps it in host memory
     # sharded: the current layer, the prefetched one, embedding and head; on one GPU: the bfloat16 copy of a layer
     layers = 2 * shape.block + shape.embedding + shape.head if parallel.shard > 1 else shape.block
@@ -212,35 +213,50 @@ def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
 
 # -------------------------------------------------------------------- a run without GPUs
 
-# What stays whatever the model is, in bytes; the proportional set sizes of a quickstart training, 5.7 GiB of one rank.
-RUN_PROCESSES = 4 * GIB  # command, Ray, task runner, TransferQueue, agent loops, reward workers
-RANK_PROCESSES = 1.75 * GIB  # trainer, vLLM server and engine of a rank, without weights and cache
+# What a process holds whatever the model is, in bytes: fitted to the proportional set sizes of a step of SmolLM2-135M,
+# measured alone, and compared with those of a quickstart (docs/inside/planning.md).
+TRAINER_PROCESS = 1.1 * GIB  # of a rank
+ENGINE_PROCESSES = 1.3 * GIB  # vLLM's server and engine of a rank
+OTHER_PROCESSES = 3.9 * GIB  # command, Ray, task runner, TransferQueue, agent loops, reward workers
+HostMemory = dict[str, dict[str, float]]  # {processes: {component: bytes}}
 
 
-def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> dict[str, float]:
-    """The most memory that a run without GPUs takes, in bytes by component, of all its processes together: in an update
-    of padded sequences at their limit. Nothing is offloaded; types are float32 but for the engine's.
+def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> HostMemory:
+    """The most memory that a run without GPUs takes, in bytes by processes and component: in an update of padded
+    sequences at their limit. Nothing is offloaded; types are float32 but for the engine's.
     """
     rollout, variables = config.actor_rollout_ref.rollout, config.ray_kwargs.ray_init.runtime_env.get("env_vars") or {}
-    trained = MODEL_DTYPES[config.actor_rollout_ref.actor.fsdp_config.model_dtype] * shape.parameters
-    copies = parallel.gpus / parallel.shard
+    trained = MODEL_DTYPES[actor_dtype(config)] * shape.parameters
+    copies = parallel.gpus / (parallel.shard * parallel.tensor * parallel.pipeline)
     tokens = micro_batch_tokens(config, parallel, update=True) * parallel.gpus
     activations = 2 * shape.layers * layer_activation_bytes(shape)  # those of bfloat16, twice as wide
     if checkpoints_activations(config, parallel):
         activations = FP32 * shape.hidden * shape.layers
     cache = float(variables.get("VLLM_CPU_KVCACHE_SPACE") or 4)  # vLLM's default
     return {
-        "processes": RUN_PROCESSES + RANK_PROCESSES * parallel.gpus,
-        "parameters": trained * copies,
-        "gradients": trained * copies,
-        "optimizer": 2 * trained * copies,
-        "activations": float(tokens * activations),
-        "logits": float(tokens * shape.vocabulary * 3 * FP32),  # with their gradient and the softmax behind it
-        "rollout engines": (ENGINE_DTYPES[rollout.dtype] * shape.parameters + cache * GIB) * parallel.replicas,
+        "trainer": {
+            "process": TRAINER_PROCESS * parallel.gpus,
+            "parameters": trained * copies,
+            "gradients": trained * copies,
+            "optimizer": 2 * trained * copies,
+            "activations": float(tokens * activations),
+            "logits": float(tokens * shape.vocabulary * 3 * FP32),  # with their gradient and the softmax behind it
+        },
+        "vLLM": {
+            "process": ENGINE_PROCESSES * parallel.gpus,
+            "weights": float(ENGINE_DTYPES[rollout.dtype] * shape.parameters * parallel.replicas),
+            "KV cache": cache * GIB * parallel.replicas,
+        },
+        "others": {"process": OTHER_PROCESSES},
     }
 
 
-def known_host_memory(config: DictConfig) -> dict[str, float] | None:
+def total_of(memory: HostMemory) -> float:
+    """Bytes of all processes together."""
+    return sum(sum(parts.values()) for parts in memory.values())
+
+
+def known_host_memory(config: DictConfig) -> HostMemory | None:
     """`host_memory` of a composed run; None on GPUs, where its model's shape is not known, or sizes do not divide."""
     if config.trainer.device != "cpu":
         return None

@@ -10,7 +10,7 @@ from gtpo_verl.algorithms.registry import Algorithm, algorithms
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.measured import measured_assumptions
-from gtpo_verl.planning.memory import FP32, GIB, Memory, engine_of, host_memory, memory_of
+from gtpo_verl.planning.memory import FP32, GIB, HostMemory, Memory, engine_of, host_memory, memory_of
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
 from gtpo_verl.planning.step import Lengths, Step, skips_old_log_prob, step_of, total_steps
@@ -43,7 +43,7 @@ class ArmCost:
 @dataclass(frozen=True)
 class Plan:
     """Everything about one configuration. On a CPU ``memory`` is None, and ``time`` too unless it was measured; with
-    GPUs ``host_memory``, in bytes by component, is None.
+    GPUs ``host_memory`` is None.
     """
 
     algorithm: str
@@ -52,7 +52,7 @@ class Plan:
     step: Step
     total_steps: int
     memory: Memory | None
-    host_memory: dict[str, float] | None
+    host_memory: HostMemory | None
     time: StepTime | None
     arms: list[ArmCost]
     assumptions: Assumptions
@@ -66,7 +66,8 @@ class Plan:
             "step": asdict(self.step),
             "total_steps": self.total_steps,
             "memory": None if self.memory is None else self.memory.to_dict(),
-            "host_memory_gib": self.host_memory and {part: size / GIB for part, size in self.host_memory.items()},
+            "host_memory_gib": self.host_memory
+            and {name: {part: size / GIB for part, size in parts.items()} for name, parts in self.host_memory.items()},
             "time_s": None if self.time is None else self.time.to_dict(),
             "arms": [asdict(arm) for arm in self.arms],
             "assumptions": {name: asdict(item) for name, item in sorted(self.assumptions.items())},

@@ -1,13 +1,13 @@
 """Prints a plan as tables."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from gtpo_verl.planning.memory import GIB, Memory
+from gtpo_verl.planning.memory import GIB, Memory, total_of
 from gtpo_verl.planning.plan import Plan
 from gtpo_verl.planning.timing import StepTime
 from gtpo_verl.problems import Problem
@@ -38,10 +38,11 @@ def show(plan: Plan, problems: Sequence[Problem]) -> None:
     if plan.time is not None:
         _show_time(plan, plan.time, console)
     if plan.host_memory is not None:
-        rows = [(name, f"{size / GIB:.1f}") for name, size in plan.host_memory.items()]
-        total = ("total", f"{sum(plan.host_memory.values()) / GIB:.1f}")
-        console.print(_table("Memory of the run, GiB", ("", ""), rows, total, numbers=True))
-        console.print("For the time of a run without GPUs: --measured RUN.\n")
+        console.print(_sizes("Memory of the run's processes, GiB", plan.host_memory, "total"))
+        console.print(
+            f"All together {total_of(plan.host_memory) / GIB:.1f} GiB. For the time of a run without GPUs: --measured "
+            "RUN.\n"
+        )
     entropies = ("actor's entropies, MiB", "rollout's entropies, MiB")
     costs = [
         (
@@ -112,18 +113,24 @@ def _step(plan: Plan) -> list[tuple[str, str, str]]:
 
 
 def _show_memory(plan: Plan, memory: Memory, console: Console) -> None:
-    engine, rows, phases = memory.engine, [], memory.phases.values()
-    for name in dict.fromkeys(name for parts in phases for name in parts):
-        sizes = [parts.get(name, 0.0) / GIB for parts in phases]
-        if any(sizes):
-            rows.append((name, *(f"{size:.1f}" if size else "" for size in sizes)))
-    total = (f"total, of {memory.capacity / GIB:.0f}", *(f"{sum(parts.values()) / GIB:.1f}" for parts in phases))
-    console.print(_table("Memory per GPU, GiB", ("", *memory.phases), rows, total, numbers=True))
+    engine = memory.engine
+    console.print(_sizes("Memory per GPU, GiB", memory.phases, f"total, of {memory.capacity / GIB:.0f}"))
     console.print(
         f"Rollout engine: weights {engine.weights / GIB:.1f}, workspace {engine.workspace / GIB:.1f}, KV cache "
         f"{engine.kv_cache / GIB:.1f}: {engine.kv_tokens:,} tokens per replica, "
         f"{engine.kv_tokens // plan.step.longest_sequence:,} sequences of the maximum length.\n"
     )
+
+
+def _sizes(title: str, columns: Mapping[str, Mapping[str, float]], total: str) -> Table:
+    """{column: {component: bytes}} in GiB, with the sum of each column."""
+    rows = []
+    for name in dict.fromkeys(name for parts in columns.values() for name in parts):
+        sizes = [parts.get(name, 0.0) / GIB for parts in columns.values()]
+        if any(sizes):
+            rows.append((name, *(f"{size:.1f}" if size else "" for size in sizes)))
+    sums = (total, *(f"{sum(parts.values()) / GIB:.1f}" for parts in columns.values()))
+    return _table(title, ("", *columns), rows, sums, numbers=True)
 
 
 def _show_time(plan: Plan, time: StepTime, console: Console) -> None:

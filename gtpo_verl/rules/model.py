@@ -3,7 +3,7 @@ machine without GPUs hold them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from gtpo_verl.errors import first_line, within
 from gtpo_verl.files import read_json
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.integrations.weights import model_directory, needed_bucket, shapes_in, tensor_shapes
-from gtpo_verl.planning.memory import GIB, known_host_memory, machine_memory
+from gtpo_verl.planning.memory import GIB, HostMemory, known_host_memory, machine_memory, total_of
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.ranges import ROLLOUT
 
@@ -138,29 +138,30 @@ def memory(config: DictConfig) -> Iterator[Problem]:
     found = list(beyond_the_machine(parts))
     yield from found
     total, free = machine_memory()
-    if not found and sum(parts.values()) > free:
+    needed = total_of(parts)
+    if not found and needed > free:
         yield warning(
-            f"where responses reach their limit this run needs about {sum(parts.values()) / GIB:.0f} GiB, and other "
-            f"processes leave {free / GIB:.0f} of this machine's {total / GIB:.0f} free: start it after them. Linux "
-            "ends a process of one of the runs where the memory is used up."
+            f"where responses reach their limit this run needs about {needed / GIB:.0f} GiB, and other processes leave "
+            f"{free / GIB:.0f} of this machine's {total / GIB:.0f} free: start it after them. Linux ends a process of "
+            "one of the runs where the memory is used up."
         )
 
 
 _REMEDIES = {
     "activations": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "logits": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "rollout engines": "lower VLLM_CPU_KVCACHE_SPACE, or use fewer ranks",
+    "KV cache": "lower VLLM_CPU_KVCACHE_SPACE, or use fewer ranks",
 }
 
 
-def beyond_the_machine(parts: Mapping[str, float]) -> Iterator[Problem]:
-    """The memory of a run, in bytes by component, is there."""
-    needed, (there, _) = sum(parts.values()), machine_memory()
+def beyond_the_machine(memory: HostMemory) -> Iterator[Problem]:
+    """The memory that a run needs is there."""
+    needed, (there, _) = total_of(memory), machine_memory()
     if needed > there:
-        largest = max(parts, key=lambda part: parts[part])
+        size, largest = max((size, part) for parts in memory.values() for part, size in parts.items())
         yield warning(
             f"where responses reach their limit this run needs about {needed / GIB:.0f} GiB, most of it for {largest} "
-            f"({parts[largest] / GIB:.0f} GiB), and this machine has {there / GIB:.0f}: "
+            f"({size / GIB:.0f} GiB), and this machine has {there / GIB:.0f}: "
             f"{_REMEDIES.get(largest, 'use a smaller model')}."
         )
 

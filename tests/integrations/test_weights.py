@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from gtpo_verl.integrations.weights import INDEX, SINGLE, weights_fault
+from gtpo_verl.config import compose_config
+from gtpo_verl.integrations.weights import INDEX, SINGLE, needed_bucket, weights_fault
 from gtpo_verl.tasks.model import build_model
 
 SHARD = "2KB"
@@ -111,3 +112,17 @@ def test_a_large_model_takes_no_time(tmp_path: Path) -> None:
     start = time.process_time()
     assert "and so on for 769 other tensors" in str(weights_fault(tmp_path, config))
     assert time.process_time() - start < 2
+
+
+def test_the_bucket_holds_the_largest_tensor_in_the_type_of_the_engine(tmp_path: Path) -> None:
+    """Megatron's type is in its own section; a configuration without FSDP's is asked all the same."""
+    build_model(40_000, 0, **{name: value for name, value in SMALL.items() if name != "vocab_size"}).save_pretrained(
+        tmp_path
+    )
+    config = compose_config(["backend=megatron", f"actor_rollout_ref.model.path={tmp_path}"])
+    for dtype, mib in (("float32", 3), ("bfloat16", 2)):  # 40,000 × 16 numbers, 2.4 and 1.2 MiB
+        config.actor_rollout_ref.actor.megatron.dtype = dtype
+        assert "fsdp_config" not in config.actor_rollout_ref.actor
+        found = needed_bucket(config)
+        assert found is not None
+        assert found[1] == mib

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.planning.memory import (
     BF16,
@@ -16,6 +16,7 @@ from gtpo_verl.planning.memory import (
     layer_activation_bytes,
     machine_memory,
     memory_of,
+    total_of,
 )
 from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import ModelShape, load_shape
@@ -154,25 +155,43 @@ def test_the_memory_of_a_run_without_gpus_is_that_of_all_its_processes(run: Run)
     """Qwen2.5-0.5B, one rank, worked out by hand: 494,032,768 parameters, 24 layers, a vocabulary of 151,936."""
     config = run("hardware=cpu", {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2})
     shape = load_shape("Qwen/Qwen2.5-0.5B")
-    parts = host_memory(config, shape, parallelism(config))
+    found = host_memory(config, shape, parallelism(config))
+    trainer, engine = found["trainer"], found["vLLM"]
     weights, tokens = 4 * 494_032_768, 2 * (1024 + 2048)
-    assert (parts["parameters"], parts["gradients"], parts["optimizer"]) == (weights, weights, 2 * weights)
-    assert parts["logits"] == tokens * 151_936 * 12
-    assert parts["activations"] == tokens * 24 * 2 * layer_activation_bytes(shape)
-    assert parts["rollout engines"] == weights + 1 * GIB  # VLLM_CPU_KVCACHE_SPACE
+    assert (trainer["parameters"], trainer["gradients"], trainer["optimizer"]) == (weights, weights, 2 * weights)
+    assert trainer["logits"] == tokens * 151_936 * 12
+    assert trainer["activations"] == tokens * 24 * 2 * layer_activation_bytes(shape)
+    assert (engine["weights"], engine["KV cache"]) == (weights, 1 * GIB)  # VLLM_CPU_KVCACHE_SPACE
     two = run("hardware=cpu", {"trainer.n_gpus_per_node": 2})
     more = host_memory(two, shape, parallelism(two))
-    assert more["parameters"] == parts["parameters"]  # sharded
-    assert more["rollout engines"] == 2 * parts["rollout engines"]
+    assert more["trainer"]["parameters"] == weights  # sharded
+    assert more["vLLM"] == {part: 2 * size for part, size in engine.items()}
+    assert more["others"] == found["others"]
+    assert total_of(found) == sum(trainer.values()) + sum(engine.values()) + found["others"]["process"]
     total, free = machine_memory()
     assert 0 < free < total < 2**50
 
 
+def test_megatron_on_a_cpu_has_no_section_of_fsdp(run: Run) -> None:
+    """Two tensor-parallel ranks have a copy of the model between them, in the type of Megatron's own section."""
+    shape = load_shape("Qwen/Qwen2.5-0.5B")
+    settings = {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 2}
+    config = run("backend=megatron", "hardware=cpu", settings)
+    OmegaConf.set_struct(config, False)
+    del config.actor_rollout_ref.actor["fsdp_config"]
+    for dtype, each in (("float32", 4), ("bfloat16", 2)):
+        config.actor_rollout_ref.actor.megatron.dtype = dtype
+        assert host_memory(config, shape, parallelism(config))["trainer"]["parameters"] == each * 494_032_768
+
+
 def test_a_quickstart_takes_what_was_measured(run: Run, tmp_path: Path) -> None:
-    """The processes of one had proportional set sizes of 6.6 GiB together, with a model of 0.66 M parameters."""
+    """The processes of one had proportional set sizes of 7.4 GiB together, with a model of 0.66 M parameters: trainer
+    0.8, vLLM 2.2, others 4.4.
+    """
     from gtpo_verl.tasks.model import build_model
 
     build_model(vocabulary_size=259, seed=0).save_pretrained(tmp_path)
     config = run("setting=quickstart", "hardware=cpu", {"actor_rollout_ref.model.path": str(tmp_path)})
-    total = sum(host_memory(config, load_shape(str(tmp_path)), parallelism(config)).values())
-    assert total / GIB == pytest.approx(6.8, abs=0.5)
+    found = host_memory(config, load_shape(str(tmp_path)), parallelism(config))
+    assert total_of(found) / GIB == pytest.approx(7.4, abs=0.5)
+    assert sum(found["vLLM"].values()) / GIB == pytest.approx(2.2, abs=0.3)

@@ -41,7 +41,8 @@ def ray_head(environment: Mapping[str, str], *options: str) -> Iterator[Head]:
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         *(f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={temporary}", "--num-cpus=16"),
         *("--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--dashboard-agent-listen-port={agent}"),
-        *("--object-store-memory=200000000", *options),
+        # memory that admission counts, whatever other tests leave free of this machine's
+        *("--object-store-memory=200000000", f"--memory={32 * 2**30}", *options),
     )
     log = temporary.with_suffix(".log")
     with log.open("w") as output:
