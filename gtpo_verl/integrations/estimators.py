@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import DictConfig
-from verl.trainer.ppo.core_algos import register_adv_est
 
 from gtpo_verl.algorithms import Algorithm, Batch, algorithms
 from gtpo_verl.algorithms.mixed_policy import guide_config, guided_advantages
@@ -80,6 +79,9 @@ def _of_sessions(advantages: torch.Tensor, mask: torch.Tensor, last: torch.Tenso
 
 def register() -> None:
     """Make every method that is not verl's own known to verl in this process."""
+    # here: `import verl` runs the plugin, which needs this module whole
+    from verl.trainer.ppo.core_algos import register_adv_est
+
     for name, function in _ESTIMATORS.items():
         register_adv_est(name)(function)
 

@@ -1,6 +1,8 @@
 """The estimators as verl calls them: through its registry, with its own data structures."""
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -243,3 +245,17 @@ def test_dapos_penalty_is_ours_up_to_the_limit_and_not_beyond_it() -> None:
     assert theirs == pytest.approx(ours.tolist(), abs=1e-6)
     assert dapo_penalty(32, settings, max_resp_len=16) == pytest.approx(-2.5)
     assert 0.5 * soft_overlong_penalty(torch.tensor([32]), 16, 4).item() == -0.5
+
+
+@pytest.mark.slow
+def test_a_process_may_import_them_before_verl() -> None:
+    """`import verl` runs the plugin, which would find this module half imported."""
+    code = (
+        "import gtpo_verl.integrations.estimators\n"
+        "from gtpo_verl.integrations.plugin import check_registered\n"
+        "print(*check_registered(), sep=';')"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "could not be loaded" not in done.stderr
+    assert "estimator gtpo" in done.stdout.strip().splitlines()[-1].split(";")
