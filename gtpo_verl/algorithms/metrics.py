@@ -1,7 +1,7 @@
 """Metrics of credit assignment: those that every method reports, and those of advantages of any estimator."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -95,7 +95,7 @@ def credit_metrics(
     """
     check_batch(response_mask, group, correct=correct)
     check_tokens(entropy, response_mask)
-    metrics, spreads = CreditMetrics(), []
+    metrics, responses = CreditMetrics(), []
     with one_thread(advantages.device):
         for members in groups_of(response_mask, group, correct):
             mask = members.mask
@@ -105,16 +105,14 @@ def credit_metrics(
             metrics.add_entropies(members, H, mask)
             A = members.take(advantages).double()
             metrics.add_sign_flips(members, A, mask)
-            spreads.append(_spreads(A, mask))
-    found = metrics.found()
-    if spreads:
-        found["advantage_spread"] = torch.cat(spreads).mean().item()
-    return found
+            responses += [row[valid] for row, valid in zip(A, mask, strict=True)]
+        spread = mean_spread(responses)
+    return metrics.found() | ({} if spread is None else {"advantage_spread": spread})
 
 
-def _spreads(A: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(G,) the population standard deviation of A (G, T) in each response; exactly 0 where all are equal."""
-    first = A.gather(1, mask.to(torch.uint8).argmax(1, keepdim=True))
-    A, count = torch.where(mask, A - first, 0.0), mask.sum(1)
-    mean = A.sum(1, keepdim=True) / count[:, None]
-    return (torch.where(mask, A - mean, 0.0).square().sum(1) / count).sqrt()
+def mean_spread(responses: Iterable[torch.Tensor]) -> float | None:
+    """The mean over responses of the population standard deviation of the advantages (T_i,) of each, which is exactly 0
+    where all are equal; empty responses do not count, and of nothing it is None.
+    """
+    spreads = [(A - A[0]).std(correction=0).item() for response in responses if len(A := response.double())]
+    return sum(spreads) / len(spreads) if spreads else None

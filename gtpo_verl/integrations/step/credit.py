@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, credit_metrics
+from gtpo_verl.algorithms.metrics import mean_spread
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
@@ -95,9 +96,14 @@ class Credit:
         counts = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
         mask = step.mask & step.of_tokens(counts)
         (advantages,) = step.fetch("advantages")
-        group = step.of_batch(step.group)
-        found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
-        found |= context.metrics  # an estimator's own take precedence, such as sign flips before preserve_sign
+        if "groups" in context.metrics:  # GTPO's and GRPO-S's own lack the spread alone
+            rows = zip(step.rows(advantages), step.rows(mask), strict=True)
+            spread = mean_spread(values[valid] for values, valid in rows)
+            found = {} if spread is None else {"advantage_spread": spread}
+        else:
+            group = step.of_batch(step.group)
+            found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
+        found |= context.metrics
         found["entropy_all"] = step.fetch(self.entropies)[0][step.mask].mean().item()
         infos = [step.infos[number] for number in last.tolist()]
         accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
