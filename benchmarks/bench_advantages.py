@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     warnings.filterwarnings("ignore", message=".*not 1, as in", category=UserWarning)
     torch.set_num_threads(options.threads)
     results = {"machine": machine(options.threads), "runs": options.runs, "batches": []}

@@ -2,7 +2,7 @@
 of a training, its entropies over 49,152 ids against transformers in float64, and its advantages against loops.
 
 The small training takes its entropies from the rollout, goes on for ever, and ends when its engine is killed. The whole
-one is a step of the setting, with the actor's entropies.
+one is a step of the setting that is trained on the actor's entropies, with the rollout's beside them.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ TRAININGS = {
         *("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "data.max_response_length=16"),
         *("algorithm.entropy.source=rollout", "trainer.total_training_steps=1000"),
     ),
-    "whole": ("algorithm.entropy.source=actor", "trainer.total_training_steps=1"),
+    "whole": ("algorithm.entropy.source=both", "trainer.total_training_steps=1"),
 }
 
 

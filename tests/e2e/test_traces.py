@@ -46,6 +46,6 @@ def test_the_guides_answers_are_kept_with_the_models_log_probabilities(default_t
 
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert "40 prompts, 40 of them answered before." in again.stdout
-    lines = (tmp_path / "with_traces.parquet.sampled.jsonl").read_text().splitlines()
+    lines = output.with_name(f"{output.name}.sampled.jsonl").read_text().splitlines()
     assert len(lines) == PROMPTS + 1
     assert json.loads(lines[0])["settings"]["--samples"] == 2
