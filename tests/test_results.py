@@ -2,6 +2,9 @@
 
 import importlib.util
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +25,6 @@ def verdict(tmp_path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules["verdict"] = module
     spec.loader.exec_module(module)
     return module
@@ -31,8 +32,10 @@ def verdict(tmp_path: Path) -> ModuleType:
 
 @pytest.fixture
 def small(verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Without data, and with half the seeds of part A."""
+    """Without data but the predictors, and with half the seeds of part A."""
     monkeypatch.setattr(verdict, "DATA", tmp_path)
+    for task in verdict.TASKS:
+        shutil.copy(RESULTS / "data" / verdict.predictors(task).name, tmp_path)
     monkeypatch.setitem(verdict.PARTS, "A", replace(verdict.PARTS["A"], seeds=range(101, 109)))
     return verdict
 
@@ -101,6 +104,62 @@ def test_nothing_is_trained_before_the_predictors_are_there(
     monkeypatch.setattr(verdict, "DATA", tmp_path)
     with pytest.raises(SystemExit, match="predictors-sums"):
         verdict.train("B", ["sums"], 1.0, tmp_path)
+
+
+@pytest.fixture
+def trainable(small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """With a checkout of one commit around it, and one run to train, DAPO on sums, whose warm start is there."""
+    checkout = tmp_path / "checkout"
+    for folder in ("gtpo_verl", "configs", "docs/results"):
+        (checkout / folder).mkdir(parents=True)
+        (checkout / folder / "file").write_text("committed\n")
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-qm", "first")):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, cwd=checkout)
+    monkeypatch.setattr(small, "HERE", checkout / "docs" / "results")
+    monkeypatch.setattr(small, "prepared", lambda task, seed, scratch: (scratch, {"weights": "w"}))
+    one = replace(small.PARTS["A"], arms={"dapo": ("algo=dapo",)}, seeds=(101,), tasks=("sums",))
+    monkeypatch.setitem(small.PARTS, "A", one)
+    return small
+
+
+@pytest.mark.parametrize("place", ["gtpo_verl/file", "gtpo_verl/new", "configs/file", "configs/new"])
+def test_uncommitted_sources_are_not_trained(trainable: ModuleType, tmp_path: Path, place: str) -> None:
+    (trainable.HERE.parents[1] / place).write_text("changed\n")
+    with pytest.raises(SystemExit, match="has uncommitted changes") as error:
+        trainable.train("A", ["sums"], 1.0, tmp_path)
+    assert "commit or stash" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not trainable.data_file("sums", 101).exists()
+
+
+def test_a_run_keeps_what_another_process_wrote_meanwhile_and_says_what_it_was(
+    trainable: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts = []
+
+    def command(task: str, seed: int, overrides: tuple[str, ...], place: Path, run: Path) -> list[str]:
+        """A first attempt that fails, and a second during which another process finishes GTPO."""
+        attempts.append(run)
+        if len(attempts) == 1:
+            return [sys.executable, "-c", "raise SystemExit(1)"]
+        run.mkdir()
+        for step in trainable.VALIDATED:
+            record_metrics(run, step, logged(summarize([Sample("a", "source", correct=True)])))
+        other = {"start": {"weights": "w"}, "runs": {"gtpo": {"commit": "d" * 40}}}
+        trainable.write_json(trainable.data_file(task, seed), other)
+        return [sys.executable, "-c", ""]
+
+    monkeypatch.setattr(trainable, "command", command)
+    (trainable.HERE / "file").write_text("changed, and trained by nobody\n")
+
+    trainable.train("A", ["sums"], 1.0, tmp_path)
+
+    runs = trainable.read("sums", 101)["runs"]
+    assert runs["gtpo"] == {"commit": "d" * 40}
+    assert trainable.endpoint(runs["dapo"]) == 1.0
+    assert runs["dapo"]["attempts"] == 2
+    assert {"verl", "vllm", "torch", "ray", "transformers"} <= set(runs["dapo"]["versions"])
+    assert len(runs["dapo"]["commit"]) == 40
 
 
 def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleType) -> None:

@@ -5,8 +5,8 @@
     python docs/results/verdict.py page                                           what `make results` runs
 
 `train` writes data/TASK-SEED.json after every run and skips what is there, so it continues on another machine from what
-is committed. It prints no result, and the page has none of a part before all of it and of part A is there. Models and
-logs are kept in --scratch and are not needed again.
+is committed, and refuses uncommitted changes. It prints no result, and the page has none of a part before all of it and
+of part A is there. Models and logs are kept in --scratch and are not needed again.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from scipy import stats
 
 from gtpo_verl.evaluation.paired import holm
 from gtpo_verl.files import write_json
+from gtpo_verl.runs.provenance import code_state, run_versions
 from gtpo_verl.runs.reader import read_metrics
 
 HERE = Path(__file__).parent
@@ -151,18 +152,31 @@ def numbers(run: Path, task: str) -> dict[str, Any]:
     return {"validations": validations, "steps": kept}
 
 
+def commit_of_sources() -> str:
+    """The commit that is trained. Raises SystemExit: gtpo_verl/ or configs/ is not as in a commit."""
+    code, _ = code_state(HERE.parents[1])
+    if code["commit"] is None or code["diff"] is not None:
+        raise SystemExit(
+            "error: gtpo_verl/ or configs/ has uncommitted changes, so no commit would say what was trained: commit or "
+            "stash what `git status gtpo_verl configs` lists."
+        )
+    return code["commit"]
+
+
 def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
-    """Train what is not in the data, one run after another; refused before the predictors of part B are there."""
+    """Train what is not in the data, one run after another; refused before the predictors of part B are there, and
+    with changes that no commit has.
+    """
     if lacking := [predictors(task).name for task in tasks if not predictors(task).is_file()]:
         raise SystemExit(f"error: {', '.join(lacking)}: run `verdict.py predict` and commit what it writes first.")
     end = time.monotonic() + 3600 * hours
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE)
     todo = [each for each in planned(parts, tasks) if each[2] not in read(*each[:2])["runs"]]
     print(f"{len(todo)} runs are left", flush=True)
     for number, (task, seed, arm, overrides) in enumerate(todo):
         if time.monotonic() > end:
             print(f"{len(todo) - number} runs are left")
             return
+        commit = commit_of_sources()
         place, start = prepared(task, seed, scratch)
         record = {"start": start} | read(task, seed)
         if record["start"]["weights"] != start["weights"]:
@@ -172,15 +186,17 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
             )
         run = scratch / f"{task}-{seed}-{arm}".translate(str.maketrans({" ": "", ",": "-", "/": "_"}))
         began = time.monotonic()
-        for _ in range(2):  # registration.md: once more from the beginning, then a failure
+        for attempt in (1, 2):  # registration.md: once more from the beginning, then a failure
             words = command(task, seed, overrides, place, run)
             done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"RAY_ADDRESS": "local"})
             result = numbers(run, task) if (run / "metrics.jsonl").is_file() else {}
+            result["attempts"] = attempt
             if done.returncode == 0 and endpoint(result) is not None:
                 break
         else:
             result["failed"] = (done.stderr.strip().splitlines() or ["no message"])[-1].replace(f"{scratch}/", "")
-        result |= {"overrides": list(overrides), "commit": commit.stdout.strip()}
+        result |= {"overrides": list(overrides), "commit": commit, "versions": run_versions()}
+        record = {"start": start} | read(task, seed)  # again: another process may have trained other arms meanwhile
         record["runs"][arm] = result
         write_json(data_file(task, seed), record)
         state = "failed" if "failed" in result else "finished"
