@@ -170,6 +170,7 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     verdict.write_json(verdict.data_file("sums", 101), without_control)
     page = verdict.page()
     assert page.count("Not complete") == 3
+    assert "| A | 112 | 111 | 0 | 102, 103, 104, 105, 106, 107, 108 |" in page
     assert "p at" not in page
     assert "Levels" not in page
 
@@ -177,7 +178,7 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     change(verdict, "sums", 101, "gtpo", failed="no memory")
     change(verdict, "sums", 102, "gtpo", failed="no memory")
     page = verdict.page()
-    assert "| A | 112 | 110 | 2 |" in page
+    assert "| A | 112 | 110 | 2 | 101, 102, 103, 104, 105, 106, 107, 108 |" in page
     assert f"- 112 runs of commit {'c' * 40}" in page
     assert "- failed: sums 102 gtpo: no memory" in page
     assert verdict_of(page, "sums", "gtpo − dapo") == "better"
@@ -188,6 +189,57 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     assert "| sums | gtpo − dapo | too few |" in page
     assert verdict_of(page, "sums", "gtpo − dapo") == "not decided"
     assert verdict_of(page, "countdown", "gtpo − dapo") == "better"
+
+
+@pytest.mark.parametrize(("part", "seeds"), [("A", 5), ("B", 3), ("C", 3)])
+def test_a_part_with_fewer_whole_seeds_than_the_least_is_not_decided(
+    small: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str, seeds: int
+) -> None:
+    verdict = small
+    for name, gains in (("A", GAINS), ("B", {}), ("C", {})):
+        write_part(verdict, name, gains)
+
+    def decided(count: int) -> list[bool]:
+        short = replace(verdict.PARTS[part], seeds=tuple(range(101, 101 + count)))
+        monkeypatch.setitem(verdict.PARTS, part, short)
+        return ["Not decided" not in section for section in verdict.page().split("## Part ")[1:]]
+
+    assert decided(seeds + 1) == [True, True, True]
+    assert decided(seeds) == [part != "A" and name != part for name in "ABC"]
+
+
+def test_a_seed_is_whole_in_parts_b_and_c_only_if_it_is_in_part_a(small: ModuleType) -> None:
+    verdict = small
+    for part in "AC":
+        write_part(verdict, part, GAINS)
+    record = verdict.read("sums", 104)
+    del record["runs"]["random20"]
+    verdict.write_json(verdict.data_file("sums", 104), record)
+    runs = {part: verdict.runs_of(part) for part in "AC"}
+    assert verdict.whole("C", runs) == [101, 102, 103, 105, 106, 107, 108]
+
+
+def test_contrasts_are_shown_again_without_the_seeds_that_were_read(small: ModuleType) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    for task in verdict.TASKS:
+        for seed in (101, 102):
+            change(verdict, task, seed, "gtpo", **run_of(verdict, 0.1))
+
+    page = verdict.page()
+
+    assert "without the seeds 101 and 102" in page
+    registered, described = (line for line in page.splitlines() if line.startswith("| countdown | gtpo − dapo |"))
+    assert registered.startswith("| countdown | gtpo − dapo | 8 | -")
+    assert described.startswith("| countdown | gtpo − dapo | 6 | +")
+    assert described.count("|") == 7, "no p and no verdict"
+
+
+def test_the_page_says_where_credits_were_those_of_dapo(small: ModuleType) -> None:
+    write_part(small, "A", GAINS)
+    page = small.page()
+    assert "On sums the credits of gtpo and grpo_s had a correlation r ≥ 0.99 with dapo's before any training" in page
+    assert "On countdown" not in page
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.05])
@@ -222,18 +274,39 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
     for seed in (101, 102):
         change(verdict, "sums", seed, "eapo", failed="no memory")
 
-    lines = verdict.correlation("sums")
+    lines = verdict.correlation()
 
-    assert lines[0].startswith("sums, sgd: rank correlation 1.00 of 8 methods, p 2.48e-05.")  # 1 in 8!
-    assert lines[0].endswith("too few pairs: w_reinforce.")
+    assert lines[0] == "sums, sgd: rank correlation 1.00 of 8 methods, p 2.48e-05."  # 1 in 8!
     assert lines[1].endswith("rank correlation 1.00 of 7 methods, too few for a test."), "PSR had results before"
-    assert verdict.correlation("countdown")[0].startswith("countdown, sgd: rank correlation 1.00 of 8 methods. Not")
+    assert lines[2].endswith("rank correlation 1.00 of 8 methods. Not resolved or too few pairs on sums: w_reinforce.")
     assert lines[0] in verdict.page()
+    assert "A description, not a test" in verdict.page()
 
     change(verdict, "sums", 103, "eapo", failed="no memory")
-    (line, *_) = verdict.correlation("sums")
-    assert line.startswith("sums, sgd: rank correlation 1.00 of 7 methods, too few for a test.")
-    assert line.endswith("eapo, w_reinforce.")
+    lines = verdict.correlation()
+    assert lines[0] == "sums, sgd: rank correlation 1.00 of 7 methods, too few for a test."
+    assert lines[2].endswith("too few pairs on sums: eapo, w_reinforce.")
+
+
+def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None:
+    verdict = small
+    gains = {name: 0.03 * place for place, name in enumerate(["dapo", *list(verdict.PARTS["B"].arms)[1:]])}
+    write_part(verdict, "A", GAINS)
+    write_part(verdict, "B", gains)
+    write_predictors(verdict, gains)
+    record = json.loads(verdict.predictors("countdown").read_text())
+    verdict.write_json(verdict.predictors("countdown"), record | {"counted": ["dapo", "psr", "eapo"]})
+    for seed in (101, 102, 103):
+        change(verdict, "countdown", seed, "qae", failed="no memory")
+
+    lines = verdict.correlation()
+
+    assert lines[0].startswith("sums, sgd: rank correlation 1.00 of 10 methods, p ")
+    assert lines[2] == "sums, sgd, methods with results on both tasks: rank correlation 1.00 of 9 methods."
+    assert lines[3].startswith(
+        "countdown, sgd, methods with results on both tasks: rank correlation 1.00 of 9 methods."
+    )
+    assert lines[3].endswith("too few pairs on countdown: qae.")
 
 
 def test_a_method_against_the_truth_is_ranked_last_and_p_is_of_permutations(verdict: ModuleType) -> None:
@@ -268,6 +341,8 @@ def test_a_contrast_is_of_paired_endpoints(
     above = stats.t.sf((values.mean() - 2) / error, len(values) - 1)
     assert found.equivalence == pytest.approx(1 - above)
     assert found.flips <= 0.001
+    assert verdict.Contrast.of("sums", "gtpo", "dapo", seeds[:4]) is None, "three pairs"
+    assert verdict.Contrast.of("sums", "gtpo", "dapo", seeds[:5]) is not None
 
 
 @pytest.mark.parametrize(

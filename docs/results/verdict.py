@@ -11,13 +11,14 @@ of part A is there. Models and logs are kept in --scratch and are not needed aga
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,14 @@ REPEATS = {"sums": 1, "countdown": 4}  # samples of each validation prompt, as r
 
 @dataclass(frozen=True)
 class Part:
-    """Arms, each an algorithm with its overrides, trained under every seed and on every task."""
+    """Arms, each an algorithm with its overrides, trained under every seed and on every task.
+
+    least: seeds; with fewer the part is not decided.
+    """
 
     arms: dict[str, tuple[str, ...]]
-    seeds: range
+    seeds: Sequence[int]
+    least: int
     tasks: tuple[str, ...] = TASKS
 
 
@@ -53,11 +58,13 @@ def arms(names: str) -> dict[str, tuple[str, ...]]:
 
 
 RATE = "actor_rollout_ref.actor.optim.lr"
+# At the end, 31 December 2026, the seeds become those that verdict.md lists as whole (registration.md, 2026-11-26).
 PARTS = {
-    "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117)),
+    "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117), 6),
     "B": Part(
         arms("psr prob_mask qae polarity_entropy entropy_bonus empg eapo gtpo_v1 gtpo_shuffled w_reinforce"),
         range(101, 107),
+        4,
     ),
     "C": Part(
         {
@@ -66,12 +73,15 @@ PARTS = {
             for text, factor in (("1/2", 0.5), ("2", 2.0))
         },
         range(101, 109),
+        4,
         ("countdown",),
     ),
 }
 PRIMARY = (("gtpo", "dapo"), ("grpo_s", "dapo"), ("gtpo", "dapo_blame"))  # of part A, on each task
 EQUIVALENT = 2.0  # points
-MISSING = 2  # pairs of a contrast; with more it is not computed
+MISSING = 2  # pairs of a contrast; with more, or fewer than `PAIRS` left, it is not computed
+PAIRS = 4
+READ = (101, 102)  # seeds whose results were read before the amendments of 2026-11-26
 FEWEST = 8  # methods of a test of part B
 KNOWN = ("gtpo", "grpo_s", "fork20", "dapo_blame", "psr", "prob_mask", "qae")  # in trials on sums, or chosen by them
 ALIKE = 0.99  # correlation of the credits of two methods that are counted as one
@@ -254,7 +264,7 @@ def endpoint(run: dict[str, Any]) -> float | None:
     return None if "failed" in run or None in found else float(np.mean(found))
 
 
-def differences(task: str, arm: str, other: str, seeds: range) -> np.ndarray:
+def differences(task: str, arm: str, other: str, seeds: Sequence[int]) -> np.ndarray:
     """Of the endpoints in points, under the seeds that both arms finished."""
     runs = [read(task, seed)["runs"] for seed in seeds]
     ends = [(endpoint(each.get(arm, {})), endpoint(each.get(other, {}))) for each in runs]
@@ -279,10 +289,10 @@ class Contrast:
     equivalence: float
 
     @classmethod
-    def of(cls, task: str, arm: str, other: str, seeds: range) -> "Contrast | None":
-        """None with more than `MISSING` pairs missing."""
+    def of(cls, task: str, arm: str, other: str, seeds: Sequence[int]) -> "Contrast | None":
+        """None with more than `MISSING` pairs missing, or fewer than `PAIRS`."""
         values = differences(task, arm, other, seeds)
-        if len(values) < len(seeds) - MISSING:
+        if len(values) < max(len(seeds) - MISSING, PAIRS):
             return None
         test = stats.ttest_1samp(values, 0.0)
         interval = test.confidence_interval(1 - ALPHA)
@@ -305,7 +315,7 @@ def words(contrast: Contrast, adjusted: float) -> str:
 Found = dict[tuple[str, str, str], Contrast | None]  # by task, arm and other
 
 
-def contrasts_of(tasks: tuple[str, ...], pairs: Iterable[tuple[str, str]], seeds: range) -> Found:
+def contrasts_of(tasks: tuple[str, ...], pairs: Iterable[tuple[str, str]], seeds: Sequence[int]) -> Found:
     return {(task, *pair): Contrast.of(task, *pair, seeds) for task in tasks for pair in pairs}
 
 
@@ -365,24 +375,46 @@ def levels(part: Part, task: str) -> list[str]:
     return lines
 
 
-def correlation(task: str) -> list[str]:
-    """Part B: rank correlation of learning with the figure measured at step 0; a test on sums alone."""
-    record = json.loads(predictors(task).read_text())
+def expected(task: str) -> list[str]:
+    """What a null says on a task where `counted` left out arms for DAPO's credits: those before the next it kept."""
+    counted = json.loads(predictors(task).read_text())["counted"]
+    alike = list(itertools.takewhile(lambda arm: arm not in counted, list(PARTS["A"].arms)[1:]))
+    if not alike:
+        return []
+    said = (
+        f"On {task} the credits of {' and '.join(alike)} had a correlation r ≥ {ALIKE} with dapo's before any training"
+    )
+    return [f"{said}: a small difference is expected there, and to find none says little.", ""]
+
+
+def learned(task: str, metric: str) -> dict[str, tuple[float, float]]:
+    """−log of the figure measured at step 0 and the mean difference from DAPO, of the methods that sums count."""
+    methods = json.loads(predictors(task).read_text())["gradients"]["methods"]
+    pairs = {}
+    for method in json.loads(predictors("sums").read_text())["counted"]:
+        value = methods[method][metric]["along/dapo"][0]
+        found = Contrast.of(task, method, "dapo", PARTS["B"].seeds) if method != "dapo" else None
+        if value is not None and (method == "dapo" or found is not None):
+            # a method that goes against the truth has a negative figure: it is last
+            pairs[method] = (-np.log(value) if value > 0 else -np.inf, 0.0 if found is None else found.mean)
+    return pairs
+
+
+def correlation() -> list[str]:
+    """Part B: rank correlation of learning with the figure measured at step 0; the tasks are compared over one set."""
+    counted = json.loads(predictors("sums").read_text())["counted"]
     lines = []
     for metric in ("sgd", "adam"):
-        pairs: dict[str, tuple[float, float]] = {}
-        for method in record["counted"]:
-            value = record["gradients"]["methods"][method][metric]["along/dapo"][0]
-            found = Contrast.of(task, method, "dapo", PARTS["B"].seeds) if method != "dapo" else None
-            if value is not None and (method == "dapo" or found is not None):
-                # a method that goes against the truth has a negative figure: it is last
-                pairs[method] = (-np.log(value) if value > 0 else -np.inf, 0.0 if found is None else found.mean)
-        left_out = [method for method in record["counted"] if method not in pairs]
-        lines.append(f"{task}, {metric}: {ranked(list(pairs.values()), task == 'sums')}")
-        lines[-1] += f" Not resolved or too few pairs: {', '.join(left_out)}." if left_out else ""
-        if task == "sums":
-            unknown = [pair for method, pair in pairs.items() if method not in KNOWN]
-            lines.append(f"{task}, {metric}, without methods with earlier results: {ranked(unknown, True)}")
+        found = {task: learned(task, metric) for task in TASKS}
+        sums, both = found["sums"], [method for method in counted if all(method in found[task] for task in TASKS)]
+        unknown = [pair for method, pair in sums.items() if method not in KNOWN]
+        lines.append(f"sums, {metric}: {ranked(list(sums.values()), True)}")
+        lines.append(f"sums, {metric}, without methods with earlier results: {ranked(unknown, True)}")
+        for task in TASKS:
+            said = ranked([found[task][method] for method in both], False)
+            lines.append(f"{task}, {metric}, methods with results on both tasks: {said}")
+            if left_out := [method for method in counted if method not in found[task]]:
+                lines[-1] += f" Not resolved or too few pairs on {task}: {', '.join(left_out)}."
     return lines
 
 
@@ -402,13 +434,22 @@ def ranked(pairs: list[tuple[float, float]], tested: bool) -> str:
     return f"{said}, p {stats.permutation_test((first,), products, **options).pvalue:.3g}."
 
 
-def runs_of(part: str) -> dict[str, dict[str, Any] | None]:
-    """Every planned run by its name; None where there is none yet."""
-    found = {}
+Runs = dict[tuple[str, int, str], dict[str, Any] | None]  # by task, seed and arm; None where there is none yet
+
+
+def runs_of(part: str) -> Runs:
+    """Every planned run, finished or failed."""
+    found: Runs = {}
     for task, seed, arm, _ in planned(part, list(TASKS)):
         run = read(task, seed)["runs"].get(arm, {})
-        found[f"{task} {seed} {arm}"] = run if "failed" in run or endpoint(run) is not None else None
+        found[task, seed, arm] = run if "failed" in run or endpoint(run) is not None else None
     return found
+
+
+def whole(name: str, runs: dict[str, Runs]) -> list[int]:
+    """The seeds under which no run of the part is missing, and none of part A, whose DAPO and controls it needs."""
+    missing = {seed for part in ("A", name) for (_, seed, _), run in runs[part].items() if run is None}
+    return [seed for seed in PARTS[name].seeds if seed in PARTS["A"].seeds and seed not in missing]
 
 
 def results_of(name: str) -> list[str]:
@@ -418,10 +459,14 @@ def results_of(name: str) -> list[str]:
     if name == "A":
         primary = contrasts_of(TASKS, PRIMARY, a.seeds)
         lines = ["Primary contrasts:", "", *lines_of(primary, True, verdicts(primary, controls)), ""]
+        lines += [line for task in TASKS for line in expected(task)]
+        unread = contrasts_of(TASKS, PRIMARY, [seed for seed in a.seeds if seed not in READ])
+        lines += [f"The same without the seeds {READ[0]} and {READ[1]}, described:", "", *lines_of(unread), ""]
         lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls, True), ""]
         lines += ["Described:", "", *lines_of(against_dapo(a, ("fork20", "dapo_blame"))), ""]
     else:
-        lines = [f"- {line}" for task in TASKS if name == "B" for line in correlation(task)]
+        described = "A description, not a test: the p is about these methods under these seeds, and decides nothing."
+        lines = [described, "", *(f"- {line}" for line in correlation())] if name == "B" else []
         lines += [f"- {task}: nothing is concluded: controls." for task in part.tasks if not sensitive(controls, task)]
         lines += ["", *lines_of(against_dapo(part)), ""]
     for task in part.tasks:
@@ -433,23 +478,27 @@ def page() -> str:
     """verdict.md, from the data alone."""
     runs = {part: runs_of(part) for part in PARTS}
     complete = {part: all(run is not None for run in runs[part].values()) for part in PARTS}
-    there = {name: run for part in PARTS for name, run in runs[part].items() if run is not None}
+    few = [name for name, part in PARTS.items() if len(part.seeds) < part.least]
+    there = {key: run for part in PARTS for key, run in runs[part].items() if run is not None}
     said = "Computed by `make results` from `data/`; `registration.md` was committed before the first run."
-    lines = ["# Verdict", "", said, "", "| part | runs | finished | failed |", "|---|---|---|---|"]
+    lines = ["# Verdict", "", said, "", "| part | runs | finished | failed | whole seeds |", "|---|---|---|---|---|"]
     for part, of_part in runs.items():
         failed = sum("failed" in run for run in of_part.values() if run is not None)
         finished = sum(run is not None for run in of_part.values()) - failed
-        lines.append(f"| {part} | {len(of_part)} | {finished} | {failed} |")
+        seeds = ", ".join(map(str, whole(part, runs))) or "none"
+        lines.append(f"| {part} | {len(of_part)} | {finished} | {failed} | {seeds} |")
     commits = Counter(run["commit"] for run in there.values())
     lines += ["", *(f"- {count} runs of commit {commit}" for commit, count in sorted(commits.items()))]
-    lines += [f"- failed: {name}: {run['failed']}" for name, run in there.items() if "failed" in run]
-    lines += [""] if there else []
+    lines += [f"- failed: {' '.join(map(str, key))}: {run['failed']}" for key, run in there.items() if "failed" in run]
+    lines += ["", "The runs of a pair may be of two commits.", ""] if there else []
     for part in PARTS:
         lines += [f"## Part {part}", ""]
-        if complete["A"] and complete[part]:
-            lines += results_of(part)
-        else:
+        if not (complete["A"] and complete[part]):
             lines += ["**Not complete: nothing is computed, and nothing is concluded.**", ""]
+        elif "A" in few or part in few:  # the controls are of part A
+            lines += ["**Not decided: too few whole seeds.**", ""]
+        else:
+            lines += results_of(part)
     return "\n".join(lines)
 
 
