@@ -62,7 +62,7 @@ def analyse(
 
     random: of several seeds; scored one by one and shown as one row, the mean over them. draws: of the bootstrap.
     """
-    intervals = len(set(values.prompt)) >= FEWEST_PROMPTS
+    intervals = enough_prompts(values)
     terms = {name: components(values, credit) for name, credit in scored.items()}
     oracle = oracle_credit(values, scored[BASELINE].tokens)
     terms[ORACLE] = components(values, oracle, truth=values.advantages[1], energy=values.energy_of_second)
@@ -75,10 +75,10 @@ def analyse(
         if not within.any():
             continue
         for name, each in terms.items():
-            drawn[name][stratum] = figures(_resampled(each, within, values, draws))
+            drawn[name][stratum] = figures(resampled(each, within, values, draws))
         if seeds:
-            drawn[RANDOM][stratum] = _pooled([figures(_resampled(each, within, values, draws)) for each in seeds])
-        measured[stratum] = reliability_figures(_resampled(reliability(values), within, values, draws))
+            drawn[RANDOM][stratum] = _pooled([figures(resampled(each, within, values, draws)) for each in seeds])
+        measured[stratum] = reliability_figures(resampled(reliability(values), within, values, draws))
     methods = [name for name in scored if name != BASELINE]
     p_values = {
         stratum: dict(zip(methods, holm([_p(drawn[name][stratum]["alignment"]) for name in methods]), strict=True))
@@ -95,12 +95,17 @@ def analyse(
         }
     A = values.weight[:, None] * values.advantages.mean(axis=0)
     by_step = {f"step {step}": column for step, column in enumerate(A.T)}
-    sums = _resampled(by_step | {"weight": values.weight}, strata["all"], values, draws)
-    drift = [_figure(sums[step] / sums["weight"], intervals) for step in by_step]
+    sums = resampled(by_step | {"weight": values.weight}, strata["all"], values, draws)
+    drift = [as_figure(sums[step] / sums["weight"], intervals) for step in by_step]
     return Analysis(rows, _figures(measured, intervals), tuple(drift))
 
 
-def _resampled(terms: Mapping[str, Floats], rows: Bools, values: Values, draws: int) -> dict[str, Floats]:
+def enough_prompts(values: Values) -> bool:
+    """Whether there are enough prompts for intervals."""
+    return len(set(values.prompt)) >= FEWEST_PROMPTS
+
+
+def resampled(terms: Mapping[str, Floats], rows: Bools, values: Values, draws: int) -> dict[str, Floats]:
     """Means of the terms over the responses in a stratum, then over those of its resampled prompts: (1 + D,) each."""
     columns = np.stack([term[rows] for term in terms.values()], axis=1)
     prompts = [name for name, keep in zip(values.prompt, rows, strict=True) if keep]
@@ -125,10 +130,12 @@ def _less(drawn: Mapping[str, Mapping[str, Floats]], other: Mapping[str, Mapping
 
 
 def _figures(drawn: Mapping[str, Mapping[str, Floats]], intervals: bool) -> dict[str, dict[str, Figure]]:
-    return {stratum: {name: _figure(values, intervals) for name, values in of.items()} for stratum, of in drawn.items()}
+    return {
+        stratum: {name: as_figure(values, intervals) for name, values in of.items()} for stratum, of in drawn.items()
+    }
 
 
-def _figure(drawn: Floats, intervals: bool) -> Figure:
+def as_figure(drawn: Floats, intervals: bool) -> Figure:
     """Of a value and its draws; a figure that more than a fortieth of the draws do not define has no interval."""
     value, draws = float(drawn[0]), drawn[1:]
     if not np.isfinite(value):

@@ -37,9 +37,9 @@ class Credit:
         """
         credit = np.where(mask, credit, 0.0)
         against = np.where(correct[:, None], credit < 0, credit > 0)
-        tokens = _by_step(mask, points)
-        mean = _by_step(credit, points) / np.maximum(tokens, 1)
-        return cls(mean, _by_step(against, points), tokens.astype(np.int64))
+        tokens = by_step(mask, points)
+        mean = by_step(credit, points) / np.maximum(tokens, 1)
+        return cls(mean, by_step(against, points), tokens.astype(np.int64))
 
     @classmethod
     def of_steps(cls, credit: Floats, tokens: Ints, correct: Bools) -> "Credit":
@@ -48,7 +48,7 @@ class Credit:
         return cls(credit, (tokens * against).astype(np.float64), tokens)
 
 
-def _by_step(values: Floats | Bools, points: Ints) -> Floats:
+def by_step(values: Floats | Bools, points: Ints) -> Floats:
     """Sums of values (N, T) between points (N, M + 1): (N, M)."""
     sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1, dtype=np.float64)], axis=1)
     return np.diff(np.take_along_axis(sums, points, axis=1), axis=1)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gtpo_verl.algorithms import algorithms
-from gtpo_verl.audit.analysis import BASELINE, FEWEST_PROMPTS, ORACLE, RANDOM, Figure
+from gtpo_verl.audit.analysis import BASELINE, ORACLE, RANDOM, Figure, enough_prompts
 from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, FEWEST_CONTINUATIONS, Plan
 from gtpo_verl.audit.score import POSITION, STATE, Result
 
@@ -85,7 +85,7 @@ def values_table(result: Result, plan: Plan, facts: Mapping[str, Any]) -> Table:
         plan=plan,
         unscored=result.unscored,
         reliability=result.analysis.reliability["all"],
-        intervals=len(set(result.values.prompt)) >= FEWEST_PROMPTS,
+        intervals=enough_prompts(result.values),
     )
     rows, columns = _rows(figures, COLUMNS, plan, "–"), [heading for heading, *_ in COLUMNS]
     return Table("Which credit falls on the steps that decide?", columns, rows, sentences)
