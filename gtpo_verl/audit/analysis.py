@@ -1,7 +1,7 @@
 """From values and credits to the figures of an audit, with intervals over prompts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,12 +43,13 @@ class Analysis:
     methods: by the name of a method or a reference: ``figures`` by stratum and name; ``minus``, the same less those of
     another row, by its name; ``p_holm`` by stratum, of alignment against DAPO's, two-sided, adjusted for the number of
     methods. reliability: of the measurement, by stratum. mean_advantage_by_step: the weighted mean of A over all
-    responses, 0 in expectation where V is a martingale.
+    responses, 0 in expectation where V is a martingale. kinds: of `kinds.kind_shares`.
     """
 
     methods: Mapping[str, Mapping[str, Any]]
     reliability: Mapping[str, Mapping[str, Figure]]
     mean_advantage_by_step: tuple[Figure, ...]
+    kinds: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
     def figures(self, name: str) -> dict[str, dict[str, Figure]]:
         """The figures of a row, by stratum and name."""

@@ -13,7 +13,7 @@ from gtpo_verl.algorithms.registry import Style
 from gtpo_verl.audit.analysis import BASELINE, Figure
 from gtpo_verl.audit.metrics import CERTAIN, first_losses
 from gtpo_verl.audit.plan import Plan
-from gtpo_verl.audit.render import EXPLORATION, Table, cell, label, main_method
+from gtpo_verl.audit.render import EXPLORATION, Table, cell, kinds_table, label, main_method
 from gtpo_verl.audit.score import Result
 from gtpo_verl.audit.store import Store
 from gtpo_verl.files import write_text
@@ -40,7 +40,7 @@ def write_page(
     responses: shown with their credit and their values. gradients: `gradients.figures`, by entropy.
     """
     model = Path(str(store.facts["model"]))  # `model` alone, as a run's is called, says nothing
-    shown: dict[str, Any] = {"shown": [], "first": None}
+    shown: dict[str, Any] = {"shown": [], "first": None, "breakdown": None}
     curves = {}
     if responses is not None:
         result, plan = responses
@@ -52,6 +52,7 @@ def write_page(
             "shown": [_shown(number, result) for number in chosen],
             "labels": {name: label(name, plan) for name in names},
             "first": main_method(names),
+            "breakdown": kinds_table(result.analysis.kinds, plan) if result.analysis.kinds else None,
             "credit": json.dumps(credit, separators=(",", ":")).replace("<", "\\u003c"),
         }
     text = render_page(

@@ -91,6 +91,26 @@ def values_table(result: Result, plan: Plan, facts: Mapping[str, Any]) -> Table:
     return Table("Which credit falls on the steps that decide?", columns, rows, sentences)
 
 
+def kinds_table(kinds: Mapping[str, Any], plan: Plan) -> Table:
+    """The table of `kinds.kind_shares`, with DAPO and the methods whose shares, as they are shown, are not DAPO's."""
+    rows = {f"{verdict}, {kind}": shares for verdict, each in kinds.items() for kind, shares in each.items()}
+    tokens, energy = ([cell(shares[name], ".0%") for shares in rows.values()] for name in ("tokens", "energy"))
+    credit = {
+        name: [cell(shares["credit"][name], ".0%") for shares in rows.values()]
+        for name in next(iter(rows.values()))["credit"]
+    }
+    differing = [
+        name
+        for name, column in credit.items()
+        if any(mine not in (dapo, "–") for (mine, _), (dapo, _) in zip(column, credit[BASELINE], strict=True))
+    ]
+    columns = {"share of tokens": tokens, "share of Σ A²": energy}
+    if differing:
+        columns |= {label(name, plan): credit[name] for name in (BASELINE, *differing)}
+    cells = [[(*each, False) for each in of_row] for of_row in zip(*columns.values(), strict=True)]
+    return Table("Breakdown", list(columns), list(zip(rows, cells, strict=True)), ())
+
+
 def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Plan) -> Table:
     """The table of signal and noise of gradients; found: of `gradients.figures`."""
     figures = found["methods"]

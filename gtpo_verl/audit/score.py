@@ -1,7 +1,7 @@
 """From what an audit has sampled to its figures; no model is needed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gtpo_verl.algorithms import Batch
 from gtpo_verl.audit import references
 from gtpo_verl.audit.analysis import BASELINE, Analysis, analyse
+from gtpo_verl.audit.kinds import kind_shares
 from gtpo_verl.audit.methods import Method, credit_of
 from gtpo_verl.audit.metrics import Credit
 from gtpo_verl.audit.plan import Plan
@@ -58,7 +59,8 @@ def score(store: Store, plan: Plan, seed: int, methods: Sequence[Method], overlo
         for each in range(count * seed, count * (seed + 1))
     ]
     unscored = tuple(method.name for method in methods if not method.scored)
-    return Result(analyse(values, found, random), values, chosen, tokens, unscored)
+    kinds = kind_shares(values, tokens, [rollout.texts for rollout in chosen.responses], chosen.points)
+    return Result(replace(analyse(values, found, random), kinds=kinds), values, chosen, tokens, unscored)
 
 
 def batch_of(rollouts: Sequence[Rollout], seed: int) -> Batch:

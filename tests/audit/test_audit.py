@@ -17,7 +17,7 @@ from gtpo_verl.audit.methods import effective_credit, methods
 from gtpo_verl.audit.page import wilson, write_page
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.audit.references import branch_shares, branch_variance
-from gtpo_verl.audit.render import COLUMNS, print_plan, print_table, values_table
+from gtpo_verl.audit.render import COLUMNS, kinds_table, print_plan, print_table, values_table
 from gtpo_verl.audit.sampling import (
     choose_responses,
     groups_with_contrast,
@@ -36,6 +36,7 @@ from gtpo_verl.evaluation.continuations import Continuation, Prefix
 
 PLAN = Plan(prompts=24, samples=6, responses=48, steps=8, continuations=16, second_stage=6, second_continuations=32)
 SEED = 3
+TEXTS = ("3", "<", " so;", " we", ",")  # of the tokens; the third ends a clause
 
 
 class Table:
@@ -79,7 +80,7 @@ class Table:
         )
 
     def describe(self, row: int, tokens: Sequence[int]) -> tuple[str, str, list[str]]:
-        return f"cluster {row}", f"prompt {row}", [f"<{token};" if token == 2 else f"<{token}" for token in tokens]
+        return f"cluster {row}", f"prompt {row}", [TEXTS[token] for token in tokens]
 
 
 def audit(table: Table, store: Store, plan: Plan = PLAN) -> None:
@@ -333,6 +334,33 @@ def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.
     assert {heading for heading, *_ in COLUMNS} <= set(re.findall(r"<th>([^<]+)</th>", page))
 
 
+@pytest.mark.slow
+def test_the_breakdown_by_kinds_of_tokens(finished: Store, result: Result) -> None:
+    kinds = result.analysis.kinds
+    assert {verdict: set(each) for verdict, each in kinds.items()} == {
+        verdict: {"numbers", "operators", "words", "punctuation"} for verdict in ("correct", "wrong")
+    }
+    table = kinds_table(kinds, PLAN)
+    assert table.columns[:2] == ["share of tokens", "share of Σ A²"]
+    assert {"DAPO", "GTPO", "DAPO, forking tokens"} <= set(table.columns)
+    assert "GRPO" not in table.columns  # all responses have one length: its credit is DAPO's
+    assert len(table.rows) == 8
+    facts = measurement(finished, result) | {"solved": 3, "never": 4}
+    alone = score(finished, PLAN, SEED, methods(["dapo"]), None)
+    assert kinds_table(alone.analysis.kinds, PLAN).columns == ["share of tokens", "share of Σ A²"]
+    old = replace(result, analysis=replace(result.analysis, kinds={}))
+    pages = [
+        write_page(finished, values_table(one, PLAN, facts), facts, responses=(one, PLAN)).read_text()
+        for one in (result, alone, old)
+    ]
+    assert ["<h2>Breakdown</h2>" in page for page in pages] == [True, True, False]
+    assert ["under a method’s name" in page for page in pages] == [True, False, False]
+    value, interval = table.rows[0][1][1][:2]
+    assert table.rows[0][0] == "correct, numbers"
+    assert f"<td>{value}<small>{interval}</small></td>" in pages[0]
+    assert interval
+
+
 def test_figures_are_in_the_record(finished: Store, result: Result) -> None:
     finished.record(vars(result.analysis))
     record = json.loads((finished.directory / "audit.json").read_text())
@@ -341,6 +369,9 @@ def test_figures_are_in_the_record(finished: Store, result: Result) -> None:
     assert record["methods"]["fork20"]["minus"]["gtpo"]["wrong"]["alignment"][0] is not None
     assert 0 < record["reliability"]["all"]["half"][0] < 1
     assert len(record["mean_advantage_by_step"]) == PLAN.steps
+    numbers = record["kinds"]["wrong"]["numbers"]
+    assert numbers["tokens"][1] < numbers["tokens"][0] < numbers["tokens"][2]
+    assert set(numbers["credit"]) == set(result.tokens)
 
 
 def test_intervals_of_shares() -> None:
@@ -429,9 +460,13 @@ def test_a_pattern_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.slow
 def test_analysing_again_needs_no_model(finished: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    file = finished.directory / "audit.json"
+    before = json.loads(file.read_text())
+    file.write_text(json.dumps({key: value for key, value in before.items() if key != "kinds"}))  # of an older version
     assert main(["audit", "--reanalyse", str(finished.directory), "--methods", "fork20"]) == 0
     printed = capsys.readouterr().out
     assert "DAPO" in printed
     assert (finished.directory / "audit.html").is_file()
     record = json.loads((finished.directory / "audit.json").read_text())
     assert set(record["methods"]) == {"dapo", "fork20", "position", "random", "oracle"}
+    assert set(record["kinds"]["wrong"]["numbers"]["credit"]) == {"dapo", "fork20"}
