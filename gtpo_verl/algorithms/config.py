@@ -3,6 +3,7 @@ here.
 """
 
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -163,7 +164,7 @@ def check_shares(base_name: str, base: float, weight_name: str, weight: float) -
 
 def number(name: str, value: Any) -> float:
     """The value of a setting, which must be a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return value
 
