@@ -235,7 +235,7 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
     cache = float(variables.get("VLLM_CPU_KVCACHE_SPACE") or 4)  # vLLM's default
     return {
         "trainer": {
-            "process": TRAINER_PROCESS * parallel.gpus,
+            "code and libraries": TRAINER_PROCESS * parallel.gpus,
             "parameters": trained * copies,
             "gradients": trained * copies,
             "optimizer": 2 * trained * copies,
@@ -243,11 +243,11 @@ def host_memory(config: DictConfig, shape: ModelShape, parallel: Parallelism) ->
             "logits": float(tokens * shape.vocabulary * 3 * FP32),  # with their gradient and the softmax behind it
         },
         "vLLM": {
-            "process": ENGINE_PROCESSES * parallel.gpus,
+            "code and libraries": ENGINE_PROCESSES * parallel.gpus,
             "weights": float(ENGINE_DTYPES[rollout.dtype] * shape.parameters * parallel.replicas),
             "KV cache": cache * GIB * parallel.replicas,
         },
-        "others": {"process": OTHER_PROCESSES},
+        "others": {"code and libraries": OTHER_PROCESSES},
     }
 
 

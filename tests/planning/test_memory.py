@@ -167,7 +167,7 @@ def test_the_memory_of_a_run_without_gpus_is_that_of_all_its_processes(run: Run)
     assert more["trainer"]["parameters"] == weights  # sharded
     assert more["vLLM"] == {part: 2 * size for part, size in engine.items()}
     assert more["others"] == found["others"]
-    assert total_of(found) == sum(trainer.values()) + sum(engine.values()) + found["others"]["process"]
+    assert total_of(found) == sum(trainer.values()) + sum(engine.values()) + found["others"]["code and libraries"]
     total, free = machine_memory()
     assert 0 < free < total < 2**50
 
