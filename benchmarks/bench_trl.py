@@ -17,6 +17,9 @@ import tempfile
 import venv
 from pathlib import Path
 
+from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.reader import read_metrics
+
 TRL = "1.16.0"
 SUMS = "reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1"
 PROMPTS, RESPONSES, TOKENS = 16, 8, 48
@@ -81,9 +84,8 @@ def ours(arguments: argparse.Namespace, directory: Path) -> list[float]:
         *("algorithm.entropy.check_every=0", "trainer.val_before_train=false", "trainer.test_freq=-1"),
     ]
     subprocess.run([sys.executable, "-m", "gtpo_verl.train", *overrides], check=True, stdout=subprocess.DEVNULL)
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [record["timing_s/step"] for record in records if "timing_s/step" in record]
+    steps, _ = read_metrics(directory / METRICS_FILE)
+    return [metrics["timing_s/step"] for metrics in steps.values() if "timing_s/step" in metrics]
 
 
 def theirs(arguments: argparse.Namespace, directory: Path) -> list[float]:
