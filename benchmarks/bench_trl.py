@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     arguments = parser.parse_args()
+    if arguments.steps < 2 or arguments.rounds < 1:
+        parser.error("at least one round of two steps, as the first step of a process is left out")
     arguments.model, arguments.data = Path("outputs/smollm2"), Path("data/smollm2-sums/train.parquet")
     for name, output in (("smollm2", arguments.model), (SUMS, arguments.data.parent)):
         prepare = [sys.executable, "-m", "gtpo_verl.cli", "prepare-data", name, "--output", str(output)]
