@@ -2,9 +2,9 @@
 
 To be set as ``reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward`` and ``name=answer``, ``boxed`` or
 ``reasoning_gym``. ``solution_str`` is the response, ``ground_truth`` the correct answer, text or a number.
-``workers``, ``timeout``, ``memory_mb`` and ``max_chars`` are those of ``gtpo_verl.verifiers.pool.VerifierPool``, of
-which every reward worker of verl has its own; other keyword arguments are options of the rule. What else verl passes is
-not used. An unknown key in ``reward_kwargs`` is an error.
+``limits`` are ``workers``, ``timeout``, ``memory_mb`` and ``max_chars`` of ``gtpo_verl.verifiers.pool.VerifierPool``,
+of which every reward worker of verl has its own; other keyword arguments are options of the rule. What else verl passes
+is not used. An unknown key in ``reward_kwargs`` is an error.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from numbers import Number
 from typing import Any
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.verifiers.pool import TAIL, Verdict, VerifierPool
+from gtpo_verl.verifiers.pool import Verdict, VerifierPool
 
 _pools: dict[str, VerifierPool] = {}
 _lock = threading.Lock()
@@ -29,14 +29,11 @@ async def answer(
     extra_info: Mapping[str, Any] | None = None,
     *,
     strict_box: bool = False,
-    workers: int = 2,
-    timeout: float = 10.0,
-    memory_mb: int = 1024,
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
+    **limits: Any,
 ) -> Verdict:
     """Verify a response by DAPO's ``Answer:`` rule; see ``gtpo_verl.verifiers.answer``."""
-    limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb}
     return await _judge("answer", {"strict_box": strict_box}, limits, solution_str, truth_text(ground_truth))
 
 
@@ -50,16 +47,12 @@ async def boxed(
     decimals: int = 6,
     strict: bool = True,
     set_relations: bool = False,
-    workers: int = 2,
-    timeout: float = 10.0,
-    memory_mb: int = 1024,
-    max_chars: int = TAIL,
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
+    **limits: Any,
 ) -> Verdict:
     """Verify a response by Math-Verify; see ``gtpo_verl.verifiers.boxed``."""
     options = {"fallback": fallback, "decimals": decimals, "strict": strict, "set_relations": set_relations}
-    limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
     return await _judge("boxed", options, limits, solution_str, truth_text(ground_truth))
 
 
@@ -69,12 +62,9 @@ async def reasoning_gym(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
     *,
-    workers: int = 2,
-    timeout: float = 10.0,
-    memory_mb: int = 1024,
-    max_chars: int = TAIL,
     reward_router_address: str | None = None,
     reward_model_tokenizer: Any = None,
+    **limits: Any,
 ) -> Verdict:
     """Let the generator of a problem score the answer; see ``gtpo_verl.verifiers.reasoning_gym``. Raises UserError:
     ``extra_info`` has no ``reasoning_gym``, the record of the problem.
@@ -85,7 +75,6 @@ async def reasoning_gym(
             f"verifier=reasoning_gym: a row of {data_source} has no extra_info.reasoning_gym, the record of its "
             "problem: `gtpo-verl prepare-data reasoning-gym:NAME` writes it."
         )
-    limits = {"workers": workers, "timeout": timeout, "memory_mb": memory_mb, "max_chars": max_chars}
     return await _judge("gtpo_verl.verifiers.reasoning_gym", {}, limits, solution_str, json.dumps(dict(record)))
 
 

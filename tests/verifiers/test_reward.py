@@ -18,6 +18,7 @@ from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.step.credit import verifier_metrics
 from gtpo_verl.verifiers import RULES, reward
+from gtpo_verl.verifiers.pool import VerifierPool
 
 KEYS = {"score", "acc", "pred", "verifier_failure"}
 
@@ -125,12 +126,15 @@ def test_a_reward_function_that_says_nothing_of_failures_has_no_share_of_them() 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_the_keys_of_the_config_are_the_functions_arguments(rule: str) -> None:
-    """Same names and same defaults: what the YAML shows is what a call without it would do."""
+    """Same names and same defaults: what the YAML shows is what a call without it would do. The rule `answer` reads
+    less of a response than `max_chars` leaves.
+    """
     function = compose_config([f"verifier={rule}"]).reward.custom_reward_function
     assert function.path == "pkg://gtpo_verl.verifiers.reward"
-    parameters = inspect.signature(getattr(reward, function.name)).parameters.values()
-    verls = {"reward_router_address", "reward_model_tokenizer"}
-    ours = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in verls}
+    functions = (getattr(reward, function.name), VerifierPool)
+    parameters = [p for each in functions for p in inspect.signature(each).parameters.values()]
+    left_out = {"reward_router_address", "reward_model_tokenizer", *(["max_chars"] if rule == "answer" else [])}
+    ours = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in left_out}
     assert dict(function.reward_kwargs) == ours
 
 
