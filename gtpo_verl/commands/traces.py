@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from gtpo_verl.commands.options import declare, overrides_of
-from gtpo_verl.config import check_path_in_job
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
 from gtpo_verl.evaluation.subject import configuration, find_subject
-from gtpo_verl.files import check_writable
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
+from gtpo_verl.rules.start import check_output
 from gtpo_verl.runs.terminal import progress_over
 
 if TYPE_CHECKING:
@@ -85,10 +84,7 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(f"{args.file}: no such file; FILE is the parquet file whose prompts the guide answers.")
     if source.suffix != ".parquet":
         raise UserError(f"{args.file} is not a parquet file: `gtpo-verl prepare-data parquet {args.file}` makes one.")
-    name = f"{source.stem}.traces.parquet"
-    output: Path = (args.output / name if args.output else source.with_name(name)).resolve()
-    check_path_in_job("--output", output)
-    check_writable(output.parent, f"--output {output}")
+    output = check_output(args.output or source.parent) / f"{source.stem}.traces.parquet"
     if output.is_dir():
         raise UserError(f"--output {output} is a directory: give the name of a file in it.")
     if args.samples < 1:

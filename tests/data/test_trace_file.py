@@ -9,6 +9,7 @@ import pytest
 
 from gtpo_verl.cli import main
 from gtpo_verl.commands.traces import kept
+from gtpo_verl.config import IN_RAY_JOB
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError
@@ -90,3 +91,12 @@ def test_what_is_refused_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_submitted_job_writes_to_an_absolute_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(IN_RAY_JOB, "{}")
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "data.parquet")
+    assert main(["traces", "model", str(tmp_path / "data.parquet"), "--output", "results"]) == 2
+    assert "--output=results: a job that was submitted to Ray" in capsys.readouterr().err
