@@ -24,6 +24,8 @@ from gtpo_verl.tasks.prepare import prepare_task
 
 GENERATED = "reasoning-gym:"  # and a generator of its
 ANSWERS = ("number", "tags", "response")  # how to read an answer to its problems, besides STYLES
+# What a data set takes of the command line as it is given.
+AS_GIVEN = ("style", "conflicts", "data_source", "problem_column", "answer_column", "guide_column", "revision")
 # The quickstart's batch is for one or two ranks; this one divides over any power of two up to 256.
 ON_MORE_DEVICES = (
     "data.train_batch_size=32",
@@ -109,18 +111,8 @@ def _prepare_dataset(args: argparse.Namespace) -> None:
     if output in [file.resolve() for file in [*files, *args.against]]:
         raise UserError(f"{output} is one of the input files: give another directory by --output DIR.")
     check_writable(output.parent, f"--output {output.parent}")
-    as_given = (
-        "name",
-        "style",
-        "conflicts",
-        "data_source",
-        "problem_column",
-        "answer_column",
-        "guide_column",
-        "revision",
-    )
-    given = {name: getattr(args, name) for name in as_given}
-    request = Request(dataset=dataset, files=tuple(files), output=output, against=tuple(args.against), **given)
+    given = {option: getattr(args, option) for option in AS_GIVEN}
+    request = Request(args.name, dataset, tuple(files), output, tuple(args.against), **given)
     if not args.force and is_current(request):
         print(f"{output} is up to date (--force prepares it again).")
     else:
@@ -158,10 +150,7 @@ def _prepare_task(args: argparse.Namespace) -> None:
 
 def _refuse(args: argparse.Namespace, what: str, *allowed: str) -> None:
     """Refuse the options of data sets, but for those allowed."""
-    for name in (
-        *("files", "source", "style", "against", "conflicts", "data_source"),
-        *("problem_column", "answer_column", "guide_column", "revision", "force"),
-    ):
+    for name in ("files", "source", "against", "force", *AS_GIVEN):
         option = {"files": "FILE", "source": "--from"}.get(name, f"--{name.replace('_', '-')}")
         usual = {"conflicts": "drop", "revision": "main"}.get(name)
         if getattr(args, name) not in (None, False, [], usual) and option not in allowed:
