@@ -15,11 +15,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from gtpo_verl.config import choices, compose_config, verl_config_dir
 from gtpo_verl.errors import UserError, did_you_mean, main_guard
 from gtpo_verl.problems import evaluate, refuse
+from gtpo_verl.rules.ranges import ACTOR, OVERLONG
 
 CONFIG_PATH = ("--config-path", "-cp")  # Hydra's
-ACTOR = "actor_rollout_ref.actor"
 THRESHOLD = "algorithm.correct_threshold"
-OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"  # verl's reward manager `dapo` reads it
 
 
 def arguments(given: Sequence[str]) -> list[str]:

@@ -46,7 +46,7 @@ def prepare_generated(text: str, directory: Path, reader: str | None = None) -> 
     """Draw the problems of ``NAME,key=value`` and write them to two files in a directory. Those with the same words,
     signs and numbers, in whatever order, are in the same file. Returns both files, and how many problems each has.
 
-    reader: how the answer is asked for and read, in ``READERS``; by default the last number where all answers are
+    reader: how the answer is asked for and read, as in `read_answer`; by default the last number where all answers are
     numbers, else reasoning-gym's tags. Raises UserError: no such generator or setting; too few different problems, or
     none whose true answer it accepts.
     """

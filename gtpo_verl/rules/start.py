@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from gtpo_verl.config import check_path_in_job
+from gtpo_verl.config import check_path_in_job, chosen
 from gtpo_verl.errors import UserError, did_you_mean
 from gtpo_verl.files import check_writable, obstacle
 from gtpo_verl.integrations.launch import joined_cluster
@@ -94,7 +94,7 @@ def ray(config: DictConfig, given: Sequence[str] = ()) -> Iterator[Problem]:
         return
     for name in ("num_cpus", "num_gpus"):
         key = f"ray_kwargs.ray_init.{name}"
-        if any(override.lstrip("+").split("=")[0] == key for override in given) and ray_init[name] is not None:
+        if chosen(given, key) is not None and ray_init[name] is not None:
             yield Problem(
                 f"{key}={ray_init[name]} is for a Ray of this run's own, and {where} names a cluster to join: leave it "
                 "out, or add ++ray_kwargs.ray_init.address=local to start a separate Ray."

@@ -14,9 +14,7 @@ from typing import Any
 
 from gtpo_verl.errors import UserError, did_you_mean
 
-# the module of each task; its TASK is an EmbeddedTask
-_MODULES = {"sums": "gtpo_verl.tasks.sums.task", "countdown": "gtpo_verl.tasks.countdown.task"}
-TASKS = tuple(_MODULES)  # their names
+TASKS = ("sums", "countdown")  # each a package, whose module `task` has the EmbeddedTask as TASK
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,12 @@ def set_thread_waiting() -> None:
 
 def task(name: str) -> EmbeddedTask:
     """The embedded task of this name. Raises UserError: there is none."""
-    if name not in _MODULES:
-        raise UserError(f"no embedded task {name!r}{did_you_mean(name, _MODULES) or '.'} Known: {', '.join(_MODULES)}.")
-    found = importlib.import_module(_MODULES[name]).TASK
-    assert isinstance(found, EmbeddedTask)
+    if name not in TASKS:
+        raise UserError(f"no embedded task {name!r}{did_you_mean(name, TASKS) or '.'} Known: {', '.join(TASKS)}.")
+    found: EmbeddedTask = importlib.import_module(f"{__name__}.{name}.task").TASK
     return found
 
 
 def task_of(reward: str | None) -> EmbeddedTask | None:
     """The embedded task with this reward module; None where it is no embedded task's."""
-    return next((found for found in map(task, _MODULES) if found.reward == reward), None)
+    return next((found for found in map(task, TASKS) if found.reward == reward), None)

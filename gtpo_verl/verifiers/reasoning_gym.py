@@ -18,9 +18,6 @@ with warnings.catch_warnings():  # its requirements compile with warnings
     warnings.simplefilter("ignore")
     from reasoning_gym import factory, utils
 
-# How the answer is read from a response; the prompt asks for it in the same way (`data.generated`).
-READERS = ("number", "tags", "answer", "boxed", "response")
-
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
@@ -40,9 +37,10 @@ def judge(response: str, truth: str) -> tuple[bool, str]:
 
 
 def read_answer(response: str, reader: str) -> str | None:
-    """The answer in a response, None where there is none. reader: `number`, the last number; `tags`, between the last
-    <answer> and </answer>; `answer`, behind the last "Answer:" on its line; `boxed`, the last \\boxed{}; `response`,
-    all of it.
+    """The answer in a response, None where there is none; the prompt asks for it in the same way (`data.generated`).
+
+    reader: `number`, the last number; `tags`, between the last <answer> and </answer>; `answer`, behind the last
+    "Answer:" on its line; `boxed`, the last \\boxed{}; `response`, all of it.
     """
     if reader == "number":
         numbers = NUMBER.findall(response)
