@@ -64,7 +64,7 @@ def read(
 ) -> Iterator[Row]:
     """Read the rows of a parquet or JSONL file, one at a time; ``guide_column`` has responses of a guiding policy.
 
-    Raises UserError: the file does not exist, has another format or is incomplete; a row does not match the layout.
+    Raises UserError: the file has another format or is incomplete; a row does not match the layout.
     """
     wanted = "verl's schema: prompt, a list of {role, content}, and reward_model with ground_truth"
     for number, values in enumerate(_records(file)):
@@ -119,8 +119,6 @@ def _find(columns: Sequence[str], wanted: Sequence[str]) -> str | None:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    if not file.is_file():
-        raise UserError(f"{file}: no such file.")
     if file.suffix == ".parquet":
         table = ParquetFile(str(file))
         yield from table.rows(table.schema.names)

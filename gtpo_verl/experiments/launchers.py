@@ -1,6 +1,5 @@
 """Where the runs of a sweep run: in processes of this machine, or as jobs of a Ray cluster."""
 
-import contextlib
 import ctypes
 import os
 import re
@@ -116,9 +115,8 @@ class LocalLauncher:
 
 
 def _stop_with_parent() -> None:
-    """In a child: ask the kernel for SIGINT when the parent dies. Without prctl (not Linux) nothing happens."""
-    with contextlib.suppress(AttributeError):
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
+    """In a child: ask the kernel for SIGINT when the parent dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGINT)
 
 
 class RayLauncher:

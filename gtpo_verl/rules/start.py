@@ -41,8 +41,6 @@ LOGGERS: dict[str, tuple[str | None, tuple[str, ...]]] = {
 
 def run_dir(config: DictConfig) -> Iterator[Problem]:
     """The run directory can be made, and written to."""
-    if config.trainer.run_dir is None:  # a plan has none
-        return
     if blocked := obstacle(Path(config.trainer.run_dir)):
         yield Problem(f"trainer.run_dir={config.trainer.run_dir}: {blocked}.")
 
