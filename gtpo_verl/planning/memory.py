@@ -75,19 +75,15 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     engine = engine_of(config, shape, parallel, capacity)
     asleep = float(ASLEEP) if rollout.free_cache_engine else engine.budget
 
-    generate = {
-        "context": float(CONTEXT),
-        "parameters": 0.0 if parameters_away else parameters,
-        "gradients": buffers,
-        "optimizer": 0.0 if optimizer_away else optimizer,
-        "rollout engine": engine.budget,
-    }
-    tokens = micro_batch_tokens(config, parallel, update=False)
-    score = {
+    held = {  # by the trainer, outside of an update
         "context": float(CONTEXT),
         "parameters": parameters,
         "gradients": buffers,
         "optimizer": 0.0 if optimizer_away else optimizer,
+    }
+    generate = held | {"parameters": 0.0 if parameters_away else parameters, "rollout engine": engine.budget}
+    tokens = micro_batch_tokens(config, parallel, update=False)
+    score = held | {
         "gathered layers": gathered,
         # of one layer, which is all that a forward pass without gradients keeps
         "activations": tokens * BF16 * 3 * (shape.intermediate + shape.hidden) / parallel.tensor,
@@ -96,9 +92,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
         "rollout engine": asleep,
     }
     tokens = micro_batch_tokens(config, parallel, update=True)
-    update = {
-        "context": float(CONTEXT),
-        "parameters": parameters,
+    update = held | {
         "gradients": gradients,
         "optimizer": optimizer,
         # gathered for the backward pass too, and the gradient of a layer before its reduction, in bfloat16 and float32
