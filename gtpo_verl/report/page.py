@@ -338,10 +338,6 @@ def _flat(comparison: SeedComparison) -> dict[str, Any]:
 
 def _training_summary(result: TrainingResult) -> dict[str, Any]:
     training = result.training
-    sources = {}
-    for source, one in result.accuracies.items():
-        change = asdict(one.change) if one.change else None
-        sources[source] = {"verdict": words.verdict(one), "change": change, "curve": [asdict(p) for p in one.curve]}
     return {
         "name": result.name,
         "seed": training.seed,
@@ -350,7 +346,7 @@ def _training_summary(result: TrainingResult) -> dict[str, Any]:
         "path": str(training.path),
         "status": training.status,
         "last_step": training.last_step,
-        "sources": sources,
+        "sources": {name: {"verdict": words.verdict(one)} | asdict(one) for name, one in result.accuracies.items()},
         "step_seconds": dict(result.step_seconds),
         "last_metrics": {key: float(training.series(key)[1][-1]) for key in sorted(training.keys)},
     }

@@ -35,7 +35,5 @@ def pass_at_ks(validations: Sequence[Validation]) -> dict[float, float]:
 
 
 def _line(label: str, curve: Mapping[int, Figure]) -> Line:
-    values, low, high = (
-        np.array([getattr(one, name) for one in curve.values()], dtype=np.float64) for name in ("value", "low", "high")
-    )
-    return Line(label, np.array(list(curve), dtype=np.float64), values, low, high)
+    rows = [(k, one.value, one.low, one.high) for k, one in curve.items()]
+    return Line(label, *np.array(rows, dtype=np.float64).T)  # NaN where there is no interval

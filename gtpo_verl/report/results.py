@@ -57,10 +57,8 @@ class Change:
 class Accuracy:
     """One training on one data source; ``change`` is None without two validations that have prompts in common."""
 
-    source: str
-    validations: tuple[Validation, ...]
-    curve: tuple[Point, ...]
     change: Change | None
+    curve: tuple[Point, ...]
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,14 @@ class TrainingResult:
         logged = logged_accuracies(self.training.keys)
         found = {}
         for source in self.training.sources:
-            if validations := self.training.validations.get(source, ()):
+            if validations := self.training.validations.get(source):
                 curve, change = _sampled_curve(validations), _sampled_change(validations)
             else:
                 points = zip(*self.training.series(logged[source]), strict=True)
                 curve = tuple(Point(int(step), float(value)) for step, value in points)
                 before, after = curve[0].accuracy, curve[-1].accuracy
                 change = Change(before, after, Estimate(after - before, None)) if len(curve) > 1 else None
-            found[source] = Accuracy(source, validations, curve, change)
+            found[source] = Accuracy(change, curve)
         return found
 
     @property
@@ -165,8 +163,8 @@ def comparisons(pairs: Iterable[tuple[Arm, Arm]]) -> tuple[Comparison, ...]:
         partners = {one.seed: one for one in baseline.trainings}
         for result in arm.trainings:
             if partner := partners.get(result.seed):
-                common = sorted(result.accuracies.keys() & partner.accuracies.keys())
-                found += [_comparison(result, partner, source) for source in common]
+                sampled = sorted(result.training.validations.keys() & partner.training.validations.keys())
+                found += [_comparison(result, partner, source) for source in sampled]
     return tuple(filter(None, found))
 
 
@@ -197,16 +195,16 @@ def cost_until(training: Training, what: str) -> Mapping[int, float] | None:
 
 def _comparison(training: TrainingResult, baseline: TrainingResult, source: str) -> Comparison | None:
     """The training minus the baseline; None without a common step or prompt."""
-    pair = (baseline.accuracies[source], training.accuracies[source])
-    by_step = [{validation.step: validation for validation in one.validations} for one in pair]
+    pair = [one.training.validations[source] for one in (baseline, training)]
+    by_step = [{validation.step: validation for validation in validations} for validations in pair]
     step = max(set.intersection(*(set(validations) for validations in by_step)), default=None)
     if step is None or any(step == min(validations) for validations in by_step):
         return None
-    firsts, lasts = [one.validations[0] for one in pair], [validations[step] for validations in by_step]
+    firsts, lasts = [validations[0] for validations in pair], [validations[step] for validations in by_step]
     prompts = common_prompts([*firsts, *lasts])
     if not prompts:
         return None
-    clusters = clusters_of([*firsts, *lasts], prompts)
+    clusters = lasts[-1].clusters_of(prompts)
     after = accuracies_of(lasts, prompts)
     gain = after - accuracies_of(firsts, prompts)
     at_end, gained = (estimate(one[:, 1] - one[:, 0], clusters=clusters) for one in (after, gain))
@@ -218,7 +216,7 @@ def _sampled_curve(validations: Sequence[Validation]) -> tuple[Point, ...]:
     for prompts in dict.fromkeys(validation.prompts for validation in validations):
         # one resampling serves all validations of the same prompts
         same = [validation for validation in validations if validation.prompts == prompts]
-        clusters = clusters_of(same, prompts)
+        clusters = same[-1].clusters_of(prompts)
         for validation, value in zip(same, estimates(accuracies_of(same, prompts), clusters=clusters), strict=True):
             sizes = int(validation.counts.sum()), len(prompts), len(set(clusters))
             points.append(Point(validation.step, value.value, value.interval, *sizes))
@@ -232,7 +230,7 @@ def _sampled_change(validations: Sequence[Validation]) -> Change | None:
     prompts = common_prompts(ends)
     if not prompts:
         return None
-    accuracy, clusters = accuracies_of(ends, prompts), clusters_of(ends, prompts)
+    accuracy, clusters = accuracies_of(ends, prompts), ends[-1].clusters_of(prompts)
     before, after = accuracy.mean(axis=0)
     difference = estimate(accuracy[:, 1] - accuracy[:, 0], clusters=clusters)
     samples = [int(one.counts[one.rows(prompts)].sum()) for one in ends]
@@ -246,10 +244,3 @@ def common_prompts(validations: Sequence[Validation]) -> list[str]:
 def accuracies_of(validations: Sequence[Validation], prompts: Sequence[str]) -> Floats:
     """Accuracy of the given prompts in each validation, shape (P, K)."""
     return np.stack([validation.accuracy[validation.rows(prompts)] for validation in validations], axis=1)
-
-
-def clusters_of(validations: Sequence[Validation], prompts: Sequence[str]) -> list[str]:
-    named: dict[str, str] = {}
-    for validation in validations:
-        named |= zip(validation.prompts, validation.clusters, strict=True)
-    return [named[prompt] for prompt in prompts]

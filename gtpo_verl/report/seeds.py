@@ -19,7 +19,7 @@ from gtpo_verl.evaluation.paired import (
     student_bounds,
     student_interval,
 )
-from gtpo_verl.report.results import Arm, TrainingResult, accuracies_of, clusters_of, common_prompts, data_sources
+from gtpo_verl.report.results import Arm, TrainingResult, accuracies_of, common_prompts, data_sources
 from gtpo_verl.runs.statistics import Floats, Interval, cluster_means
 
 BAND_SEEDS = 3  # from so many seeds on a band is drawn: of two, Student's interval is 13 standard errors wide
@@ -170,7 +170,7 @@ def _by_start(source: str, steps: Sequence[int], pairs: Pairs) -> dict[str, floa
 def _crossed(source: str, steps: Sequence[int], pairs: Pairs) -> Interval | None:
     """The interval over seeds and prompts, or clusters of prompts; None where a validation has no samples."""
     validations = [
-        [[one for one in result.accuracies[source].validations if one.step in steps] for result in pair]
+        [[one for one in result.training.validations.get(source, ()) if one.step in steps] for result in pair]
         for pair in pairs.values()
     ]
     every = [one for pair in validations for side in pair for one in side]
@@ -179,7 +179,7 @@ def _crossed(source: str, steps: Sequence[int], pairs: Pairs) -> Interval | None
     prompts = common_prompts(every)
     if not prompts or any(len(one.prompts) > len(prompts) for one in every):
         return None
-    clusters = clusters_of(every, prompts)
+    clusters = every[-1].clusters_of(prompts)
     columns = []
     for ours, theirs in validations:
         differences = accuracies_of(ours, prompts).mean(axis=1) - accuracies_of(theirs, prompts).mean(axis=1)

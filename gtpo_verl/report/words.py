@@ -224,8 +224,8 @@ def _added_seeds(run: Run) -> Iterator[str]:
 
 
 def _prompt_notes(arms: Sequence[Arm]) -> Iterator[str]:
-    every = [accuracy for result in trainings_of(arms) for accuracy in result.accuracies.values()]
-    sampled = [point for accuracy in every for point in accuracy.curve if point.prompts]
+    every = [result.accuracies for result in trainings_of(arms)]
+    sampled = [point for by_source in every for one in by_source.values() for point in one.curve if point.prompts]
     if any(point.interval for point in sampled):
         unit = "clusters of similar prompts, as the data names them" if any(map(_clustered, sampled)) else "prompts"
         yield (
@@ -236,7 +236,7 @@ def _prompt_notes(arms: Sequence[Arm]) -> Iterator[str]:
         )
     sources = data_sources(arms)
     for source in sources:
-        changes = [one.change for one in every if one.source == source and one.change]
+        changes = [change for one in every if source in one and (change := one[source].change)]
         if any(change.clusters and change.clusters <= FEW_PROMPTS for change in changes):
             unit = "clusters of prompts" if any(map(_clustered, changes)) else "prompts"
             where = f" on {source}" if len(sources) > 1 else ""
@@ -255,7 +255,7 @@ def _accuracy_notes(result: TrainingResult) -> Iterator[str]:
     """What is unusual about the validations of a training."""
     for source, accuracy in result.accuracies.items():
         prefix = f"{source}: " if len(result.accuracies) > 1 else ""
-        first_step, validations = accuracy.curve[0].step, accuracy.validations
+        first_step, validations = accuracy.curve[0].step, result.training.validations.get(source, ())
         if accuracy.change and first_step > 0:
             yield f"{prefix}the first validation is at step {first_step}, so “before” is not before training"
         apart = set(validations[0].prompts) ^ set(validations[-1].prompts) if validations else ()

@@ -74,6 +74,10 @@ class Validation:
         """Indices of the given prompts, all of which must be in this validation."""
         return np.searchsorted(self.prompts, prompts)
 
+    def clusters_of(self, prompts: Sequence[str]) -> list[str]:
+        """The clusters of the given prompts, likewise."""
+        return [self.clusters[row] for row in self.rows(prompts)]
+
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth value: compared by identity
 class Training:
@@ -256,13 +260,13 @@ def logged_accuracies(keys: Collection[str]) -> dict[str, str]:
 
     Of several, the one with most samples per prompt.
     """
-    best: dict[str, tuple[int, int, str]] = {}
-    for rank, pattern in enumerate(reversed(_LOGGED_ACCURACY)):
-        for key in keys:
-            if match := pattern.match(key):
-                candidate = (rank, int(match["samples"]), key)
-                best[match["source"]] = max(best.get(match["source"], candidate), candidate)
-    return {source: key for source, (_, _, key) in sorted(best.items())}
+    found = sorted(
+        (match["source"], rank, int(match["samples"]), key)
+        for rank, pattern in enumerate(reversed(_LOGGED_ACCURACY))
+        for key in keys
+        if (match := pattern.match(key))
+    )
+    return {source: key for source, _, _, key in found}  # of each source the last
 
 
 def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:

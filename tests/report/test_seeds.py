@@ -127,7 +127,7 @@ def test_an_interval_over_seeds_and_prompts_needs_the_samples(runs):
     (comparison,) = seed_comparisons(compared.pairs, arms)
     of_pairs = []
     for ours, theirs in zip(arms[1].trainings, arms[0].trainings, strict=True):
-        after = [[one for one in each.accuracies["arithmetic"].validations if one.step > 0] for each in (ours, theirs)]
+        after = [[one for one in each.training.validations["arithmetic"] if one.step > 0] for each in (ours, theirs)]
         of_pairs.append(np.mean([mine.accuracy - other.accuracy for mine, other in zip(*after, strict=True)], axis=0))
     assert comparison.crossed == crossed_interval(np.array(of_pairs))
     assert comparison.crossed.low < comparison.paired.mean < comparison.crossed.high
