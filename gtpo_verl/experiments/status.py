@@ -13,7 +13,7 @@ from rich.table import Table
 from gtpo_verl.experiments.jobs import JobInfo
 from gtpo_verl.experiments.scheduler import Attempts, read_attempts
 from gtpo_verl.runs.lock import live_owner
-from gtpo_verl.runs.state import RunState, in_words, state_of
+from gtpo_verl.runs.state import RunState, duration, state_of
 from gtpo_verl.runs.sweep import load
 from gtpo_verl.runs.terminal import describe
 
@@ -63,7 +63,7 @@ def progress_line(runs: Sequence[RunStatus], at_once: int) -> str:
     left = seconds_left(runs, at_once)
     running = [(run.name, run.training) for run in runs if run.state == "running"]
     steps = [f"{name} {one.step}/{one.steps or '?'}: {describe(one.step, one.metrics)}" for name, one in running]
-    return "; ".join([summary(runs), *steps, *([f"about {in_words(left)} left"] if left else [])])
+    return "; ".join([summary(runs), *steps, *([f"about {duration(left)} left"] if left else [])])
 
 
 def seconds_left(runs: Sequence[RunStatus], at_once: int) -> float | None:
@@ -83,7 +83,7 @@ def seconds_left(runs: Sequence[RunStatus], at_once: int) -> float | None:
 def table(runs: Sequence[RunStatus], at_once: int | None = None) -> Table:
     """State, step, accuracy of the last validation, and time left of every run; of all too, where ``at_once`` run."""
     left = None if at_once is None else seconds_left(runs, at_once)
-    caption = summary(runs) + (f"; about {in_words(left)} left" if left else "")
+    caption = summary(runs) + (f"; about {duration(left)} left" if left else "")
     found = Table(box=None, pad_edge=False, caption=caption, caption_justify="left")
     for name in ("run", "state", "step", "accuracy", "left"):
         found.add_column(name, justify="right" if name in ("step", "accuracy", "left") else "left", overflow="fold")
@@ -91,7 +91,7 @@ def table(runs: Sequence[RunStatus], at_once: int | None = None) -> Table:
         one = run.training
         step = f"{one.step}/{one.steps}" if one.steps is not None else ""
         shown = [f"{v:.3f}" if len(one.accuracy) == 1 else f"{source} {v:.3f}" for source, v in one.accuracy.items()]
-        time = in_words(one.seconds_left) if one.seconds_left and run.state == "running" else ""
+        time = duration(one.seconds_left) if one.seconds_left and run.state == "running" else ""
         found.add_row(run.name, run.state, step, ", ".join(shown), time, style=STYLES.get(run.state))
     return found
 

@@ -82,7 +82,7 @@ def state_of(run_dir: Path) -> RunState:
     return RunState(**_attempt(run_dir), **progress, steps=_read_steps(*_version(run_dir / CONFIG_FILE)))
 
 
-def in_words(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """``40 s``, ``3 min``, ``2 h 05 min``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -116,7 +116,7 @@ def _phase(run_dir: Path, *, killed: bool = False) -> str:
         if killed:
             return f" in step {phase['step']}, {phase['phase']}"
         step = f"step {phase['step']}: " if phase["step"] else ""
-        return f"{step}{phase['phase']} for {in_words(max(0.0, time.time() - phase['since']))}"
+        return f"{step}{phase['phase']} for {duration(max(0.0, time.time() - phase['since']))}"
 
 
 def _version(file: Path) -> tuple[Path, int, int]:
@@ -200,9 +200,9 @@ def _no_training(directory: Path) -> str:
 def _lines(run_dir: Path, state: RunState) -> Iterator[tuple[str, str]]:
     yield "step", f"{state.step} of {state.steps or '?'}"
     if state.step_seconds is not None:
-        yield "time of a step", f"{in_words(state.step_seconds)} (median of the last {RECENT})"
+        yield "time of a step", f"{duration(state.step_seconds)} (median of the last {RECENT})"
     if state.seconds_left and state.status == "running":
-        yield "time left", in_words(state.seconds_left)
+        yield "time left", duration(state.seconds_left)
     if state.metrics:
         yield f"metrics of step {state.step}", describe(state.step, state.metrics)
         yield "", ", ".join(f"{key} {state.metrics[key]:.4g}" for key in SHOWN if key in state.metrics)

@@ -7,7 +7,7 @@ import pytest
 
 from gtpo_verl.runs.directory import record_metrics, record_phase
 from gtpo_verl.runs.lock import training_lock
-from gtpo_verl.runs.state import RunState, in_words, state_of
+from gtpo_verl.runs.state import RunState, duration, state_of
 
 
 def record(run_dir: Path, status: str, **attempt: str) -> None:
@@ -60,4 +60,4 @@ def test_without_its_number_of_steps_no_time_left_is_known() -> None:
     ("seconds", "words"), [(0, "0 s"), (89.4, "89 s"), (90, "2 min"), (1200, "20 min"), (7500, "2 h 05 min")]
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
+    assert duration(seconds) == words
