@@ -51,10 +51,6 @@ class Analysis:
     mean_advantage_by_step: tuple[Figure, ...]
     kinds: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
-    def figures(self, name: str) -> dict[str, dict[str, Figure]]:
-        """The figures of a row, by stratum and name."""
-        return dict(self.methods[name]["figures"])
-
 
 def analyse(
     values: Values, scored: Mapping[str, Credit], random: Sequence[Credit] = (), *, draws: int = DRAWS

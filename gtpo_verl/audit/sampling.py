@@ -143,27 +143,23 @@ def second_stage(chosen: Chosen, plan: Plan, seed: int) -> list[int]:
 
 def wanted_counts(chosen: Chosen, plan: Plan, seed: int) -> list[Prefix]:
     """Every request for continuations of a point; those of V(0) first."""
-    half = plan.continuations // 2
-    more = plan.second_continuations // 2 - half
+    first = plan.continuations // 2  # of a half, in each stage
+    more = plan.second_continuations // 2 - first
     again = set(second_stage(chosen, plan, seed)) if more > 0 else set()
     points = [
         (number, rollout, rollout.tokens[:place])
         for number, rollout in enumerate(chosen.responses)
         for place in chosen.points[number, 1:-1].tolist()
     ]
-    wanted: list[Prefix] = []
-    for row in dict.fromkeys(rollout.row for rollout in chosen.responses):
-        wanted += _both_halves(row, OF_PROMPT, [], AT_PROMPT * half, 1)
-    for _, rollout, tokens in points:
-        wanted += _both_halves(rollout.row, rollout.sample, tokens, half, 1)
-    for number, rollout, tokens in points:
-        if number in again:
-            wanted += _both_halves(rollout.row, rollout.sample, tokens, more, 2)
-    return wanted
-
-
-def _both_halves(row: int, sample: int, tokens: list[int], count: int, stage: int) -> list[Prefix]:
-    return [Prefix((row, sample, len(tokens), half, stage), row, tuple(tokens), count) for half in (0, 1)]
+    prompts = dict.fromkeys(rollout.row for rollout in chosen.responses)
+    asked = [(row, OF_PROMPT, list[int](), AT_PROMPT * first, 1) for row in prompts]
+    asked += [(rollout.row, rollout.sample, tokens, first, 1) for _, rollout, tokens in points]
+    asked += [(rollout.row, rollout.sample, tokens, more, 2) for number, rollout, tokens in points if number in again]
+    return [
+        Prefix((row, sample, len(tokens), half, stage), row, tuple(tokens), count)
+        for row, sample, tokens, count, stage in asked
+        for half in (0, 1)
+    ]
 
 
 def wanted_branches(chosen: Chosen, plan: Plan) -> list[Prefix]:

@@ -60,10 +60,9 @@ class Paired:
         return self.t_holm is not None and self.t_holm <= ALPHA
 
 
-def student_bounds(values: Floats, confidence: float = CONFIDENCE) -> tuple[Floats, Floats]:
-    """Student's t interval of the mean of each data set (..., n), n at least 2: lower and upper bounds (...)."""
-    n = values.shape[-1]
-    half = stats.t.ppf((1 + confidence) / 2, n - 1) * stats.sem(values, axis=-1)
+def student_bounds(values: Floats) -> tuple[Floats, Floats]:
+    """Student's 95 % interval of the mean of each data set (..., n), n at least 2: lower and upper bounds (...)."""
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, values.shape[-1] - 1) * stats.sem(values, axis=-1)
     mean = values.mean(axis=-1)
     return mean - half, mean + half
 

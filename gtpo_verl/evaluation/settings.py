@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import files_of
 from gtpo_verl.files import sha256_of
-from gtpo_verl.runs.directory import flatten, now
+from gtpo_verl.runs.directory import flatten, now, within
 from gtpo_verl.runs.provenance import hardware, run_versions
 
 # Sections that responses and verdicts depend on, except for the keys in IGNORED.
@@ -53,13 +53,12 @@ _ENDS = 1 << 20  # bytes at both ends of a weights file, enough to tell one trai
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
     """All that the responses depend on, flat: settings, and checksums of data, reward function and model."""
-    settings: dict[str, Any] = {}
-    for section in SECTIONS:
-        value = OmegaConf.select(config, section)
-        plain = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        settings |= dict(flatten({section: plain}))
-    ignored = [key for key in settings if any(fnmatch.fnmatchcase(key, pattern) for pattern in IGNORED)]
-    settings = {key: value for key, value in settings.items() if key not in ignored}
+    plain: Any = OmegaConf.to_container(config, resolve=True)
+    settings = {
+        key: value
+        for key, value in flatten(plain)
+        if within(key, SECTIONS) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in IGNORED)
+    }
     settings["data.val_files"] = [_file_checksum(file) for file in files_of(config.data.val_files)]
     function = config.reward.custom_reward_function
     if function.path is not None:

@@ -274,9 +274,9 @@ def test_the_state_oracle_is_a_row_where_branches_were_sampled(
     branched: Store, result: Result, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = score(branched, BRANCHED, SEED, methods(["gtpo", "fork20"]), None)
-    state = found.analysis.figures("state")
+    state = found.analysis.methods["state"]["figures"]
     for stratum in ("correct", "wrong"):
-        assert state[stratum]["alignment"].value > found.analysis.figures("gtpo")[stratum]["alignment"].value
+        assert state[stratum]["alignment"].value > found.analysis.methods["gtpo"]["figures"][stratum]["alignment"].value
     print_table(values_table(found, BRANCHED, measurement(branched, found) | {"solved": 0, "never": 0}))
     assert "state oracle" in capsys.readouterr().out
     assert "state" not in result.analysis.methods

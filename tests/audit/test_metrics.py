@@ -150,18 +150,18 @@ def test_uniform_credit_and_exact_truth(sampled: Sampled, scored: dict[str, Cred
     variance = policy.state_variance(sampled, sampled.points(M)[0])
     state = state_credit(variance, values.mean[:, :-1], tokens, values.correct)
     found = analyse(values, scored | {"truth": truth, "state": state}, draws=DRAWS)
-    uniform = found.figures("dapo")
+    uniform = found.methods["dapo"]["figures"]
     for stratum in ("all", "correct", "wrong"):
         assert uniform[stratum]["alignment"].value == 0
         assert uniform[stratum]["energy@0.2"].value == pytest.approx(0.2)
-        assert found.figures("truth")[stratum]["alignment"].value == pytest.approx(1)
-        assert found.figures("truth")[stratum]["bias"].value == pytest.approx(0, abs=1e-9)
-        assert found.figures("oracle")[stratum]["alignment"].value == pytest.approx(1)
+        assert found.methods["truth"]["figures"][stratum]["alignment"].value == pytest.approx(1)
+        assert found.methods["truth"]["figures"][stratum]["bias"].value == pytest.approx(0, abs=1e-9)
+        assert found.methods["oracle"]["figures"][stratum]["alignment"].value == pytest.approx(1)
     # here no method is better than the state oracle, and none at all than the truth
-    best = found.figures("state")
+    best = found.methods["state"]["figures"]
     for name in (*SCORED, "entropy", "inverse"):
         for stratum in ("correct", "wrong"):
-            assert found.figures(name)[stratum]["alignment"].value < best[stratum]["alignment"].value < 1
+            assert found.methods[name]["figures"][stratum]["alignment"].value < best[stratum]["alignment"].value < 1
     assert found.methods["truth"]["figures"]["all"]["alignment"][0] == pytest.approx(1)
 
 
@@ -170,12 +170,12 @@ def test_blame_in_proportion_to_the_inverse_entropy_falls_where_nothing_was_deci
 ) -> None:
     """On a policy whose forks have high entropy; whether a language model is one, an audit shows."""
     found = analyse(sampled.exact(M), scored, draws=DRAWS)
-    inverse, entropy = (found.figures(name)["wrong"] for name in ("inverse", "entropy"))
+    inverse, entropy = (found.methods[name]["figures"]["wrong"] for name in ("inverse", "entropy"))
     assert inverse["alignment"].high is not None
     assert inverse["alignment"].high < 0
     assert entropy["alignment"].low is not None
     assert entropy["alignment"].low > 0
-    gtpo = found.figures("gtpo")
+    gtpo = found.methods["gtpo"]["figures"]
     assert gtpo["wrong"]["alignment"].value < 0 < gtpo["correct"]["alignment"].value
     assert found.methods["inverse"]["p_holm"]["wrong"] < 0.05
 
@@ -258,7 +258,7 @@ def test_the_monte_carlo_oracle_finds_the_reliability_of_a_half(sampled: Sampled
         noise = centred_noise(known).mean(axis=0) * (known.trials[0, :, 1] - 1) / known.trials[0, :, 1]
         expected = math.sqrt(signal / (signal + noise.sum()))
         found = analyse(values, {"dapo": _uniform(sampled)}, draws=DRAWS)
-        oracle = found.figures("oracle")["all"]["alignment"]
+        oracle = found.methods["oracle"]["figures"]["all"]["alignment"]
         assert oracle.value is not None
         assert oracle.low is not None
         assert oracle.high is not None
@@ -269,7 +269,7 @@ def test_the_monte_carlo_oracle_finds_the_reliability_of_a_half(sampled: Sampled
         assert math.sqrt(binomial) == pytest.approx(expected, abs=0.05)
         truth = sums(values, Credit.of_steps(exact.advantages[0], _uniform(sampled).tokens, values.correct))
         assert abs(figures(truth)["alignment"] - 1) < 3 * error
-        energy = found.figures("oracle")["all"]["energy@0.2"].value
+        energy = found.methods["oracle"]["figures"]["all"]["energy@0.2"].value
         assert energy is not None
         assert 0.2 < energy < figures(truth)["energy@0.2"] + 0.02  # no winner's curse
 
@@ -284,7 +284,7 @@ def test_twice_the_continuations_leave_the_figures_in_their_intervals(
     rng = np.random.default_rng(11)
     once, twice = (analyse(sampled.values(M, K, rng), scored, draws=DRAWS) for K in (16, 32))
     names = ("gtpo", "fork20", "eapo", "prob_mask", "entropy")
-    inside = [once.figures(name)["all"]["alignment"].contains(_alignment(twice, name)) for name in names]
+    inside = [once.methods[name]["figures"]["all"]["alignment"].contains(_alignment(twice, name)) for name in names]
     assert all(inside)
     halves = [found.reliability["all"]["half"].value for found in (once, twice)]
     assert halves[0] is not None
@@ -294,7 +294,7 @@ def test_twice_the_continuations_leave_the_figures_in_their_intervals(
 
 
 def _alignment(found: Analysis, name: str) -> float:
-    value = found.figures(name)["all"]["alignment"].value
+    value = found.methods[name]["figures"]["all"]["alignment"].value
     assert value is not None
     return value
 
@@ -307,11 +307,11 @@ def test_random_weights_are_not_aligned(sampled: Sampled) -> None:
     found = analyse(
         values, {"dapo": _uniform(sampled)} | {str(k): each for k, each in enumerate(seeds)}, seeds, draws=DRAWS
     )
-    alignments = [found.figures(name)["all"]["alignment"] for name in found.methods if name.isdigit()]
+    alignments = [found.methods[name]["figures"]["all"]["alignment"] for name in found.methods if name.isdigit()]
     rejected = [alignment for alignment in alignments if alignment.contains(0) is False]
     assert len(alignments) == RANDOM_SEEDS
     assert len(rejected) <= 2
-    assert found.figures("random")["all"]["alignment"].contains(0)
+    assert found.methods["random"]["figures"]["all"]["alignment"].contains(0)
 
 
 def test_the_errors_of_the_halves_are_independent(sampled: Sampled) -> None:
@@ -359,7 +359,7 @@ def test_few_prompts_have_no_interval(sampled: Sampled, scored: dict[str, Credit
     few = {name: Credit(*(getattr(credit, field)[rows] for field in _SCALES)) for name, credit in scored.items()}
     found = analyse(sampled.rows(rows).exact(M), few, draws=DRAWS)
     assert all(figure.low is None for figure in found.reliability["all"].values())
-    assert found.figures("entropy")["all"]["alignment"].low is None
+    assert found.methods["entropy"]["figures"]["all"]["alignment"].low is None
     assert found.methods["entropy"]["p_holm"] == {}
 
 
@@ -390,7 +390,7 @@ def coverage(audits: int) -> dict[tuple[str, str], float]:
         values = sampled.values(M, 16, np.random.default_rng(number))
         found = analyse(values, credits_of(sampled), draws=DRAWS)
         for name, key in itertools.product(names, COVERED):
-            figure = found.figures(name)["all"][key]
+            figure = found.methods[name]["figures"]["all"][key]
             if figure.low is not None:
                 inside.setdefault((name, key), []).append(bool(figure.contains(float(exact[name][key]))))
     return {key: float(np.mean(each)) for key, each in inside.items()}
