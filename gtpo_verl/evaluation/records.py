@@ -53,7 +53,7 @@ class Response:
 def problem_key(prompt: Any, ground_truth: Any) -> str:
     """A digest of prompt and ground truth: rows that agree in both are the same problem, in any file."""
     identity = json.dumps([prompt, ground_truth], sort_keys=True, default=str)
-    return hashlib.blake2b(identity.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+    return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
 def to_sample(response: Response, *, limit: int, threshold: float) -> Sample:
