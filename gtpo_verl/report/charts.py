@@ -5,6 +5,7 @@ a PNG has their values in their places. Arms can be told apart without colour vi
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -53,7 +54,7 @@ GLYPHS = {
     "triangle-right": "▶",
 }
 # Tol's muted palette (2021), readable on both pages
-_CATEGORIES = (
+_PHASES = (
     *("#88ccee", "#44aa99", "#ddcc77", "#cc6677", "#a99bdc", "#999933"),
     *("#e0a070", "#6fb3a8", "#c97ab0", "#88a9d8", "#c3c9d4", "#97a2b4"),
 )
@@ -217,21 +218,21 @@ def _band(start: float, end: float, text: str) -> list[dict[str, Any]]:
     ]
 
 
-def bars_chart(rows: Mapping[str, Mapping[str, float]], x_label: str, *, legend: bool) -> dict[str, Any]:
-    """Stacked bars: a row for each name, a segment for each category, and the sum at the end."""
-    categories = list(dict.fromkeys(key for row in rows.values() for key in row))
+def bars_chart(rows: Mapping[str, Mapping[str, float]], *, legend: bool) -> dict[str, Any]:
+    """Stacked bars of seconds: a row for each name, a segment for each phase, and the sum at the end."""
+    colours = phase_colours(rows)
     values = [{"arm": name, "phase": key, "x": value} for name, row in rows.items() for key, value in row.items()]
     y = {"field": "arm", "type": "nominal", "sort": list(rows), "title": None, "axis": {"labelLimit": 160}}
-    scale = {"domain": categories, "range": category_colours(categories)}
+    scale = {"domain": list(colours), "range": list(colours.values())}
     colour = {"field": "phase", "scale": scale, "legend": {"columns": 7} if legend else None}
     segment = {
-        "x": {"field": "x", "type": "quantitative", "title": x_label},
+        "x": {"field": "x", "type": "quantitative", "title": "mean seconds per training step"},
         "color": colour,
         "order": {"field": "index"},
         "tooltip": [{"field": "arm"}, {"field": "phase"}, {"field": "x", "title": "s", "format": ".3~g"}],
     }
     total = {"x": {"field": "sum", "type": "quantitative"}, "text": {"field": "sum", "format": ".3~g"}}
-    order = {"calculate": f"indexof({json.dumps(categories)}, datum.phase)", "as": "index"}
+    order = {"calculate": f"indexof({json.dumps(list(colours))}, datum.phase)", "as": "index"}
     summed = {"aggregate": [{"op": "sum", "field": "x", "as": "sum"}], "groupby": ["arm"]}
     text = {"type": "text", "align": "left", "dx": 5, "color": "var(--ink)", "fontWeight": 600}
     return {
@@ -246,9 +247,10 @@ def bars_chart(rows: Mapping[str, Mapping[str, float]], x_label: str, *, legend:
     }
 
 
-def category_colours(categories: Sequence[str]) -> list[str]:
-    """A colour for each category of `bars_chart`."""
-    return [_CATEGORIES[index % len(_CATEGORIES)] for index in range(len(categories))]
+def phase_colours(rows: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """The phases of `bars_chart`, in the order in which they are stacked, and the colour of each."""
+    phases = dict.fromkeys(phase for row in rows.values() for phase in row)
+    return dict(zip(phases, itertools.cycle(_PHASES), strict=False))
 
 
 def for_page(chart: Mapping[str, Any]) -> dict[str, Any]:

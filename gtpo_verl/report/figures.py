@@ -42,7 +42,7 @@ class ReportFigure:
     def charts(self, styles: Mapping[str, Style], *, interactive: bool = False) -> dict[str, dict[str, Any]]:
         """The Vega-Lite specification of each panel by its title."""
         if self.bars:
-            return {"": bars_chart(self.bars, "mean seconds per training step", legend=not interactive)}
+            return {"": bars_chart(self.bars, legend=not interactive)}
         return {panel.title: panel_chart(panel, styles, interactive=interactive) for panel in self.panels}
 
     @property

@@ -95,10 +95,10 @@ def print_table(report: Report, console: Console | None = None) -> None:
         title = report.title if len(sources) < 2 else f"{report.title}, {shown[0]}"
         if report.finals:
             finals = [final for final in report.finals if final.source in shown]
-            console.print(_console_table(title, tables.final_table(finals, shown), _FINAL_COLUMNS, _FINAL_NAMES))
+            console.print(_console_table(title, tables.final_table(finals, shown), _FINAL_NAMES))
         else:
             changes = tables.change_table(results.trainings_of(report.design.arms), shown)
-            console.print(_console_table(title, changes, _CHANGE_COLUMNS, _CHANGE_NAMES))
+            console.print(_console_table(title, changes, _CHANGE_NAMES))
     for comparison in report.over_seeds:
         where = f"{comparison.source}: " if len(sources) > 1 else ""
         console.print(Text(f"{where}{words.seed_verdict(comparison)}"))
@@ -107,22 +107,20 @@ def print_table(report: Report, console: Console | None = None) -> None:
     console.print(Text(f"report: {report.html}"), soft_wrap=True)
 
 
-# the columns that fit a terminal of 80, and their names there where those are others
-_CHANGE_COLUMNS = ("Arm", "Before", "After", "Difference", "95 % interval", "Samples", "Prompts", "Last step")
-_FINAL_COLUMNS = ("Arm", "Seeds", "Mean", "95 % interval", "S.d.", "Lowest", "Highest")
+# columns that have another name on a terminal of 80, or no room
 _CHANGE_NAMES = {"Difference": "change", "Last step": "steps"}
-_FINAL_NAMES = {"95 % interval": "95 % over seeds"}
+_FINAL_NAMES = {"95 % interval": "95 % over seeds", "Interquartile mean": None}
 
 
-def _console_table(title: str, found: tables.Table, columns: Sequence[str], names: Mapping[str, str]) -> Table:
+def _console_table(title: str, found: tables.Table, names: Mapping[str, str | None]) -> Table:
     table = Table(title=Text(title), title_justify="left", title_style="bold", header_style="dim", box=None)
-    first, *others = (names.get(column, column.lower()) for column in columns)
+    shown = [names.get(column, column.lower()) for column in found.columns]
+    first, *others = filter(None, shown)
     table.add_column(first, overflow="fold")
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
-    places = [found.columns.index(column) for column in columns]
     for row in found.rows:
-        table.add_row(*(Text(row[place]) for place in places))
+        table.add_row(*(Text(cell) for name, cell in zip(shown, row, strict=True) if name))
     return table
 
 
@@ -180,7 +178,6 @@ def _page(report: Report, styles: Mapping[str, Style]) -> str:
     trainings = results.trainings_of(report.design.arms)
     drawn = {figure.name: figure.charts(styles, interactive=True) for figure in report.figures}
     several = results.has_seeds(report.design.arms)
-    phases = list(dict.fromkeys(phase for one in report.figures for row in (one.bars or {}).values() for phase in row))
     return render_page(
         "gtpo_verl.report",
         "report.html.j2",
@@ -202,7 +199,7 @@ def _page(report: Report, styles: Mapping[str, Style]) -> str:
         comparison_table=tables.comparison_table(report.comparisons, sources, intervals=several),
         entropy_table=tables.entropy_table(report.design.arms),
         titles={name: list(one) for name, one in drawn.items()},
-        phases=dict(zip(phases, charts.category_colours(phases), strict=True)),
+        phases=next((charts.phase_colours(one.bars) for one in report.figures if one.bars), {}),
         responses=responses_over_time(report.design.arms),
         allowed=words.allowed_text(report.design),
         commands=_commands(report, trainings),
