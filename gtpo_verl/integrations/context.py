@@ -2,8 +2,7 @@
 scores, and a place for metrics. The trainer puts it here for the duration of one call.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.algorithms import Batch, length_penalty_for, response_lengths, soft_overlong_penalty
 from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.temporarily import bound
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,9 @@ class CreditContext:
 _current: ContextVar[CreditContext | None] = ContextVar("gtpo_verl_credit", default=None)
 
 
-@contextmanager
-def credit_context(context: CreditContext) -> Iterator[None]:
+def credit_context(context: CreditContext) -> AbstractContextManager[None]:
     """Make ``context`` the one that estimators see inside the block."""
-    token = _current.set(context)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return bound(_current, context)
 
 
 def current_context(estimator: str) -> CreditContext:

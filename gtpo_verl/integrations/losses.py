@@ -19,6 +19,7 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 from gtpo_verl.algorithms import losses as surrogates
 from gtpo_verl.algorithms.grpo_s import GRPO_S
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.temporarily import bound
 
 KEY = "actor_rollout_ref.actor.policy_loss"
 GUIDE_MASK = "guide_mask"  # TransferQueue's column, next to response_mask: 1 on the tokens of the guide's rows
@@ -69,12 +70,8 @@ def guided_ppo_loss(
     from verl.workers.utils.losses import ppo_loss  # with pandas and datasets, for which no other process waits
 
     rows = data[GUIDE_MASK].to_padded_tensor(0).bool().any(1)
-    token = _guided.set({"guide": rows, "clip": clip, "shape_gamma": shape_gamma})
-    try:
-        loss, metrics = ppo_loss(config, model_output, data, dp_group)
-    finally:
-        _guided.reset(token)
-    return loss, metrics
+    with bound(_guided, {"guide": rows, "clip": clip, "shape_gamma": shape_gamma}):
+        return ppo_loss(config, model_output, data, dp_group)
 
 
 def _of_guide(log_prob: torch.Tensor) -> dict[str, Any]:

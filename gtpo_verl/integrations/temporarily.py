@@ -1,10 +1,13 @@
-"""Changes an attribute of an object, or a key of a configuration, for the duration of a block."""
+"""Changes an attribute of an object, a key of a configuration, or a context variable for the duration of a block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -23,3 +26,13 @@ def temporarily(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, before)
+
+
+@contextmanager
+def bound(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value inside the block."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)

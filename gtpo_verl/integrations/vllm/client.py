@@ -11,9 +11,10 @@ import numpy as np
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.integrations.streams import SeedingFullyAsyncClient, SegmentClient
+from gtpo_verl.integrations.temporarily import bound
 from gtpo_verl.integrations.vllm import ENTROPIES, VERSIONS
 
-_segments: ContextVar[list[TokenOutput] | None] = ContextVar("gtpo_verl_segments", default=None)
+_segments: ContextVar[list[TokenOutput]] = ContextVar("gtpo_verl_segments")
 
 
 class _SegmentRecorder(SegmentClient):
@@ -21,9 +22,7 @@ class _SegmentRecorder(SegmentClient):
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:
         segment = await super().generate(request_id, **kwargs)
-        segments = _segments.get()
-        assert segments is not None
-        segments.append(segment)
+        _segments.get().append(segment)
         return segment
 
 
@@ -31,13 +30,9 @@ class EntropyFullyAsyncClient(SeedingFullyAsyncClient, _SegmentRecorder):
     """``FullyAsyncLLMServerClient`` in whose answers every token has the entropy and version of its own segment."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> TokenOutput:
-        token = _segments.set([])
-        try:
+        segments: list[TokenOutput] = []
+        with bound(_segments, segments):
             output = await super().generate(request_id, **kwargs)
-            segments = _segments.get()
-        finally:
-            _segments.reset(token)
-        assert segments is not None
         for key in (ENTROPIES, VERSIONS):
             parts = [segment.extra_fields[key] for segment in segments if key in segment.extra_fields]
             if parts:  # none when the request asked for no log-probs

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.temporarily import bound
 from gtpo_verl.integrations.vllm import codec
 from gtpo_verl.integrations.vllm.kernels import RankAndEntropyKernel, entropy, rank_and_entropy
 from gtpo_verl.versions import VLLM_TESTED, check_vllm, tested_range
@@ -113,11 +114,8 @@ def _expand(
 def _while_sampling(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def marked(*args: Any, **kwargs: Any) -> Any:
-        token = _sampling.set(True)
-        try:
+        with bound(_sampling, True):
             return method(*args, **kwargs)
-        finally:
-            _sampling.reset(token)
 
     return marked
 
