@@ -248,8 +248,8 @@ FAULTS = (
         "rejection",
         "a response that verl rejects leaves the statistics of its group",
         "integrations/estimators.py",
-        "mask = response_mask if context.response_mask is None else context.response_mask",
-        "mask = response_mask",
+        "batch = replace(context.batch, length_penalty=penalty)",
+        "batch = replace(context.batch, length_penalty=penalty, response_mask=response_mask)",
         ("tests/integrations/queued/test_step.py",),
     ),
     Fault(

@@ -34,26 +34,19 @@ def overlong(config: DictConfig) -> Overlong | None:
 
 @dataclass(frozen=True)
 class CreditContext:
-    """The rest of the batch that is about to get its advantages; row order is that of verl's call.
+    """What is about to get its advantages; row order is that of verl's call.
 
-    correct, entropy, rewards, old_log_probs, seed, guide: as in `Batch`; entropy is 0 outside the mask.
+    batch: entropy is 0 outside the mask, which is that before verl's rejection sampling (`rollout_rs`): that takes
+    tokens and whole rows out of the loss, and not out of the statistics of their group.
     overlong: the run's soft overlong penalty, or None where it is switched off.
-    response_mask: (B, T) bool, before verl's rejection sampling (`rollout_rs`), which takes tokens and whole rows out
-    of the loss, and not out of the statistics of their group; None for the mask of the call.
     lengths: (B,) tokens after the prompt, those of tools included, as verl's reward manager counts them; None for those
     of the mask.
     last_output: (B,) int64, for each row the row with the last output of its session; None where every session has one.
     metrics: filled by the estimator.
     """
 
-    correct: torch.Tensor
-    entropy: torch.Tensor
+    batch: Batch
     overlong: Overlong | None = None
-    rewards: torch.Tensor | None = None
-    old_log_probs: torch.Tensor | None = None
-    seed: int = 0
-    guide: torch.Tensor | None = None
-    response_mask: torch.Tensor | None = None
     lengths: torch.Tensor | None = None
     last_output: torch.Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)

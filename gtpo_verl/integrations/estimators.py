@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from gtpo_verl.algorithms import Algorithm, Batch, algorithms
+from gtpo_verl.algorithms import Algorithm, algorithms
 from gtpo_verl.algorithms.mixed_policy import guide_config, guided_advantages
 from gtpo_verl.integrations.context import current_context, length_penalty
 
@@ -29,23 +29,14 @@ def estimator(entry: Algorithm) -> Estimator:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Advantages and returns (B, T) from rewards (B, T), mask (B, T), algorithm config and group names (B,).
 
-        Of the rewards, which include the overlong penalty, nothing is read: the context has scores and penalty apart.
+        Of the rewards, which include the overlong penalty, and the names nothing is read: the context has scores and
+        penalty apart, and the groups.
         """
         context = current_context(entry.name)
         settings, _ = entry.configure(config.get(entry.name) or {})
-        mask = response_mask if context.response_mask is None else context.response_mask
-        batch = Batch(
-            mask,
-            group_ids(index).to(mask.device),
-            context.correct,
-            entropy=context.entropy,
-            rewards=context.rewards,
-            old_log_probs=context.old_log_probs,
-            seed=context.seed,
-            guide=context.guide,
-        )
-        batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong, context.lengths))
-        last = context.last_output
+        penalty = length_penalty(settings, context.batch, context.overlong, context.lengths)
+        batch = replace(context.batch, length_penalty=penalty)
+        mask, last = batch.response_mask, context.last_output
         if last is not None:
             tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
             of_last: dict[str, Any] = {name: value[last.unique()] for name, value in tensors.items()}

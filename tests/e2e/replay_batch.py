@@ -55,15 +55,19 @@ def advantages(config: DictConfig, recorded: dict[str, Any], entropy: torch.Tens
     import numpy as np
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 
+    from gtpo_verl.algorithms import Batch
     from gtpo_verl.integrations.context import CreditContext, credit_context, overlong
+    from gtpo_verl.integrations.estimators import group_ids
 
-    context = CreditContext(correct=recorded["correct"], entropy=entropy.double(), overlong=overlong(config))
+    names = np.array([key.rsplit("_", 2)[0] for key in recorded["keys"]], dtype=object)
+    batch = Batch(recorded["response_mask"], group_ids(names), recorded["correct"], entropy=entropy.double())
+    context = CreditContext(batch, overlong(config))
     with credit_context(context):
         values, _ = get_adv_estimator_fn(config.algorithm.adv_estimator)(
             token_level_rewards=recorded["rewards"],
             response_mask=recorded["response_mask"],
             config=config.algorithm,
-            index=np.array([key.rsplit("_", 2)[0] for key in recorded["keys"]], dtype=object),
+            index=names,
         )
     return values
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from golden_run import RESPONSES, config_of, recorded_batch
 from replay_batch import columns, free_port, gathered, jagged
 
-from gtpo_verl.algorithms import algorithms, soft_overlong_penalty
+from gtpo_verl.algorithms import Batch, algorithms, soft_overlong_penalty
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.tasks import model as tiny
 
@@ -124,6 +124,7 @@ def advantages_of(
     from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 
     from gtpo_verl.integrations.context import CreditContext, Overlong, credit_context
+    from gtpo_verl.integrations.estimators import group_ids
 
     mask = batch["response_mask"]
     overlong = Overlong(max_length=32, cache_length=12)
@@ -134,7 +135,16 @@ def advantages_of(
         batch=TensorDict({"token_level_rewards": rewards, "response_mask": mask.long()}, batch_size=len(mask)),
         non_tensor_batch={"uid": np.array([key.rsplit("_", 2)[0] for key in batch["keys"]], dtype=object)},
     )
-    with credit_context(CreditContext(batch["correct"], entropy, overlong, scores, old_log_probs, seed=SEED)):
+    inputs = Batch(
+        mask,
+        group_ids(data.non_tensor_batch["uid"]),
+        batch["correct"],
+        entropy=entropy,
+        rewards=scores,
+        old_log_probs=old_log_probs,
+        seed=SEED,
+    )
+    with credit_context(CreditContext(inputs, overlong)):
         data = compute_advantage_for_multi_trajectories(
             data,
             batch_keys=batch["keys"],

@@ -54,16 +54,15 @@ def grpo(data: DataProto) -> torch.Tensor:
 Batch = tuple[DataProto, torch.Tensor, torch.Tensor]
 
 
-def algorithms_batch(
-    mask: torch.Tensor, group: torch.Tensor, correct: torch.Tensor, entropy: torch.Tensor, penalty: torch.Tensor
-) -> algorithms.Batch:
-    return algorithms.Batch(mask, group, correct, entropy=entropy, length_penalty=penalty)
+def given(data: DataProto, correct: torch.Tensor, entropy: torch.Tensor, **others: Any) -> algorithms.Batch:
+    groups = group_ids(data.non_tensor_batch["uid"])
+    return algorithms.Batch(data.batch["response_mask"], groups, correct, entropy=entropy, **others)
 
 
 def test_grpo_s_without_entropy_is_verls_grpo(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config(["algo=grpo_s", "algorithm.grpo_s.beta2=0"]).algorithm
-    ours = advantages("grpo_s", data, config, CreditContext(correct, entropy))
+    ours = advantages("grpo_s", data, config, CreditContext(given(data, correct, entropy)))
     torch.testing.assert_close(ours, grpo(data), atol=2e-6, rtol=0)
 
 
@@ -72,22 +71,22 @@ def test_entropy_moves_the_advantages(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config().algorithm
     for name in ("gtpo", "grpo_s"):
-        ours = advantages(name, data, config, CreditContext(correct, entropy))
+        ours = advantages(name, data, config, CreditContext(given(data, correct, entropy)))
         assert (ours - grpo(data)).abs().max() > 1e-3
-        other = advantages(name, data, config, CreditContext(correct, entropy.flip(0)))
+        other = advantages(name, data, config, CreditContext(given(data, correct, entropy.flip(0))))
         assert (ours - other).abs().max() > 1e-3
 
 
 def test_the_soft_punishment_takes_its_lengths_from_the_run(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config(["algorithm.gtpo.length_penalty=soft"]).algorithm
-    plain = advantages("gtpo", data, config, CreditContext(correct, entropy))
-    punished = advantages("gtpo", data, config, CreditContext(correct, entropy, Overlong(12, 6)))
+    plain = advantages("gtpo", data, config, CreditContext(given(data, correct, entropy)))
+    punished = advantages("gtpo", data, config, CreditContext(given(data, correct, entropy), Overlong(12, 6)))
     long = data.batch["response_mask"].sum(-1) > 6
     changed = (punished - plain).abs().amax(-1) > 1e-6
     assert (correct & long).any()
     assert changed[correct & long].all()
-    same = advantages("gtpo", data, config, CreditContext(correct, entropy, Overlong(100, 10)))
+    same = advantages("gtpo", data, config, CreditContext(given(data, correct, entropy), Overlong(100, 10)))
     torch.testing.assert_close(same, plain, atol=1e-6, rtol=0)
 
 
@@ -97,12 +96,11 @@ def test_the_penalty_factor_of_the_run_reaches_every_arm(batch: Batch, name: str
     data, correct, entropy = batch
     config = compose_config([f"algorithm.{name}.length_penalty=soft"]).algorithm
     mask = data.batch["response_mask"]
-    halved = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6, factor=0.5)))
+    halved = advantages(name, data, config, CreditContext(given(data, correct, entropy), Overlong(12, 6, factor=0.5)))
     penalty = 0.5 * soft_overlong_penalty(mask.sum(-1), 12, 6)
-    groups = group_ids(data.non_tensor_batch["uid"])
-    expected = algorithm(name).advantages(algorithms_batch(mask, groups, correct, entropy, penalty)).advantages
+    expected = algorithm(name).advantages(given(data, correct, entropy, length_penalty=penalty)).advantages
     torch.testing.assert_close(halved, expected)
-    whole = advantages(name, data, config, CreditContext(correct, entropy, Overlong(12, 6)))
+    whole = advantages(name, data, config, CreditContext(given(data, correct, entropy), Overlong(12, 6)))
     assert (whole - halved).abs().max() > 1e-3
 
 
@@ -114,7 +112,7 @@ def test_without_an_overlong_buffer_no_penalty_of_other_lengths_takes_its_place(
     none = compose_config([f"algorithm.{name}.length_penalty=none"]).algorithm
     with open_dict(soft):
         soft[name].update(max_length=12, cache_length=6)
-    context = CreditContext(correct, entropy)
+    context = CreditContext(given(data, correct, entropy))
     assert torch.equal(advantages(name, data, soft, context), advantages(name, data, none, context))
 
 
@@ -124,7 +122,7 @@ def test_a_group_relative_penalty_needs_no_overlong_buffer(batch: Batch) -> None
     easy = torch.ones_like(correct)
     easy[::6] = False
     plain = compose_config(["algorithm.gtpo.length_penalty=none"]).algorithm
-    context = CreditContext(easy, entropy)
+    context = CreditContext(given(data, easy, entropy))
     assert (advantages("gtpo", data, config, context) - advantages("gtpo", data, plain, context)).abs().max() > 1e-4
 
 
@@ -134,7 +132,7 @@ def test_another_method_gets_scores_and_penalty_apart(batch: Batch) -> None:
     ours = estimator(replace(algorithm("dapo"), name="mine", verl_estimator=None))
     mask = data.batch["response_mask"]
     rewards = torch.where(correct, 1.0, -1.0)
-    with credit_context(CreditContext(correct, entropy, Overlong(12, 6), rewards)):
+    with credit_context(CreditContext(given(data, correct, entropy, rewards=rewards), Overlong(12, 6))):
         out, _ = ours(torch.full_like(entropy, 7.0), mask, compose_config().algorithm, data.non_tensor_batch["uid"])
     scores = torch.zeros_like(entropy)
     scores[:, 0] = rewards + soft_overlong_penalty(mask.sum(-1), 12, 6)
@@ -144,7 +142,7 @@ def test_another_method_gets_scores_and_penalty_apart(batch: Batch) -> None:
 
 def test_metrics_reach_the_context(batch: Batch) -> None:
     data, correct, entropy = batch
-    context = CreditContext(correct, entropy)
+    context = CreditContext(given(data, correct, entropy))
     advantages("gtpo", data, compose_config().algorithm, context)
     assert context.metrics["shaped_correct_mean"] == pytest.approx(1.1, abs=1e-6)
     assert context.metrics["shaped_wrong_mean"] == pytest.approx(-1.1, abs=1e-6)
@@ -153,14 +151,15 @@ def test_metrics_reach_the_context(batch: Batch) -> None:
 def test_rows_that_verl_adds_to_fill_a_batch_change_nothing(batch: Batch) -> None:
     data, correct, entropy = batch
     config = compose_config().algorithm
-    plain = advantages("gtpo", data, config, CreditContext(correct, entropy))
+    plain = advantages("gtpo", data, config, CreditContext(given(data, correct, entropy)))
     filled = DataProto(
         batch=TensorDict(
             {key: torch.cat([value, torch.zeros_like(value[:2])]) for key, value in data.batch.items()}, batch_size=26
         ),
         non_tensor_batch={"uid": np.append(data.non_tensor_batch["uid"], ["pad1", "pad1"])},
     )
-    context = CreditContext(torch.cat([correct, correct[:2]]), torch.cat([entropy, torch.full((2, 12), torch.nan)]))
+    entropies = torch.cat([entropy, torch.full((2, 12), torch.nan)])
+    context = CreditContext(given(filled, torch.cat([correct, correct[:2]]), entropies))
     with_rows = advantages("gtpo", filled, config, context)
     torch.testing.assert_close(with_rows[:24], plain, atol=0, rtol=0)
     assert (with_rows[24:] == 0).all()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.algorithms import algorithm_of, credit_metrics
+from gtpo_verl.algorithms import Batch, algorithm_of, credit_metrics
 from gtpo_verl.algorithms.metrics import mean_spread
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
@@ -45,14 +45,17 @@ class Credit:
         (entropies,) = step.fetch(self.entropies)
         several_outputs = len(step.last_output.unique()) < len(step.keys)
         return CreditContext(
-            step.of_batch(step.correct),
-            step.padded(torch.where(step.mask, entropies, 0.0)),
+            Batch(
+                step.padded(step.mask),
+                step.of_batch(step.group + 1),  # verl's rows of padding are a group 0
+                step.of_batch(step.correct),
+                entropy=step.padded(torch.where(step.mask, entropies, 0.0)),
+                rewards=None if step.scores is None else step.of_batch(step.scores),
+                old_log_probs=step.padded(step.fetch("old_log_probs")[0]) if reads_log_probs else None,
+                seed=SEED_STRIDE * (self._config.get("seed") or 0) + number,
+                guide=step.of_batch(step.of_guide) if guide else None,
+            ),
             overlong(self._config),
-            None if step.scores is None else step.of_batch(step.scores),
-            old_log_probs=step.padded(step.fetch("old_log_probs")[0]) if reads_log_probs else None,
-            seed=SEED_STRIDE * (self._config.get("seed") or 0) + number,
-            guide=step.of_batch(step.of_guide) if guide else None,
-            response_mask=step.padded(step.mask),
             lengths=step.of_batch(torch.tensor(step.lengths)),
             last_output=step.last_row_of_batch() if several_outputs else None,
         )
@@ -101,8 +104,11 @@ class Credit:
             spread = mean_spread(values[valid] for values, valid in rows)
             found = {} if spread is None else {"advantage_spread": spread}
         else:
-            group = step.of_batch(step.group)
-            found = credit_metrics(step.padded(advantages), step.padded(mask), group, context.correct, context.entropy)
+            batch = context.batch
+            assert batch.entropy is not None
+            found = credit_metrics(
+                step.padded(advantages), step.padded(mask), batch.group, batch.correct, batch.entropy
+            )
         found |= context.metrics
         found["entropy_all"] = step.fetch(self.entropies)[0][step.mask].mean().item()
         infos = [step.infos[number] for number in last.tolist()]

@@ -20,9 +20,9 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from gtpo_verl.algorithms import Batch
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import health
-from gtpo_verl.integrations.context import CreditContext
 from gtpo_verl.integrations.sampling import BudgetSpentError
 from gtpo_verl.integrations.step.checkpoints import restore_groups
 from gtpo_verl.integrations.step.columns import Step
@@ -40,21 +40,21 @@ ROWS = {"a_0_0": Row(2, True), "a_1_0": Row(3), "lone_2_0": Row(3, True), "wrong
 
 
 def test_log_probs_are_fetched_for_the_methods_that_read_them_and_seeds_differ(tmp_path: Path) -> None:
-    def context(*overrides: str, number: int = 1) -> CreditContext:
+    def given(*overrides: str, number: int = 1) -> Batch:
         trainer = run_trainer(tmp_path, *overrides)
         for row in ROWS.values():
             row.log_probs = torch.full((row.length,), -0.25)
         trainer._compute_old_log_prob(put(trainer, ROWS), {})
-        found: CreditContext = trainer.credit.context(trainer.update, number, guide=False)
-        return found
+        batch: Batch = trainer.credit.context(trainer.update, number, guide=False).batch
+        return batch
 
-    without, found = context("algo=dapo"), context("algo=ar")
+    without, found = given("algo=dapo"), given("algo=ar")
     assert without.old_log_probs is None
     assert found.old_log_probs is not None
     assert found.old_log_probs.tolist() == [[-0.25] * length + [0.0] * (3 - length) for length in (2, 3, 3, 1, 0)], (
         "verl's padding has no part"
     )
-    next_step, other_run = context("algo=ar", number=2), context("algo=ar", "seed=7", number=2)
+    next_step, other_run = given("algo=ar", number=2), given("algo=ar", "seed=7", number=2)
     assert len({found.seed, next_step.seed, other_run.seed}) == 3
     assert found.seed == without.seed
 
