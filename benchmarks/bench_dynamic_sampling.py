@@ -116,7 +116,7 @@ def simulate(arm: str, batch_size: int, share: float, window: int, seed: int) ->
     for step in range(1, STEPS + 1):
         engines.step = step
         ours = isinstance(buffer, BudgetedReplayBuffer)
-        engines.submit(buffer.begin_step(step, "train", batch_size) if ours else batch_size)
+        engines.submit(buffer.begin_step(step, batch_size) if ours else batch_size)
         batch, metrics = buffer.sample(global_steps=step, partition_id="train", batch_size=batch_size)
         uids = {key.split("_")[0] for key in batch.keys}
         assert trained.isdisjoint(uids)

@@ -61,7 +61,7 @@ def test_metrics_of_the_rollouts_entropies() -> None:
 def test_metrics_of_dynamic_sampling() -> None:
     verdicts = {"a": GroupVerdict("mixed"), "b": GroupVerdict("mixed")}
     sizes: dict[str, Any] = {"carried_in": 0, "missing": 2, "last_step": (1, 1), "window": 2, "budget": None}
-    step = Generation(number=2, partition_id="train", prompts=["a", "b"], verdicts=verdicts, **sizes)
+    step = Generation(number=2, prompts=["a", "b"], verdicts=verdicts, **sizes)
     step.note_time()
     buffer: Any = SimpleNamespace(_max_age=1, prompt_global_steps={"train": {"a": 1, "b": 2}})
     found = step.metrics() | BudgetedReplayBuffer._metrics(buffer, step, ["a", "b"], [])

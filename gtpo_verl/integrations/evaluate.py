@@ -30,11 +30,10 @@ from gtpo_verl.integrations.launch import enter_cluster, in_one_line, leave_to_c
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
 from gtpo_verl.integrations.streams import SeedingClient, assign_streams
 from gtpo_verl.integrations.task_runner import with_queue
-from gtpo_verl.integrations.transfer_queue import uid_of
+from gtpo_verl.integrations.transfer_queue import VALIDATION, listed, uid_of
 from gtpo_verl.integrations.validation import read_responses
 
 POLL = 0.2  # seconds between two polls for finished prompts
-PARTITION = "val"
 
 
 class Problems:
@@ -63,7 +62,7 @@ class Problems:
         batch = tensordict_utils.get_tensordict(columns)
         tensordict_utils.assign_non_tensor_data(batch, "global_steps", 0)
         tensordict_utils.assign_non_tensor_data(batch, "validate", True)
-        assign_streams(batch, self._config, PARTITION, rows.values())
+        assign_streams(batch, self._config, VALIDATION, rows.values())
         return batch
 
     def row(self, row: int) -> dict[str, Any]:
@@ -150,8 +149,7 @@ def evaluate(
             if fresh:
                 flying |= fresh
                 agents.generate_sequences(problems.batch(fresh))
-            tags = tq.kv_list(partition_id=PARTITION).get(PARTITION, {})
-            for record in _finished(problems, flying, tags, samples):
+            for record in _finished(problems, flying, listed(VALIDATION), samples):
                 if record.failed and not failures_as_wrong:
                     failed.append(record.row)
                 else:
@@ -172,12 +170,12 @@ def _finished(problems: Problems, flying: dict[str, int], tags: Mapping[str, Any
         return []
     records = {uid: problems.record(flying.pop(uid)) for uid in ended}
     keys = [key for key in tags if uid_of(key) in records and key not in records]
-    batch = KVBatchMeta(partition_id=PARTITION, keys=keys, tags=[tags[key] for key in keys])
+    batch = KVBatchMeta(partition_id=VALIDATION, keys=keys, tags=[tags[key] for key in keys])
     responses: dict[str, list[Response]] = {uid: [] for uid in ended}
     asked = {uid: Problem(record.problem, record.cluster) for uid, record in records.items()}
     for uid, response in read_responses(batch, asked, problems.tokenizer):
         responses[uid].append(response)
-    tq.kv_clear(keys=[*ended, *keys], partition_id=PARTITION)
+    tq.kv_clear(keys=[*ended, *keys], partition_id=VALIDATION)
     return [
         replace(record, failed=samples - len(responses[uid]), responses=tuple(responses[uid]))
         for uid, record in records.items()

@@ -17,7 +17,7 @@ from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, R
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.step.generation import Generation, GroupVerdict, groups_to_train
-from gtpo_verl.integrations.transfer_queue import parse_key, reward_infos, uid_of
+from gtpo_verl.integrations.transfer_queue import TRAIN, VALIDATION, parse_key, reward_infos, uid_of
 from gtpo_verl.runs.correctness import is_correct, verdict
 
 logger = logging.getLogger(__name__)
@@ -51,17 +51,16 @@ class BudgetedReplayBuffer(ReplayBuffer):
         self._with_contrast: set[str] = set()  # groups whose verdicts have been read
         self._generation: Generation | None = None
 
-    def begin_step(self, global_steps: int, partition_id: str, batch_size: int) -> int:
+    def begin_step(self, global_steps: int, batch_size: int) -> int:
         """Begin a step; returns the prompts to submit: for the groups that are missing, at the last step's yield."""
         assert self.train_batch_size is not None
         self._sync_metadata_from_transfer_queue()
-        expired = self._expire(global_steps, partition_id)
-        self._judge(partition_id)  # groups restored from a checkpoint
+        expired = self._expire(global_steps)
+        self._judge()  # groups restored from a checkpoint
         self._failed = 0
-        waiting = len(self._terminal(partition_id))
+        waiting = len(self._terminal())
         self._generation = Generation(
             number=global_steps,
-            partition_id=partition_id,
             carried_in=waiting,
             expired=expired,
             missing=batch_size - waiting,
@@ -76,7 +75,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
         With dynamic sampling it follows :meth:`begin_step`, once the prompts are submitted.
         """
-        if partition_id == "val":
+        if partition_id == VALIDATION:
             return super().sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
         if self.filter_groups_metric is None:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
@@ -95,7 +94,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
         chosen, surplus = in_order[:size], in_order[size:]
         metrics = step.metrics() | self._metrics(step, chosen, surplus)
         if self._max_age == 0:
-            self._clear(partition_id, set(surplus))
+            self._clear(set(surplus))
         self._with_contrast -= set(chosen)
         named = {f"training/filter_groups/{name}": value for name, value in metrics.items()}
         batch = self._materialize_batch(partition_id, chosen, self.partitions[partition_id])
@@ -106,8 +105,8 @@ class BudgetedReplayBuffer(ReplayBuffer):
     ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
         """verl's, without a filter; a step is not trained on if too many of its responses have failed."""
         selected = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
-        if partition_id != "val":
-            self._failed = self._failures(partition_id, set(selected[0]))
+        if partition_id != VALIDATION:
+            self._failed = self._failures(set(selected[0]))
             self._check_failures("responses", self._failed, self._responses * len(selected[0]))
         return selected
 
@@ -130,8 +129,8 @@ class BudgetedReplayBuffer(ReplayBuffer):
             self._sync_metadata_from_transfer_queue()
             # the queue lists prompts in the order of their submission
             known = set(step.prompts) | self._with_contrast
-            step.prompts += [uid for uid in self.prompt_global_steps[step.partition_id] if uid not in known]
-            step.verdicts |= self._judge(step.partition_id)
+            step.prompts += [uid for uid in self.prompt_global_steps[TRAIN] if uid not in known]
+            step.verdicts |= self._judge()
             if len(step.verdicts) >= self.train_batch_size:
                 self._check_failures("groups", step.count("failed"), len(step.verdicts))
             step.note_time()
@@ -140,9 +139,9 @@ class BudgetedReplayBuffer(ReplayBuffer):
                 assert self.refill_fn is not None
                 self.refill_fn(more)
             elif not step.inflight:
-                return self._terminal(step.partition_id)
+                return self._terminal()
             else:
-                last_debug = self._wait_for_next_poll(step.partition_id, last_debug)
+                last_debug = self._wait_for_next_poll(TRAIN, last_debug)
 
     def _check_failures(self, what: str, failed: int, ended: int) -> None:
         """End the run where all groups, or responses, have failed or too many; warn of responses that are left out."""
@@ -176,7 +175,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
     def _metrics(self, step: Generation, chosen: list[str], surplus: list[str]) -> dict[str, Any]:
         """Of the groups that the step trains on, and of those left over."""
-        born = self.prompt_global_steps[step.partition_id]
+        born = self.prompt_global_steps[TRAIN]
         carried = [step.number - born[uid] for uid in chosen if step.number > born[uid]]
         return {
             "kept_groups": len(chosen),
@@ -195,19 +194,19 @@ class BudgetedReplayBuffer(ReplayBuffer):
         steps = {uid: step for uid, step in self.prompt_global_steps[partition_id].items() if uid in uids}
         return sorted(steps, key=lambda uid: steps[uid])
 
-    def _terminal(self, partition_id: str) -> set[str]:
-        return self.finished_keys[partition_id] | self.failure_keys[partition_id]
+    def _terminal(self) -> set[str]:
+        return self.finished_keys[TRAIN] | self.failure_keys[TRAIN]
 
-    def _clear(self, partition_id: str, uids: set[str]) -> None:
-        self._clear_groups(partition_id, uids)
+    def _clear(self, uids: set[str]) -> None:
+        self._clear_groups(TRAIN, uids)
         self._with_contrast -= uids
 
-    def _expire(self, global_steps: int, partition_id: str) -> int:
+    def _expire(self, global_steps: int) -> int:
         """Clear the groups that have waited too long, with a warning; returns how many."""
-        steps = self.prompt_global_steps[partition_id]
+        steps = self.prompt_global_steps[TRAIN]
         old = {uid for uid, step in steps.items() if global_steps - step > self._max_age}
         if old:
-            self._clear(partition_id, old)
+            self._clear(old)
             logger.warning(
                 "%d groups carried over are older than algorithm.filter_groups.carry_over.max_age=%d and were dropped.",
                 len(old),
@@ -215,33 +214,33 @@ class BudgetedReplayBuffer(ReplayBuffer):
             )
         return len(old)
 
-    def _judge(self, partition_id: str) -> dict[str, GroupVerdict]:
+    def _judge(self) -> dict[str, GroupVerdict]:
         """Read the verdicts of the groups that have ended since the last time, and clear those without contrast."""
-        unread = self._terminal(partition_id) - self._with_contrast
-        self._failed += self._failures(partition_id, unread)
-        failed = self.failure_keys[partition_id]
-        values = self._values(partition_id, unread)
+        unread = self._terminal() - self._with_contrast
+        self._failed += self._failures(unread)
+        failed = self.failure_keys[TRAIN]
+        values = self._values(unread)
         verdicts = {uid: GroupVerdict.of(values[uid], failed=uid in failed) for uid in unread}
         with_contrast = {uid for uid, verdict in verdicts.items() if verdict.outcome == "mixed"}
         self._with_contrast |= with_contrast
-        self._clear_groups(partition_id, unread - with_contrast)
+        self._clear_groups(TRAIN, unread - with_contrast)
         return verdicts
 
-    def _failures(self, partition_id: str, uids: set[str]) -> int:
+    def _failures(self, uids: set[str]) -> int:
         """Responses of these groups that failed: verl writes no row of them."""
-        failed = uids & self.failure_keys[partition_id]
-        sessions = {parse_key(key)[:2] for key in self.partitions[partition_id] if uid_of(key) in failed}
+        failed = uids & self.failure_keys[TRAIN]
+        sessions = {parse_key(key)[:2] for key in self.partitions[TRAIN] if uid_of(key) in failed}
         return self._responses * len(failed) - len(sessions)
 
-    def _values(self, partition_id: str, uids: set[str]) -> dict[str, list[float]]:
+    def _values(self, uids: set[str]) -> dict[str, list[float]]:
         """What the filter reads: {uid: a value per response}; with the metric ``acc`` these are verdicts, 0 or 1."""
         values: dict[str, list[float]] = {uid: [] for uid in uids}
-        keys = [key for key in self.partitions[partition_id] if uid_of(key) in uids]
+        keys = [key for key in self.partitions[TRAIN] if uid_of(key) in uids]
         if keys and self.filter_groups_metric == "reward":  # verl's name for the sum of `rm_scores`
-            scores = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["rm_scores"])["rm_scores"]
+            scores = tq.kv_batch_get(keys=keys, partition_id=TRAIN, select_fields=["rm_scores"])["rm_scores"]
             found = [float(row.sum()) for row in scores]
         else:
-            infos = reward_infos(partition_id, keys)
+            infos = reward_infos(TRAIN, keys)
             found = [self._value(key, info) for key, info in zip(keys, infos, strict=True)]
         for key, value in zip(keys, found, strict=True):
             values[uid_of(key)].append(value)

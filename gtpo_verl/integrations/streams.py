@@ -17,7 +17,7 @@ from verl.utils import tensordict_utils
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from gtpo_verl.integrations.transfer_queue import is_prompt, listed
+from gtpo_verl.integrations.transfer_queue import TRAIN, is_prompt, listed
 from gtpo_verl.seeds import derived
 
 COLUMN = "sampling_seed"
@@ -37,14 +37,14 @@ class PromptNames:
         """Name prompts that are about to be submitted, and give them their random streams."""
         names = self.names(len(prompts), step)
         tensordict_utils.assign_non_tensor_stack(prompts, "uid", names)
-        assign_streams(prompts, self._config, "train", names)
+        assign_streams(prompts, self._config, TRAIN, names)
 
     def names(self, count: int, step: int) -> list[str]:
         """The names of the next prompts."""
         prefix = f"{step:06d}-"
         if step != self._step:
             # Groups of this very step wait where its first attempt ended with a spent budget.
-            waiting = [key for key, tag in listed("train").items() if is_prompt(tag) and key.startswith(prefix)]
+            waiting = [key for key, tag in listed(TRAIN).items() if is_prompt(tag) and key.startswith(prefix)]
             taken = [int(key.removeprefix(prefix)) for key in waiting]
             self._step, self._next = step, max(taken, default=-1) + 1
         first, self._next = self._next, self._next + count

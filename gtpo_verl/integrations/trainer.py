@@ -128,7 +128,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         sampling = self._sampling()
         if sampling is None:
             return super().prepare_step()
-        prompts = sampling.begin_step(self.global_steps, "train", self.config.data.train_batch_size)
+        prompts = sampling.begin_step(self.global_steps, self.config.data.train_batch_size)
         if prompts:
             self._add_prompts_to_generate(prompts)
         return {}

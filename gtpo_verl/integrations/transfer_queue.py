@@ -13,6 +13,8 @@ import transfer_queue as tq
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
+TRAIN, VALIDATION = "train", "val"  # verl's partitions
+
 
 class RowKey(NamedTuple):
     """The parts of a response's key."""

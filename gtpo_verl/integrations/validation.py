@@ -17,7 +17,7 @@ from gtpo_verl.evaluation.records import Problem, Response, to_sample
 from gtpo_verl.evaluation.summary import Sample, logged, summarize
 from gtpo_verl.integrations.streams import assign_streams
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.transfer_queue import last_outputs, parse_key, reward_info
+from gtpo_verl.integrations.transfer_queue import VALIDATION, last_outputs, parse_key, reward_info
 from gtpo_verl.verifiers.answer import NO_ANSWER
 
 Rows = list[tuple[str, Response]]
@@ -85,7 +85,7 @@ def recorded(buffer: ReplayBuffer, agents: Any, config: DictConfig) -> Iterator[
     def record_and_generate(prompts: TensorDict) -> Any:
         first = len(validated.problems)
         validated.problems.update(submitted_problems(prompts))
-        assign_streams(prompts, config, "val", range(first, first + len(prompts)))
+        assign_streams(prompts, config, VALIDATION, range(first, first + len(prompts)))
         return generate(prompts)
 
     with (

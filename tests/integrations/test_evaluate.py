@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import ProblemFile, ProblemRecord
 from gtpo_verl.integrations import evaluate as module
-from gtpo_verl.integrations import validation
+from gtpo_verl.integrations import transfer_queue, validation
 
 SAMPLES = 2
 
@@ -95,6 +95,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(module, "POLL", 0.0)
         monkeypatch.setattr(module, "tq", queue)
         monkeypatch.setattr(validation, "tq", queue)
+        monkeypatch.setattr(transfer_queue, "tq", queue)
         config = OmegaConf.create(
             {
                 "actor_rollout_ref": {

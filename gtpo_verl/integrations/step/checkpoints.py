@@ -20,7 +20,7 @@ from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
 from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.transfer_queue import is_prompt, listed, uid_of
+from gtpo_verl.integrations.transfer_queue import TRAIN, is_prompt, listed, uid_of
 from gtpo_verl.integrations.vllm import ENTROPIES
 from gtpo_verl.runs.checkpoints import link_model, prune
 from gtpo_verl.runs.directory import restore_step
@@ -50,7 +50,7 @@ class Checkpoints:
         trainer = self._trainer
         keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.get("max_actor_ckpt_to_keep")
         if sampling is not None:
-            save_groups(self.folder(number), "train", sampling.last_step)
+            save_groups(self.folder(number), sampling.last_step)
         self._records.keep_in(self.folder(number), number)
         with ExitStack() as stack:
             # verl removes the old checkpoint before the new one is complete, and forgets those of earlier attempts
@@ -66,7 +66,7 @@ class Checkpoints:
         """Add the prompts generated since to a complete checkpoint: their groups, and the position in the data."""
         write_atomically(self.folder(number) / "data.pt", lambda path: torch.save(position, path))
         if sampling is not None:
-            save_groups(self.folder(number), "train", sampling.last_step)
+            save_groups(self.folder(number), sampling.last_step)
 
     def restore(self, number: int, sampling: BudgetedReplayBuffer | None) -> None:
         """After verl has loaded the checkpoint of a step: log that step if it was not, and restore its groups."""
@@ -78,23 +78,23 @@ class Checkpoints:
             logger.warning("Step %d had not been logged when the run ended: restored from %s.", number, folder)
         if sampling is None:
             return
-        groups, sampling.last_step = restore_groups(folder, "train", with_entropies=self._from_rollout)
+        groups, sampling.last_step = restore_groups(folder, with_entropies=self._from_rollout)
         if groups:
             logger.info("Restored %d groups carried over from %s.", groups, folder)
 
 
-def save_groups(directory: Path, partition_id: str, last_step: tuple[int, int]) -> int:
+def save_groups(directory: Path, last_step: tuple[int, int]) -> int:
     """Save the groups that are in TransferQueue, and the yield of the last step; returns the number of groups."""
-    there = listed(partition_id)
+    there = listed(TRAIN)
     prompts = {key: tag for key, tag in there.items() if is_prompt(tag)}
     rows = {key: tag for key, tag in there.items() if key not in prompts and uid_of(key) in prompts}
-    fields = tq.kv_batch_get(keys=list(rows), partition_id=partition_id) if rows else None
+    fields = tq.kv_batch_get(keys=list(rows), partition_id=TRAIN) if rows else None
     state = {"last_step": last_step, "prompts": prompts, "rows": rows, "fields": fields}
     write_atomically(directory / SAMPLING_FILE, lambda path: torch.save(state, path))
     return len(prompts)
 
 
-def restore_groups(directory: Path, partition_id: str, *, with_entropies: bool) -> tuple[int, tuple[int, int]]:
+def restore_groups(directory: Path, *, with_entropies: bool) -> tuple[int, tuple[int, int]]:
     """Put the groups of :func:`save_groups` back into TransferQueue, in their order and with their steps.
 
     with_entropies: whether this run's rollouts return entropies; every row of a batch must have the same columns.
@@ -113,7 +113,7 @@ def restore_groups(directory: Path, partition_id: str, *, with_entropies: bool) 
             "or remove the file to resume without these groups."
         )
     if prompts:
-        tq.kv_batch_put(keys=list(prompts), partition_id=partition_id, tags=list(prompts.values()))
+        tq.kv_batch_put(keys=list(prompts), partition_id=TRAIN, tags=list(prompts.values()))
     if rows:
-        tq.kv_batch_put(keys=list(rows), partition_id=partition_id, fields=state["fields"], tags=list(rows.values()))
+        tq.kv_batch_put(keys=list(rows), partition_id=TRAIN, fields=state["fields"], tags=list(rows.values()))
     return len(prompts), state["last_step"]

@@ -34,7 +34,6 @@ class Generation:
     """
 
     number: int  # of the training step
-    partition_id: str  # TransferQueue's
     carried_in: int  # groups that waited when it began
     expired: int = 0  # groups that had waited too long by then
     missing: int  # groups with contrast to be found

@@ -15,6 +15,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations.health import dead_servers, ended_actors
+from gtpo_verl.integrations.transfer_queue import VALIDATION
 from gtpo_verl.runs.directory import STOP_FILE, record_phase
 
 logger = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class BoundedWait:
     def _check(self, partition_id: str, quiet: float) -> None:
         running = sorted(self._buffer.running_keys[partition_id] | self._buffer.pending_keys[partition_id])
         named = ", ".join(running[:3]) + (", ..." if len(running) > 3 else "")
-        what = "validation" if partition_id == "val" else "training"
+        what = "validation" if partition_id == VALIDATION else "training"
         waits = f"waiting for {len(running)} groups of the {what} ({named}): no response has arrived for {quiet:.0f} s"
         if quiet > STOP_PATIENCE and self._health.stopping():
             raise StepGivenUpError(f"{waits}, and the run was asked to stop: the step was given up.")

@@ -93,7 +93,7 @@ class Run:
 
     def step(self, number: int = 1) -> tuple[list[str], dict[str, Any]]:
         self.prompts.step = number
-        first = self.buffer.begin_step(number, "train", BATCH)
+        first = self.buffer.begin_step(number, BATCH)
         if first:
             self.prompts.submit(first)
         batch, metrics = self.buffer.sample(global_steps=number, partition_id="train", batch_size=BATCH)
@@ -329,10 +329,10 @@ def test_a_spent_budget_stops_when_asked_to(make_run: MakeRun) -> None:
 
 def test_the_yield_of_a_step_sizes_the_first_round_of_the_next(make_run: MakeRun) -> None:
     run = make_run(itertools.cycle([MIXED, ALL_WRONG]), window=4)
-    assert run.buffer.begin_step(1, "train", BATCH) == BATCH
+    assert run.buffer.begin_step(1, BATCH) == BATCH
     _, metrics = run.step(1)
     assert metrics["yield"] < 1
-    first = run.buffer.begin_step(2, "train", BATCH)
+    first = run.buffer.begin_step(2, BATCH)
     assert BATCH / metrics["yield"] < first <= 4 * BATCH
     before = len(run.prompts.submitted)
     _, metrics = run.step(2)
@@ -369,7 +369,7 @@ def test_a_slow_prompt_does_not_hold_up_those_that_are_needed_whatever_it_brings
         itertools.chain([MIXED, *[ALL_WRONG] * 3], itertools.repeat(MIXED)), window=2, order=random.Random(0)
     )
     prompts = run.prompts
-    prompts.submit(run.buffer.begin_step(1, "train", BATCH))
+    prompts.submit(run.buffer.begin_step(1, BATCH))
     first = prompts.running.pop(0)
     prompts.answer(3)
     inflight = []
@@ -475,10 +475,10 @@ def test_groups_carried_over_outlive_a_restart_as_they_were(make_run: MakeRun, t
     before = tq.kv_list("train")["train"]
     rows = [key for key in before if key not in prompts]
     columns = tq.kv_batch_get(keys=rows, partition_id="train")
-    assert save_groups(tmp_path / "global_step_9", "train", run.buffer.last_step) == len(prompts)
+    assert save_groups(tmp_path / "global_step_9", run.buffer.last_step) == len(prompts)
 
     clear_queue()
-    groups, last_step = restore_groups(tmp_path / "global_step_9", "train", with_entropies=False)
+    groups, last_step = restore_groups(tmp_path / "global_step_9", with_entropies=False)
     assert (groups, last_step) == (len(prompts), run.buffer.last_step)
     assert tq.kv_list("train")["train"] == before
     assert waiting() == prompts
@@ -502,9 +502,9 @@ def test_a_restart_without_carry_over_drops_what_waits_with_a_count(make_run: Ma
     run = make_run(itertools.repeat(MIXED), window=2, max_age=1)
     run.buffer.last_step = (5, 10)
     _, metrics = run.step(1)
-    save_groups(tmp_path, "train", run.buffer.last_step)
+    save_groups(tmp_path, run.buffer.last_step)
     clear_queue()
-    restore_groups(tmp_path, "train", with_entropies=False)
+    restore_groups(tmp_path, with_entropies=False)
     resumed = make_run(itertools.repeat(MIXED))
     resumed.prompts.submitted = run.prompts.submitted
     uids, after = resumed.step(2)
@@ -513,9 +513,9 @@ def test_a_restart_without_carry_over_drops_what_waits_with_a_count(make_run: Ma
 
 
 def test_a_checkpoint_of_another_kind_of_run_restores_nothing(tmp_path: Path) -> None:
-    assert restore_groups(tmp_path, "train", with_entropies=False) == (0, (1, 1))
-    assert save_groups(tmp_path, "train", (5, 20)) == 0
-    assert restore_groups(tmp_path, "train", with_entropies=False) == (0, (5, 20))
+    assert restore_groups(tmp_path, with_entropies=False) == (0, (1, 1))
+    assert save_groups(tmp_path, (5, 20)) == 0
+    assert restore_groups(tmp_path, with_entropies=False) == (0, (5, 20))
     assert tq.kv_list("train").get("train", {}) == {}
 
 
@@ -523,8 +523,8 @@ def test_groups_without_the_columns_of_this_run_are_refused(make_run: MakeRun, t
     run = make_run(itertools.repeat(MIXED), window=2, max_age=1)
     run.buffer.last_step = (5, 10)
     run.step(1)
-    save_groups(tmp_path, "train", run.buffer.last_step)
+    save_groups(tmp_path, run.buffer.last_step)
     with pytest.raises(
         UserError, match=r"made with algorithm\.entropy\.source=actor, and this run has rollout or both"
     ):
-        restore_groups(tmp_path, "train", with_entropies=True)
+        restore_groups(tmp_path, with_entropies=True)

@@ -312,7 +312,7 @@ def test_a_spent_budget_keeps_the_groups_that_were_found(spent: Any, tmp_path: P
         spent.step({}, {})
     folder = tmp_path / "global_step_5"
     tq.kv_clear(keys=["found", "found_0_0", "found_1_0"], partition_id="train")
-    assert restore_groups(folder, "train", with_entropies=True)[0] == 1
+    assert restore_groups(folder, with_entropies=True)[0] == 1
     assert set(tq.kv_list("train")["train"]) == {"found", "found_0_0", "found_1_0"}
     position = torch.load(folder / "data.pt")
     assert position == {"prompts": 700}, "the prompts of the groups found would be generated again"
