@@ -20,7 +20,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.vllm.kernels import entropy_torch
+from gtpo_verl.integrations.vllm.kernels import entropy
 
 Rows = list[list[int]]
 
@@ -139,7 +139,7 @@ def entropies(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def computed(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and logits.requires_grad:
             return stock(logits, *args, **kwargs)
-        return entropy_torch(logits)
+        return entropy(logits)
 
     return computed
 

@@ -18,16 +18,11 @@ _FLOOR = -1000.0  # exp of it is 0 in float32, and 0 · −1000 is 0 where 0 · 
 
 
 def entropy(x: torch.Tensor) -> torch.Tensor:
-    """H(softmax(x)) of every row.
+    """H(softmax(x)) of every row, in blocks of rows, for devices without Triton.
 
     x: (N, V) logits or log-probs, any float type; −inf marks ids that cannot be sampled.
     Returns (N,) float32, nats, ≥ 0; NaN for a row that holds NaN or nothing but −inf.
     """
-    return entropy_triton(x) if x.is_cuda else entropy_torch(x)
-
-
-def entropy_torch(x: torch.Tensor) -> torch.Tensor:
-    """``entropy`` in blocks of rows, for devices without Triton."""
     rows = max(1, _BLOCK // max(1, x.shape[1]))
     out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     for start in range(0, x.shape[0], rows):
@@ -38,18 +33,6 @@ def entropy_torch(x: torch.Tensor) -> torch.Tensor:
         t = e.mul_(z.clamp_(min=_FLOOR)).sum(-1).double()
         out[start : start + rows] = s.log() - t / s
     return out.clamp_(min=0.0)
-
-
-def entropy_triton(x: torch.Tensor) -> torch.Tensor:
-    """``entropy`` as one kernel, one program a row, one read of ``x``."""
-    from gtpo_verl.integrations.vllm.triton_kernels import NUM_WARPS, entropy_kernel
-
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    if x.shape[0]:
-        entropy_kernel[(x.shape[0],)](out, x, x.stride(0), x.shape[1], BLOCK_SIZE=8192, num_warps=NUM_WARPS)
-    return out
 
 
 def rank_and_entropy(x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

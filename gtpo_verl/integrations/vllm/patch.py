@@ -70,6 +70,8 @@ def _patch_v1() -> None:
         if logprobs.is_cuda and num_logprobs == 0:
             return gather_fused(logprobs, token_ids)
         gathered = gather(logprobs, num_logprobs, token_ids)
+        if logprobs.is_cuda:
+            return gathered._replace(selected_token_ranks=rank_and_entropy(logprobs, token_ids))
         return gathered._replace(selected_token_ranks=codec.pack(gathered.selected_token_ranks, entropy(logprobs)))
 
     forward = _while_sampling(_get(sampler, "forward"))

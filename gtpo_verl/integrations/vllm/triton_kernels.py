@@ -1,4 +1,4 @@
-"""The Triton kernels behind ``kernels``; imported only where they run: CPU installs may have no usable Triton."""
+"""The Triton kernel behind ``kernels``; imported only where it runs: CPU installs may have no usable Triton."""
 
 # ruff: noqa: N803  (Triton writes compile-time arguments in capitals)
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -28,27 +28,6 @@ def _accumulate(x, m, s, t):
 
 
 @triton.jit
-def _entropy(s, t):
-    h = (tl.log(s) - t / s).to(tl.float32)
-    return tl.where(h < 0.0, 0.0, h)  # rounding below zero; NaN compares false and stays
-
-
-@triton.jit
-def entropy_kernel(output_ptr, x_ptr, x_stride, vocab_size, BLOCK_SIZE: tl.constexpr):
-    """output[row] = H(softmax(x[row])); one program a row."""
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = x_ptr + row * x_stride
-    m = tl.full((), _LOWEST, tl.float32)
-    s = tl.full((), 0.0, tl.float64)
-    t = tl.full((), 0.0, tl.float64)
-    for start in range(0, vocab_size, BLOCK_SIZE):
-        ids = start + tl.arange(0, BLOCK_SIZE)
-        x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
-        m, s, t = _accumulate(x, m, s, t)
-    tl.store(output_ptr + row, _entropy(s, t))
-
-
-@triton.jit
 def rank_entropy_kernel(output_ptr, x_ptr, x_stride, token_ids_ptr, vocab_size, BLOCK_SIZE: tl.constexpr):
     """output[row] = codec.pack(rank of token_ids[row] in x[row], H(softmax(x[row]))); one program a row.
 
@@ -66,5 +45,7 @@ def rank_entropy_kernel(output_ptr, x_ptr, x_stride, token_ids_ptr, vocab_size, 
         x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         rank += tl.sum((x >= chosen).to(tl.int32), axis=0)
         m, s, t = _accumulate(x, m, s, t)
-    bits = _entropy(s, t).to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    h = (tl.log(s) - t / s).to(tl.float32)
+    h = tl.where(h < 0.0, 0.0, h)  # rounding below zero; NaN compares false and stays
+    bits = h.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     tl.store(output_ptr + row, tl.maximum(rank, 1).to(tl.int64) << 32 | bits)
