@@ -26,7 +26,7 @@ def dtype_of(batch: Batch) -> torch.dtype:
     return torch.float64 if exact else torch.float32
 
 
-def shaped_reward(batch: Batch) -> torch.Tensor:
+def penalised_reward(batch: Batch) -> torch.Tensor:
     """R (B,): the reward with the length penalty. Raises ValueError for one that is not finite, or too large."""
     assert batch.rewards is not None
     R = batch.rewards.detach().to(dtype_of(batch))

@@ -49,7 +49,7 @@ def grpo_advantages(
             R = reward[members.rows, None].double()
             plus, minus = (Moments.of(R[side]) for side in members.sides)
             metrics.add_rewards((plus, minus))
-            A = plus.join(minus).advantages(R, torch.finfo(dtype).eps)  # DAPO (9)
+            A = plus.join(minus).advantages(R, torch.finfo(dtype).eps)  # DAPO eq. 9
             metrics.add_sign_flips(members, A, torch.ones_like(A, dtype=torch.bool))
             members.put(torch.where(members.mask, A, 0.0), advantages)
     return AdvantageOutput(advantages, reward.detach().to(dtype), metrics.found())
@@ -63,7 +63,7 @@ class GRPOConfig:
 def _compute(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     assert batch.rewards is not None
     rewards = batch.rewards if batch.rewards.is_floating_point() else batch.rewards.float()
-    if batch.length_penalty is not None:  # DAPO (13), on every response
+    if batch.length_penalty is not None:  # DAPO eq. 13, on every response
         rewards = rewards + batch.length_penalty.to(rewards.dtype)
     return grpo_advantages(rewards, batch.response_mask, batch.group, batch.correct, batch.entropy)
 

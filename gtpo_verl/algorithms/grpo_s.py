@@ -56,7 +56,7 @@ def totals(V: torch.Tensor, mask: torch.Tensor, config: GRPOSConfig) -> Totals:
 def rewards_of_correct(W: torch.Tensor, penalty: torch.Tensor | None, config: GRPOSConfig) -> torch.Tensor:
     """r̂ of correct responses: early section 3.4, late section on GRPO-S."""
     R = config.beta1 + config.beta2 * W
-    return R if penalty is None else R + penalty  # of length: early (14), late appendix D
+    return R if penalty is None else R + penalty  # of length: early eq. 14, late appendix D
 
 
 def rewards_of_wrong(W: torch.Tensor, config: GRPOSConfig) -> torch.Tensor:

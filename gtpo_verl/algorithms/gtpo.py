@@ -81,31 +81,31 @@ def totals(V: torch.Tensor, mask: torch.Tensor, config: GTPOConfig) -> Totals:
 def weights(V: torch.Tensor, totals: Totals, config: ShapingConfig) -> torch.Tensor:
     """W = V / mean of V: it averages 1 over the tokens that are compared.
 
-    Arithmetic, correct: early (2), late (3): w⁺ = H[i,t] / Σ_{k∈P} H[k,t] · d[t].
-    Arithmetic, wrong: early (15), late (5): w⁻ = (1/H[j,t]) / Σ_{k∈N} (1/H[k,t]) · h[t].
-    Geometric: early (3), (19), late appendix C: w⁺ = H[i,t] / (Π_{k∈P} H[k,t])^(1/d[t]), and so with 1/H and h[t].
+    Arithmetic, correct: early eq. 2, late eq. 3: w⁺ = H[i,t] / Σ_{k∈P} H[k,t] · d[t].
+    Arithmetic, wrong: early eq. 15, late eq. 5: w⁻ = (1/H[j,t]) / Σ_{k∈N} (1/H[k,t]) · h[t].
+    Geometric: early eqs. 3 and 19, late appendix C: w⁺ = H[i,t] / (Π_{k∈P} H[k,t])^(1/d[t]), and so with 1/H and h[t].
     """
     mean = totals[0] / totals[1]  # a quotient: the weight of a single survivor is exactly 1
     return V / (mean if config.mean == "arithmetic" else mean.exp())
 
 
 def rewards_of_correct(W: torch.Tensor, penalty: torch.Tensor | None, config: GTPOConfig) -> torch.Tensor:
-    """r⁺ of correct responses: early (2), (13), (14), late (3)."""
-    R = config.alpha1 + config.alpha2 * W  # early (2), late (3): r⁺ = α1 + α2 w⁺
-    if config.clip_kappa is not None:  # early (13): r⁺ ← clip(r⁺, 1, α1 + α1/κ)
+    """r⁺ of correct responses: early eqs. 2, 13, 14, late eq. 3."""
+    R = config.alpha1 + config.alpha2 * W  # early eq. 2, late eq. 3: r⁺ = α1 + α2 w⁺
+    if config.clip_kappa is not None:  # early eq. 13: r⁺ ← clip(r⁺, 1, α1 + α1/κ)
         R = R.clamp(1.0, config.alpha1 * (1 + 1 / config.clip_kappa))
-    if penalty is not None:  # r⁺ ← r⁺ + R(len): early (14), or the group-relative penalty of late appendix D
+    if penalty is not None:  # r⁺ ← r⁺ + R(len): early eq. 14, or the group-relative penalty of late appendix D
         R = R + penalty
     return R
 
 
 def rewards_of_wrong(W: torch.Tensor, config: GTPOConfig) -> torch.Tensor:
-    """r⁻ of wrong responses: early (2), (15), late (5)."""
-    if config.negatives == "zero":  # early (2): r⁻ = 0
+    """r⁻ of wrong responses: early eqs. 2, 15, late eq. 5."""
+    if config.negatives == "zero":  # early eq. 2: r⁻ = 0
         return torch.zeros_like(W)
-    if config.negatives == "inverse":  # early (15): r⁻ = -w⁻
+    if config.negatives == "inverse":  # early eq. 15: r⁻ = -w⁻
         return -W
-    return -config.alpha1 - config.alpha2 * W  # late (5): r⁻ = -α1 - α2 w⁻
+    return -config.alpha1 - config.alpha2 * W  # late eq. 5: r⁻ = -α1 - α2 w⁻
 
 
 FORMULAS = Formulas(None, values, totals, weights, rewards_of_correct, rewards_of_wrong)

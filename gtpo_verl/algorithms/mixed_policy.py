@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from gtpo_verl.algorithms.base import dapo_advantages, shaped_reward
+from gtpo_verl.algorithms.base import dapo_advantages, penalised_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import Settings, config_from
 from gtpo_verl.algorithms.groups import group_rows
@@ -172,7 +172,7 @@ def guided_advantages(
     if settings.adv_scope == "on_only":
         whole = mask.any(1)
         A0 = torch.zeros_like(A0)
-        A0[whole] = on_only_advantages(shaped_reward(batch)[whole], batch.group[whole], guide[whole])[:, None]
+        A0[whole] = on_only_advantages(penalised_reward(batch)[whole], batch.group[whole], guide[whole])[:, None]
     own = entry.advantages(replace(batch, response_mask=mask & ~guide[:, None], A0=A0), config)
     advantages = torch.where(guide[:, None] & mask, A0.to(own.advantages.dtype), own.advantages)
     return replace(own, advantages=advantages)

@@ -64,7 +64,7 @@ class Moments:
         return 1.0 / (std + STD_EPSILON) if std else 0.0
 
     def advantages(self, R: torch.Tensor, eps: float) -> torch.Tensor:
-        """A = (R - mean) / (std + 1e-6) over this set: early (4), (16), (17), late (6), DAPO (9)."""
+        """A = (R - mean) / (std + 1e-6) over this set: early eqs. 4, 16, 17, late eq. 6, DAPO eq. 9."""
         return (R - self.mean) * self.scale(eps)
 
 
@@ -75,12 +75,12 @@ def normalized_over(plus: Moments, minus: Moments, normalization: str, negatives
     normalization (but `none`), negatives: as in `ShapingConfig`.
     Source: arXiv 2508.04349, early eqs. 4, 16, 17 and late eq. 6; `joint` is ours.
     """
-    if normalization == "within":  # late (6) taken literally: each polarity alone
+    if normalization == "within":  # late eq. 6 taken literally: each polarity alone
         return plus, minus
     if normalization == "joint":
         both = plus.join(minus)
         return both, both
     plus_and_zeros = plus.join(Moments(minus.count))  # Moments(n): of n zeros
-    if negatives == "zero":  # early (4): one set, in which wrong tokens have r = 0
+    if negatives == "zero":  # early eq. 4: one set, in which wrong tokens have r = 0
         return plus_and_zeros, plus_and_zeros
-    return plus_and_zeros, minus.join(Moments(plus.count))  # early (16), (17): a 0 for each token of the other side
+    return plus_and_zeros, minus.join(Moments(plus.count))  # early eqs. 16, 17: a 0 for each token of the other side

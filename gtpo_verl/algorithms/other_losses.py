@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from gtpo_verl.algorithms.base import shaped_reward
+from gtpo_verl.algorithms.base import penalised_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO, GRPOConfig
@@ -20,7 +20,7 @@ CLIP_RANGE = (f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high")
 
 def _dr_grpo(batch: Batch, config: GRPOConfig) -> AdvantageOutput:
     """A = R - mean of the group, arXiv 2503.20783; the loss is the sum over tokens by a constant."""
-    mask, R = batch.response_mask != 0, shaped_reward(batch)
+    mask, R = batch.response_mask != 0, penalised_reward(batch)
     A = torch.zeros_like(R)
     for rows in group_rows(batch.group):
         rows = rows[mask[rows].any(1)]

@@ -87,7 +87,7 @@ def length_penalty_for(
 
 
 def of_batch(advantages: Callable[..., AdvantageOutput]) -> Callable[[Batch, Any], AdvantageOutput]:
-    """One of the two `..._advantages` of a `Batch`, with its length penalty, or else the one that the config names."""
+    """`gtpo_advantages` or `grpo_s_advantages` of a `Batch`, with its length penalty or else the one of the config."""
 
     def compute(batch: Batch, config: ShapingConfig) -> AdvantageOutput:
         mask, correct, group, penalty = batch.response_mask, batch.correct, batch.group, batch.length_penalty

@@ -87,7 +87,7 @@ class ShapedBatch:
             rewards_of_own = _moments(group, R, own)
             rewards_of_group = rewards_of_own if self.guide is None else _moments(group, R, valid)
             metrics.add_rewards(rewards_of_own)
-            A = self._normalized(group, R, rewards_of_batch or rewards_of_group, eps)
+            A = self._normalized(group, R, rewards_of_group if rewards_of_batch is None else rewards_of_batch, eps)
             metrics.add_sign_flips(group, A, own)
             if self.config.preserve_sign:
                 plus, minus = group.sides
@@ -161,16 +161,18 @@ class ShapedBatch:
 
     def _totals_of_batch(self) -> tuple[Totals, Totals]:
         """`scope: batch`: sums over all groups, of correct and of wrong responses."""
-        sums = torch.zeros(2, 2, self.response_mask.shape[1], dtype=torch.float64, device=self.entropy.device)
+        longest = self.response_mask.shape[1]
+        sums, counts = torch.zeros(2, 2, 1, longest, dtype=torch.float64, device=self.entropy.device)
         width = 1
         for group, H, own, _ in self._taking_part():
             for polarity, side in enumerate(group.sides):
                 V = self.formulas.values(H[side], polarity == 0)
-                for kind, total in enumerate(self.formulas.totals(V, own[side], self.config)):
-                    sums[polarity, kind, : total.shape[1]] += total[0]
-                    width = max(width, total.shape[1])
-        plus, minus = sums[:, :, None, :width]
-        return (plus[0], plus[1]), (minus[0], minus[1])
+                of_group, count = self.formulas.totals(V, own[side], self.config)
+                width = max(width, of_group.shape[1])
+                sums[polarity, :, : of_group.shape[1]] += of_group
+                counts[polarity, :, : of_group.shape[1]] += count
+        plus, minus = zip(sums[..., :width], counts[..., :width], strict=True)
+        return plus, minus
 
     def _rewards_of_batch(self, totals: tuple[Totals, Totals] | None) -> tuple[Moments, Moments]:
         """`norm_scope: batch`: moments of all correct and wrong rewards, which are not kept but computed once more."""

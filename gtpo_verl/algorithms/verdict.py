@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from gtpo_verl.algorithms.base import dapo_advantages, dtype_of, entropies, output, over_scope, shaped_reward
+from gtpo_verl.algorithms.base import dapo_advantages, dtype_of, entropies, output, over_scope, penalised_reward
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import NotNegative, Settings
 from gtpo_verl.algorithms.groups import group_rows
@@ -91,7 +91,7 @@ def _qae(batch: Batch, config: QAEConfig) -> AdvantageOutput:
     with the equations; the authors' code (junkangwu/QAE) was not.
     """
     assert batch.rewards is not None
-    mask, R = batch.response_mask != 0, shaped_reward(batch)
+    mask, R = batch.response_mask != 0, penalised_reward(batch)
     rewards, A = batch.rewards.detach().to(R.dtype), torch.zeros_like(R)
     for rows in group_rows(batch.group):
         rows = rows[mask[rows].any(1)]

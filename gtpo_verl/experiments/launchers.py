@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gtpo_verl.experiments.jobs import Jobs  # it needs Ray
 
 TRAIN = (sys.executable, "-m", "gtpo_verl.train")
-CPU_CORES = 2  # of a training on a CPU, by rank
+CPU_CORES = 1  # of a training on a CPU, by rank: alone on two cores it leaves half of them idle
 CPU_MEMORY = 7 * GIB  # of a training on a CPU, by rank, at least
 # A Ray of its own for each run, also on a machine where a cluster is running.
 OWN_RAY = "++ray_kwargs.ray_init.address=local"

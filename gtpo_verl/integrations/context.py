@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.algorithms import Batch, length_penalty_for, response_lengths, soft_overlong_penalty
+from gtpo_verl.algorithms import Batch, group_relative_overlong_penalty, response_lengths, soft_overlong_penalty
 from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.temporarily import bound
@@ -73,8 +73,8 @@ def current_context(estimator: str) -> CreditContext:
 
 def length_penalty(
     settings: object, batch: Batch, overlong: Overlong | None, lengths: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """(B,) the length penalty of a batch; None for none.
+) -> torch.Tensor:
+    """(B,) the length penalty of a batch, 0 where there is none.
 
     GTPO and GRPO-S name theirs in their own `settings`; any other method gets the run's soft overlong penalty, as DAPO
     does, times the run's `penalty_factor`. lengths: (B,) tokens; None for those of the mask.
@@ -83,9 +83,8 @@ def length_penalty(
         lengths = response_lengths(batch.response_mask)
     shaping = settings if isinstance(settings, ShapingConfig) else None
     if shaping is not None and shaping.length_penalty == "grop":
-        return length_penalty_for(shaping, lengths, batch.correct, batch.group)
+        return group_relative_overlong_penalty(lengths, batch.correct, batch.group, shaping.gamma)
     if overlong is None or (shaping is not None and shaping.length_penalty == "none"):
-        # said in numbers where a method would else take its own settings' lengths, which are not the run's
-        return None if shaping is None else torch.zeros(len(lengths), device=lengths.device)
+        return torch.zeros(len(lengths), device=lengths.device)
     denominator = shaping.length_denominator if shaping is not None else "cache"
     return overlong.factor * soft_overlong_penalty(lengths, overlong.max_length, overlong.cache_length, denominator)

@@ -68,9 +68,9 @@ class CreditTrainer(PPOTrainer):
         return batch
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        verls = super()._compute_old_log_prob
+        verl_pass = super()._compute_old_log_prob
         self.update = Step(batch, self.credit.threshold)
-        return self.old_log_probs.compute(lambda: verls(batch, metrics), self.update, self.global_steps, metrics)
+        return self.old_log_probs.compute(lambda: verl_pass(batch, metrics), self.update, self.global_steps, metrics)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         context = self.credit.context(self.update, self.global_steps, guide=self.guide.on)

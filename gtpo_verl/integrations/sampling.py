@@ -30,7 +30,7 @@ class BudgetSpentError(UserError):
 
 
 class BudgetedReplayBuffer(ReplayBuffer):
-    """verl's synchronous replay buffer, taken over as verl has built it, with a budget.
+    """verl's synchronous replay buffer with a budget; it takes over the state of the one that verl has built.
 
     It honours ``sampler_kwargs.poll_interval`` (seconds), and counts the groups that it discards and failed responses.
     """

@@ -161,7 +161,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         return batch
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        names = ["rm_scores", "old_log_probs", self.credit.entropies]
+        names = ["rm_scores", "old_log_probs", self.credit.entropy_column]
         if self.config.actor_rollout_ref.rollout.calculate_log_probs:
             names.append("rollout_log_probs")
         try:

@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import Batch, algorithm_of, credit_metrics
+from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.algorithms.metrics import mean_spread
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
@@ -32,17 +33,17 @@ class Credit:
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
+        self._method = algorithm_of(config)  # None for verl's own
         # `acc` from which a response is correct, and the column that the advantages are computed from
         self.threshold = float(OmegaConf.select(config, "algorithm.correct_threshold", default=1.0))
-        self.entropies = entropy_source(config).column
+        self.entropy_column = entropy_source(config).column
 
     def context(self, step: Step, number: int, *, guide: bool) -> CreditContext:
         """What the estimator needs in training step ``number`` (from 1) and verl does not pass it."""
         if warning := verdicts_warning(step.correct, step.infos, self.threshold):
             logger.warning("%s", warning)
-        method = algorithm_of(self._config)
-        reads_log_probs = method is not None and "old_log_probs" in method.needs
-        (entropies,) = step.fetch(self.entropies)
+        reads_log_probs = self._method is not None and "old_log_probs" in self._method.needs
+        (entropies,) = step.fetch(self.entropy_column)
         several_outputs = len(step.last_output.unique()) < len(step.keys)
         return CreditContext(
             Batch(
@@ -99,7 +100,7 @@ class Credit:
         counts = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
         mask = step.mask & step.of_tokens(counts)
         (advantages,) = step.fetch("advantages")
-        if "groups" in context.metrics:  # GTPO's and GRPO-S's own lack the spread alone
+        if self._method is not None and issubclass(self._method.config, ShapingConfig):  # theirs lack the spread alone
             rows = zip(step.rows(advantages), step.rows(mask), strict=True)
             spread = mean_spread(values[valid] for values, valid in rows)
             found = {} if spread is None else {"advantage_spread": spread}
@@ -110,7 +111,7 @@ class Credit:
                 step.padded(advantages), step.padded(mask), batch.group, batch.correct, batch.entropy
             )
         found |= context.metrics
-        found["entropy_all"] = step.fetch(self.entropies)[0][step.mask].mean().item()
+        found["entropy_all"] = step.fetch(self.entropy_column)[0][step.mask].mean().item()
         infos = [step.infos[number] for number in last.tolist()]
         accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
         return {f"credit/{name}": value for name, value in found.items()} | verifier_metrics(infos) | accuracy

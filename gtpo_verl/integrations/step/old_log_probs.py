@@ -29,31 +29,31 @@ class OldLogProbs:
         self._seconds_per_token: float | None = None
 
     def compute(
-        self, verls: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any]
+        self, verl_pass: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any]
     ) -> KVBatchMeta:
         """Write ``old_log_probs``, and the actor's ``entropy`` where its pass is run.
 
-        verls: verl's pass; in bypass mode it takes the rollout's log-probs. number: of the training step, from 1.
+        verl_pass: verl's pass; in bypass mode it takes the rollout's log-probs. number: of the training step, from 1.
         """
         if not self.source.from_rollout:
-            return verls()
+            return verl_pass()
         tokens = sum(tag["seq_len"] for tag in step.batch.tags)  # of prompts and responses, padding included
         if not self.source.skips_actor_pass:
-            return self._compared(verls, step, number, metrics, tokens)
+            return self._compared(verl_pass, step, number, metrics, tokens)
         if not self.is_due(number):
             metrics.update(self.skipped(tokens))
-            return verls()
+            return verl_pass()
         with temporarily(self._config.algorithm.rollout_correction, "bypass_mode", False):
-            self._compared(verls, step, number, metrics, tokens)
+            self._compared(verl_pass, step, number, metrics, tokens)
         # This step too trains on the rollout's log-probs: this overwrites the actor's with them.
-        return verls()
+        return verl_pass()
 
     def _compared(
-        self, verls: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any], tokens: int
+        self, verl_pass: Callable[[], KVBatchMeta], step: Step, number: int, metrics: dict[str, Any], tokens: int
     ) -> KVBatchMeta:
         """Run the actor's pass, time it, and compare its entropies with the rollout's."""
         started = time.perf_counter()
-        batch = verls()
+        batch = verl_pass()
         metrics.update(self.ran(time.perf_counter() - started, tokens))
         actor, rollout, versions = step.fetch("entropy", ENTROPIES, VERSIONS)
         # Weights are sent at the end of a step, with its number; old log-probs are always of those weights.
