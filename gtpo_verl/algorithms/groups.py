@@ -3,7 +3,6 @@ cache and no pass is made over the padding of the whole batch.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -63,20 +62,3 @@ def groups_of(response_mask: torch.Tensor, group: torch.Tensor, correct: torch.T
 def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
     """(B,) int64, the number of valid tokens of each row of a (B, T) mask of any type."""
     return (response_mask != 0).sum(1)
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """Work on the CPU in the calling thread alone; the number of threads is put back afterwards.
-
-    Sharing an operation of 0.1 ms between threads gains little, and on a busy machine each waits for its turn.
-    """
-    threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -6,7 +6,7 @@ import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_finite, check_tokens
-from gtpo_verl.algorithms.groups import groups_of, one_thread
+from gtpo_verl.algorithms.groups import groups_of
 from gtpo_verl.algorithms.metrics import CreditMetrics
 from gtpo_verl.algorithms.normalization import Moments
 from gtpo_verl.algorithms.registry import Algorithm, Style
@@ -38,20 +38,19 @@ def grpo_advantages(
     dtype = torch.float64 if reward.dtype == torch.float64 else torch.float32
     advantages = torch.zeros(response_mask.shape, dtype=dtype, device=response_mask.device)
     metrics = CreditMetrics()
-    with one_thread(response_mask.device):
-        for members in groups_of(response_mask, group, verdict):
-            metrics.add_group(members.ends, verdict[members.rows])
-            if entropy is not None:
-                H = torch.where(members.mask, members.take(entropy).double(), 0.0)
-                check_entropies(H, members, entropy.dtype)
-                metrics.add_entropies(members, H, members.mask)
-            check_finite("reward", reward, members.rows)
-            R = reward[members.rows, None].double()
-            plus, minus = (Moments.of(R[side]) for side in members.sides)
-            metrics.add_rewards((plus, minus))
-            A = plus.join(minus).advantages(R, torch.finfo(dtype).eps)  # DAPO eq. 9
-            metrics.add_sign_flips(members, A, torch.ones_like(A, dtype=torch.bool))
-            members.put(torch.where(members.mask, A, 0.0), advantages)
+    for members in groups_of(response_mask, group, verdict):
+        metrics.add_group(members.ends, verdict[members.rows])
+        if entropy is not None:
+            H = torch.where(members.mask, members.take(entropy).double(), 0.0)
+            check_entropies(H, members, entropy.dtype)
+            metrics.add_entropies(members, H, members.mask)
+        check_finite("reward", reward, members.rows)
+        R = reward[members.rows, None].double()
+        plus, minus = (Moments.of(R[side]) for side in members.sides)
+        metrics.add_rewards((plus, minus))
+        A = plus.join(minus).advantages(R, torch.finfo(dtype).eps)  # DAPO eq. 9
+        metrics.add_sign_flips(members, A, torch.ones_like(A, dtype=torch.bool))
+        members.put(torch.where(members.mask, A, 0.0), advantages)
     return AdvantageOutput(advantages, reward.detach().to(dtype), metrics.found())
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_tokens
-from gtpo_verl.algorithms.groups import Group, groups_of, one_thread
+from gtpo_verl.algorithms.groups import Group, groups_of
 from gtpo_verl.algorithms.normalization import Moments
 
 TAIL = 0.9  # where the tail is looked at, as a share of the longest response
@@ -38,9 +38,9 @@ class CreditMetrics:
         """Entropies (G, T) of a group, 0 outside the mask, before they are floored; floor: in nats, None for none."""
         for polarity, side in enumerate(group.sides):
             self._entropies[polarity] += H[side].sum().item()
-            self._tokens[polarity] += int(mask[side].sum())
+            self._tokens[polarity] += int(mask[side].count_nonzero())
         if floor is not None:
-            self._at_floor = (self._at_floor or 0) + int((torch.le(H, floor) & mask).sum())
+            self._at_floor = (self._at_floor or 0) + int((torch.le(H, floor) & mask).count_nonzero())
 
     def add_rewards(self, rewards: Sequence[Moments]) -> None:
         """Moments of the shaped rewards of a group that takes part in the statistics."""
@@ -50,8 +50,8 @@ class CreditMetrics:
         """Advantages (G, T), or (G, 1), before `preserve_sign`: which contradict the verdict."""
         plus, minus = group.sides
         for polarity, (side, contradicts) in enumerate(((plus, A[plus] < 0), (minus, A[minus] > 0))):
-            self._flips[polarity] += int((contradicts & mask[side]).sum())
-            self._judged[polarity] += int(mask[side].sum())
+            self._flips[polarity] += int((contradicts & mask[side]).count_nonzero())
+            self._judged[polarity] += int(mask[side].count_nonzero())
 
     def found(self) -> dict[str, float]:
         """The metrics by name; a mean over nothing is left out."""
@@ -96,17 +96,16 @@ def credit_metrics(
     check_batch(response_mask, group, correct=correct)
     check_tokens(entropy, response_mask)
     metrics, responses = CreditMetrics(), []
-    with one_thread(advantages.device):
-        for members in groups_of(response_mask, group, correct):
-            mask = members.mask
-            H = torch.where(mask, members.take(entropy).double(), 0.0)
-            check_entropies(H, members, entropy.dtype)
-            metrics.add_group(members.ends, correct[members.rows])
-            metrics.add_entropies(members, H, mask)
-            A = members.take(advantages).double()
-            metrics.add_sign_flips(members, A, mask)
-            responses += [row[valid] for row, valid in zip(A, mask, strict=True)]
-        spread = mean_spread(responses)
+    for members in groups_of(response_mask, group, correct):
+        mask = members.mask
+        H = torch.where(mask, members.take(entropy).double(), 0.0)
+        check_entropies(H, members, entropy.dtype)
+        metrics.add_group(members.ends, correct[members.rows])
+        metrics.add_entropies(members, H, mask)
+        A = members.take(advantages).double()
+        metrics.add_sign_flips(members, A, mask)
+        responses += [row[valid] for row, valid in zip(A, mask, strict=True)]
+    spread = mean_spread(responses)
     return metrics.found() | ({} if spread is None else {"advantage_spread": spread})
 
 

@@ -27,7 +27,7 @@ class Moments:
         """The moments of values of any shape, or of those inside a mask of that shape, in float64."""
         values = values.double()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-        count = int(mask.sum())
+        count = int(mask.count_nonzero())
         if not count:
             return cls()
         mean = torch.where(mask, values, 0.0).sum().item() / count

@@ -14,7 +14,7 @@ import torch
 from gtpo_verl.algorithms.batch import AdvantageOutput
 from gtpo_verl.algorithms.checks import check_batch, check_entropies, check_finite, check_tokens
 from gtpo_verl.algorithms.config import ShapingConfig
-from gtpo_verl.algorithms.groups import Group, groups_of, one_thread
+from gtpo_verl.algorithms.groups import Group, groups_of
 from gtpo_verl.algorithms.metrics import CreditMetrics
 from gtpo_verl.algorithms.normalization import Moments, normalized_over
 
@@ -62,8 +62,7 @@ class ShapedBatch:
         dtype = torch.float64 if self.entropy.dtype == torch.float64 else torch.float32
         advantages = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
         shaped = advantages.new_zeros(len(mask), mask.shape[1] if per_token else 1) if return_shaped else None
-        with one_thread(mask.device):
-            metrics = self._fill(advantages, shaped)
+        metrics = self._fill(advantages, shaped)
         if shaped is not None and not per_token:
             shaped = shaped.squeeze(1)
         return AdvantageOutput(advantages, shaped, metrics.found())

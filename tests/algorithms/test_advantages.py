@@ -86,19 +86,6 @@ def test_advantages_can_be_written_to_and_saved(tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / "advantages.pt"), advantages)
 
 
-def test_the_number_of_threads_is_put_back():
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        gtpo()
-        assert torch.get_num_threads() == 3
-        with pytest.raises(ValueError, match="row 0, position 0"):
-            gtpo(entropy=torch.full_like(ENTROPY, math.nan))
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_without_shaped_rewards_the_advantages_are_the_same():
     out = gtpo(return_shaped=False)
     assert out.shaped_rewards is None

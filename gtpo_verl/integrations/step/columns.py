@@ -45,6 +45,7 @@ class Step:
         self.lengths = [int(tag["response_len"]) for tag in tags.values()]
         self._places = [number for number, key in enumerate(batch.keys) if key in tags]
         self._columns: dict[str, torch.Tensor] = {}
+        self._mask: tuple[torch.Tensor | None, torch.Tensor] = None, torch.empty(0)  # the column it is of, and the mask
 
     # ---------------------------------------------------------------- columns
 
@@ -105,12 +106,15 @@ class Step:
     @property
     def mask(self) -> torch.Tensor:
         """(N,) bool: the tokens that the policy, or its guide, generated."""
-        return self.fetch("response_mask")[0] != 0
+        (column,) = self.fetch("response_mask")
+        if self._mask[0] is not column:  # verl, or `put`, may have written another
+            self._mask = column, column != 0
+        return self._mask[1]
 
     @property
     def own_mask(self) -> torch.Tensor:
         """(N,) bool: the tokens that the policy generated."""
-        return self.mask & ~self.of_tokens(self.of_guide)
+        return self.mask & ~self.of_tokens(self.of_guide) if self.of_guide.any() else self.mask
 
     # ---------------------------------------------------------------- responses
 

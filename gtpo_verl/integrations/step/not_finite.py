@@ -46,8 +46,7 @@ class NotFinite:
         cause of the first column with such values at a token of the policy, where the run is to stop.
         """
         for name, values in zip(names, step.fetch(*names), strict=True):
-            bad = ~values.isfinite() & step.mask
-            if bad.any():
+            if not values.isfinite().all() and (bad := ~values.isfinite() & step.mask).any():
                 keys = [key for key, row in zip(step.keys, step.rows(bad), strict=True) if row.any()]
                 problem = (
                     f"step {number}: {name} of {len(keys)} of {len(step.keys)} responses is NaN or infinite "
