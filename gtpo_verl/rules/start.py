@@ -41,6 +41,8 @@ LOGGERS: dict[str, tuple[str | None, tuple[str, ...]]] = {
 
 def run_dir(config: DictConfig) -> Iterator[Problem]:
     """The run directory can be made, and written to."""
+    if config.trainer.run_dir is None:  # composed, and not yet prepared for a run
+        return
     if blocked := obstacle(Path(config.trainer.run_dir)):
         yield Problem(f"trainer.run_dir={config.trainer.run_dir}: {blocked}.")
 
