@@ -144,7 +144,7 @@ FAULTS = (
         "batch-statistics",
         "norm_scope=batch normalises by the group",
         "algorithms/shaping.py",
-        "rewards_of_batch or rewards_of_group",
+        "rewards_of_group if rewards_of_batch is None else rewards_of_batch",
         "rewards_of_group",
         ("tests/algorithms/test_against_loops.py",),
     ),
