@@ -138,7 +138,7 @@ def _report(file: TraceFile, output: Path) -> None:
         f"{answered} of {len(answers)} prompts have one that is kept."
     )
     if left_out:
-        print(f"{left_out} prompts are longer than data.max_prompt_length and were not asked.")
+        print(f"Prompts not asked, as they are longer than data.max_prompt_length: {left_out}.")
     if not answered:
         print("warning: no response was kept, so a run with this file would be refused.")
     print(f"Data: {output}")
