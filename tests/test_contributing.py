@@ -2,7 +2,9 @@
 hand.
 """
 
+import math
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,15 +23,17 @@ def entry() -> Algorithm:
 
 
 def test_advantages_of_the_example(entry: Algorithm) -> None:
-    """Group 7 has the rewards 1, 1, -1 and a punishment of a half on the second; group 9 has one response."""
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1]])
-    rewards = torch.tensor([1.0, 1.0, -1.0, 1.0])
-    penalty = torch.tensor([0.0, -0.5, 0.0, 0.0])
-    batch = Batch(mask, torch.tensor([7, 7, 7, 9]), rewards > 0, rewards=rewards, length_penalty=penalty)
-    each = torch.tensor([1 - (0.5 - 1) / 2, 0.5 - (1 - 1) / 2, -1 - (1 + 0.5) / 2, 0.0])
+    """Group 7 has the rewards 1, 1, -1, a punishment of a half on the second, and an empty one; group 9 has one."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 1], [0, 0, 0]])
+    rewards = torch.tensor([1.0, 1.0, -1.0, 1.0, 5.0])
+    penalty = torch.tensor([0.0, -0.5, 0.0, 0.0, 0.0])
+    batch = Batch(mask, torch.tensor([7, 7, 7, 9, 7]), rewards > 0, rewards=rewards, length_penalty=penalty)
+    each = torch.tensor([1 - (0.5 - 1) / 2, 0.5 - (1 - 1) / 2, -1 - (1 + 0.5) / 2, 0.0, 0.0])
     torch.testing.assert_close(entry.advantages(batch).advantages, each[:, None] * mask)
     doubled = entry.advantages(batch, entry.config(scale=2.0)).advantages
     torch.testing.assert_close(doubled, 2 * each[:, None] * mask)
+    with pytest.raises(ValueError, match="reward of row 1 is nan"):
+        entry.advantages(replace(batch, rewards=torch.tensor([0, math.nan, 0, 0, 0])))
 
 
 def test_the_preset_of_the_example_is_that_of_its_entry(entry: Algorithm) -> None:
