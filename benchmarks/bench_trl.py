@@ -21,6 +21,7 @@ from gtpo_verl.runs.directory import METRICS_FILE
 from gtpo_verl.runs.reader import read_metrics
 
 TRL = "1.16.0"
+PHASES = ("gen", "adv", "update_actor", "update_weights")
 SUMS = "reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1"
 PROMPTS, RESPONSES, TOKENS = 16, 8, 48
 
@@ -84,8 +85,11 @@ def ours(arguments: argparse.Namespace, directory: Path) -> list[float]:
         *("algorithm.entropy.check_every=0", "trainer.val_before_train=false", "trainer.test_freq=-1"),
     ]
     subprocess.run([sys.executable, "-m", "gtpo_verl.train", *overrides], check=True, stdout=subprocess.DEVNULL)
-    steps, _ = read_metrics(directory / METRICS_FILE)
-    return [metrics["timing_s/step"] for metrics in steps.values() if "timing_s/step" in metrics]
+    read, _ = read_metrics(directory / METRICS_FILE)
+    steps = [metrics for metrics in read.values() if "timing_s/step" in metrics]
+    medians = {name: statistics.median(metrics[f"timing_s/{name}"] for metrics in steps[1:]) for name in PHASES}
+    print("gtpo_verl, by phase: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in medians.items()))
+    return [metrics["timing_s/step"] for metrics in steps]
 
 
 def theirs(arguments: argparse.Namespace, directory: Path) -> list[float]:
