@@ -80,7 +80,7 @@ def test_the_same_command_goes_on_and_another_training_is_refused_with_the_diffe
         assert "actor_rollout_ref.actor.optim.lr was 0.0003, is 1e-05: verl restores optimizer" in message
 
 
-LAYOUT = ("trainer.n_gpus_per_node=2", "hardware=gpu")
+LAYOUT = ("trainer.n_gpus_per_node=2", "trainer.nnodes=2")
 FREE = (
     *("trainer.total_training_steps=48", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[console]"),
     *("trainer.experiment_name=other", "guards.stall_timeout=60", "guards.bounds.entropy_low=null"),

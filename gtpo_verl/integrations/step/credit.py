@@ -33,7 +33,6 @@ class Credit:
 
     def __init__(self, config: DictConfig) -> None:
         self._config = config
-        self._method = algorithm_of(config)  # None for verl's own
         # `acc` from which a response is correct, and the column that the advantages are computed from
         self.threshold = float(OmegaConf.select(config, "algorithm.correct_threshold", default=1.0))
         self.entropy_column = entropy_source(config).column
@@ -42,7 +41,8 @@ class Credit:
         """What the estimator needs in training step ``number`` (from 1) and verl does not pass it."""
         if warning := verdicts_warning(step.correct, step.infos, self.threshold):
             logger.warning("%s", warning)
-        reads_log_probs = self._method is not None and "old_log_probs" in self._method.needs
+        method = algorithm_of(self._config)
+        reads_log_probs = method is not None and "old_log_probs" in method.needs
         (entropies,) = step.fetch(self.entropy_column)
         several_outputs = len(step.last_output.unique()) < len(step.keys)
         return CreditContext(
@@ -100,7 +100,8 @@ class Credit:
         counts = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
         mask = step.mask & step.of_tokens(counts)
         (advantages,) = step.fetch("advantages")
-        if self._method is not None and issubclass(self._method.config, ShapingConfig):  # theirs lack the spread alone
+        method = algorithm_of(self._config)
+        if method is not None and issubclass(method.config, ShapingConfig):  # theirs lack the spread alone
             rows = zip(step.rows(advantages), step.rows(mask), strict=True)
             spread = mean_spread(values[valid] for values, valid in rows)
             found = {} if spread is None else {"advantage_spread": spread}
