@@ -46,7 +46,11 @@ class NotFinite:
         cause of the first column with such values at a token of the policy, where the run is to stop.
         """
         for name, values in zip(names, step.fetch(*names), strict=True):
-            if not values.isfinite().all() and (bad := ~values.isfinite() & step.mask).any():
+            finite = values.isfinite()
+            if finite.all():
+                continue
+            bad = ~finite & step.mask
+            if bad.any():
                 keys = [key for key, row in zip(step.keys, step.rows(bad), strict=True) if row.any()]
                 problem = (
                     f"step {number}: {name} of {len(keys)} of {len(step.keys)} responses is NaN or infinite "
