@@ -8,7 +8,6 @@ ratios are 1.
 
 import copy
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,7 @@ def gathered(part: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def run_rank(
-    rank: int, ranks: int, port: int, config: DictConfig, recorded: dict[str, Any], out: Path, updates: int = 2
-) -> None:
+def run_rank(rank: int, ranks: int, config: DictConfig, recorded: dict[str, Any], out: Path, updates: int = 2) -> None:
     """One rank's part of a replay; rank 0 saves entropies, old log-probs, advantages and, for each update, metrics to
     ``out``.
     """
@@ -91,8 +88,7 @@ def run_rank(
         "WORLD_SIZE": str(ranks),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **meeting_in(Path(f"{out}.ranks").absolute()),
     }
     from verl.utils import tensordict_utils as tu
     from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -142,10 +138,9 @@ def run_rank(
 KEPT = ("loss", "grad_norm", "actor/pg_loss", "actor/pg_clipfrac", "actor/ppo_kl")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def meeting_in(file: Path) -> dict[str, str]:
+    """The environment of verl's workers that meet in a new file: a free port may be taken before they open it."""
+    return {"DIST_INIT_METHOD": f"file://{file}", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def main(run_dir: Path, step: str, out: Path) -> None:
@@ -159,7 +154,7 @@ def main(run_dir: Path, step: str, out: Path) -> None:
     results = {}
     for ranks in (1, 2):
         part = out.with_suffix(f".{ranks}")
-        mp.start_processes(run_rank, (ranks, free_port(), config, recorded, part), nprocs=ranks, start_method="fork")
+        mp.start_processes(run_rank, (ranks, config, recorded, part), nprocs=ranks, start_method="fork")
         results[ranks] = torch.load(part)
     torch.save(results, out)
 

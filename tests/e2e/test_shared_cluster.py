@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray_head import free_ports
 
 from gtpo_verl.runs.reader import read_run
 
@@ -66,9 +67,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Two nodes with one logical device each, behind a token."""
     temporary = Path("/tmp") / f"gtpo_verl-{secrets.token_hex(4)}"  # short: Ray's sockets are in it
     host = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1, host)
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     common = ("--num-cpus=12", "--num-gpus=1", "--object-store-memory=200000000", "--disable-usage-stats", "--block")
     head = ("--head", f"--port={port}", f"--temp-dir={temporary}", "--include-dashboard=false")

@@ -11,7 +11,7 @@ micro-batches of several sizes; then three updates. For one algorithm also what 
 
 import copy
 import os
-import socket
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -282,11 +282,11 @@ def layout_results(layout: Layout, model: Path, folder: Path) -> Iterator[tuple[
         yield (algorithm, "answers"), actor.answers
 
 
-def run_rank(rank: int, ranks: int, port: int, names: list[str], out: Path) -> None:
+def run_rank(rank: int, ranks: int, meeting: str, names: list[str], out: Path) -> None:
     """Every layout of this number of ranks; the rank that has a layout's outputs saves its results."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("cpu:gloo", meeting, rank=rank, world_size=ranks)
     for name in names:
         layout = LAYOUTS[name]
         results = dict(layout_results(layout, model_path(out, layout), out / name))
@@ -301,12 +301,6 @@ def model_path(out: Path, layout: Layout) -> Path:
     return out / ("model-tied" if layout.tied else "model")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def main(directory: str, *names: str) -> None:
     out, layouts = Path(directory), [LAYOUTS[name] for name in names]
     for layout in layouts:
@@ -315,5 +309,6 @@ def main(directory: str, *names: str) -> None:
             compose(layout.backend, algorithm)  # here, once for all processes
     for ranks in sorted({layout.ranks for layout in layouts}):
         own = [name for name in names if LAYOUTS[name].ranks == ranks]
+        meeting = f"file://{tempfile.mkdtemp(dir=out)}/ranks"  # a free port may be taken before they open it
         # forked, so that the imports above are paid for once
-        mp.start_processes(run_rank, (ranks, free_port(), own, out), nprocs=ranks, start_method="fork")
+        mp.start_processes(run_rank, (ranks, meeting, own, out), nprocs=ranks, start_method="fork")

@@ -14,7 +14,7 @@ from typing import Any
 sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
 
 import torch.distributed as dist  # noqa: E402
-from drive_engines import Actor, batches, free_port, write_model  # noqa: E402
+from drive_engines import Actor, batches, write_model  # noqa: E402
 from megatron_harness import LAYOUTS  # noqa: E402
 
 
@@ -27,7 +27,7 @@ def counters(actor: Actor) -> list[Any]:
 def main(out: str) -> None:
     directory = Path(out)
     write_model(directory / "model", tied=False)
-    dist.init_process_group("cpu:gloo", f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("cpu:gloo", f"file://{directory}/ranks", rank=0, world_size=1)
     make = partial(Actor, LAYOUTS["dp1"], "gtpo", directory / "model")
     batch = batches(directory / "model")["gtpo"]
     actor = make()

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 from golden_run import RESPONSES, config_of, recorded_batch
-from replay_batch import columns, free_port, gathered, jagged
+from replay_batch import columns, gathered, jagged, meeting_in
 
 from gtpo_verl.algorithms import Batch, algorithms, soft_overlong_penalty
 from gtpo_verl.integrations.launch import export_environment
@@ -181,7 +181,7 @@ def main(out: Path) -> None:
         dapo = config_of("dapo", model)
         export_environment(dapo)
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        os.environ |= {**meeting_in(model / "ranks"), "OMP_NUM_THREADS": "1"}
         actor = Actor(dapo, batch)
         methods = {}
         losses: set[str] = set()

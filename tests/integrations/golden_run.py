@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-from replay_batch import free_port, run_rank
+from replay_batch import run_rank
 
 from gtpo_verl.config import compose_config, prepare
 from gtpo_verl.integrations.launch import export_environment
@@ -96,7 +96,7 @@ def main(out: Path, packed: bool) -> None:
 
         for algorithm, config in configs.items():
             part = Path(directory) / f"{algorithm}.pt"
-            arguments = (1, free_port(), config, batch, part, UPDATES)
+            arguments = (1, config, batch, part, UPDATES)
             mp.start_processes(run_rank, arguments, nprocs=1, start_method="fork")
             found = torch.load(part)
             results[algorithm] = {

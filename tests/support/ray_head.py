@@ -34,7 +34,7 @@ def ray_head(environment: Mapping[str, str], *options: str) -> Iterator[Head]:
     """
     temporary = Path("/tmp") / f"gtpo-{secrets.token_hex(4)}"  # short: Ray's sockets are in it
     token = secrets.token_hex(32)
-    port, dashboard, agent = _free_ports(3)
+    port, dashboard, agent = free_ports(3)
     search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     node = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PATH": search, **environment}
     command = (
@@ -60,12 +60,15 @@ def ray_head(environment: Mapping[str, str], *options: str) -> Iterator[Head]:
         log.unlink()
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Free ports below those that the kernel gives to whoever asks, so that they are free still when Ray opens them."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = 20_000 + secrets.randbelow(12_000)
+        with socket.socket() as client:
+            if client.connect_ex((host, port)) != 0:
+                ports.add(port)
+    return list(ports)
 
 
 def _wait_for(port: int, log: Path) -> None:

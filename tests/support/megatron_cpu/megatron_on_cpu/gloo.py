@@ -6,7 +6,7 @@ reproduction: ``python gloo.py`` prints what arrives from the columns of a matri
 """
 
 import functools
-import socket
+import tempfile
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ def install() -> None:
     dist.scatter = contiguous
 
 
-def scattered(rank: int, port: int, answers: Any) -> None:
+def scattered(rank: int, meeting: str, answers: Any) -> None:
     """Puts what this rank of two gets of the columns of ``arange(8).view(2, 4)``."""
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", meeting, rank=rank, world_size=2)
     columns = torch.arange(8.0).view(2, 4).chunk(2, 1)
     received = torch.empty(2, 2)
     dist.scatter(received, list(columns) if rank == 0 else None, src=0)
@@ -38,11 +38,9 @@ def scattered(rank: int, port: int, answers: Any) -> None:
 
 def reproduce() -> list[tuple[int, list[list[float]], list[list[float]]]]:
     """What each of two ranks received, and what was its own: ``(rank, received, expected)``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(scattered, (port, answers), nprocs=2)
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(scattered, (f"file://{directory}/ranks", answers), nprocs=2)
     return sorted(answers.get() for _ in range(2))
 
 
