@@ -190,10 +190,12 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
         place, start = prepared(task, seed, scratch)
         record = {"start": start} | read(task, seed)
         if record["start"]["weights"] != start["weights"]:
-            raise SystemExit(
-                f"error: another machine made another warm start of {task}, seed {seed}: train the rest of the seed "
-                f"there. registration.md, Failures, says when {data_file(task, seed).name} may be removed instead."
+            print(
+                f"{number + 1}/{len(todo)} {task} {seed} {arm}: left, since {data_file(task, seed).name} is of another "
+                "machine, whose warm start has other weights: train it there, or see Failures in registration.md",
+                flush=True,
             )
+            continue
         run = scratch / f"{task}-{seed}-{arm}".translate(str.maketrans({" ": "", ",": "-", "/": "_"}))
         began = time.monotonic()
         for attempt in (1, 2):  # registration.md: once more from the beginning, then a failure
