@@ -5,8 +5,9 @@
     python docs/results/verdict.py page                                           what `make results` runs
 
 `train` writes data/TASK-SEED.json after every run and skips what is there, so it continues on another machine from what
-is committed, and refuses uncommitted changes. It prints no result, and the page has none of a part before all of it and
-of part A is there. Models and logs are kept in --scratch and are not needed again.
+is committed, with the seeds that are not begun; it refuses uncommitted changes. It prints no result, and the page
+has none of a part before all of it and of part A is there. Models and logs in --scratch are needed until their seed is
+whole.
 """
 
 import argparse
