@@ -162,6 +162,27 @@ def test_a_run_keeps_what_another_process_wrote_meanwhile_and_says_what_it_was(
     assert len(runs["dapo"]["commit"]) == 40
 
 
+def test_a_seed_that_another_machine_began_is_left_and_the_next_is_trained(
+    trainable: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(task: str, seed: int, overrides: tuple[str, ...], place: Path, run: Path) -> list[str]:
+        run.mkdir()
+        for step in trainable.VALIDATED:
+            record_metrics(run, step, logged(summarize([Sample("a", "source", correct=True)])))
+        return [sys.executable, "-c", ""]
+
+    monkeypatch.setattr(trainable, "command", command)
+    monkeypatch.setitem(trainable.PARTS, "A", replace(trainable.PARTS["A"], seeds=(101, 102)))
+    begun = {"start": {"weights": "of another machine"}, "runs": {"gtpo": {"commit": "d" * 40}}}
+    trainable.write_json(trainable.data_file("sums", 101), begun)
+
+    trainable.train("A", ["sums"], 1.0, tmp_path)
+
+    assert trainable.read("sums", 101) == begun
+    assert trainable.endpoint(trainable.read("sums", 102)["runs"]["dapo"]) == 1.0
+    assert "sums 101 dapo: left, since sums-101.json is of another machine" in capsys.readouterr().out
+
+
 def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleType) -> None:
     verdict = small
     write_part(verdict, "A", GAINS)

@@ -4,10 +4,10 @@
     python docs/results/verdict.py predict [--tasks sums]                         the figures that part B is about
     python docs/results/verdict.py page                                           what `make results` runs
 
-`train` writes data/TASK-SEED.json after every run and skips what is there, so it continues on another machine from what
-is committed, with the seeds that are not begun; it refuses uncommitted changes. It prints no result, and the page
-has none of a part before all of it and of part A is there. Models and logs in --scratch are needed until their seed is
-whole.
+`train` writes data/TASK-SEED.json after every run and skips what is there. Another machine goes on with the seeds that
+are not begun: it would make other warm starts, so models and logs in --scratch are needed until their seed is whole.
+Uncommitted changes are refused. It prints no result, and the page has none of a part before all of it and of part A is
+there.
 """
 
 import argparse
