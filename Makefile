@@ -26,7 +26,7 @@ setup: $(READY) ## create .venv with the CPU stack, the project (editable) and t
 quickstart: $(STACK) ## train dapo, gtpo and grpo_s on the embedded task and write a report
 	$(BIN)/gtpo-verl quickstart
 
-example: $(READY) ## train a pretrained model, SmolLM2-135M, on sums of two digits and write a report (docs/start/real-model.md)
+example: $(READY) ## train a pretrained model, SmolLM2-135M, on sums of two numbers of one digit and write a report (docs/start/real-model.md)
 	$(BIN)/gtpo-verl prepare-data smollm2
 	$(BIN)/gtpo-verl prepare-data reasoning-gym:chain_sum,min_terms=2,max_terms=2,max_digits=1 --output data/smollm2-sums
 	$(BIN)/gtpo-verl train setting=smollm2 hardware=cpu verifier=reasoning_gym algo=gtpo actor_rollout_ref.model.path=outputs/smollm2 \
