@@ -8,8 +8,8 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -23,6 +23,7 @@ LOG_FILE = "train.log"
 LOG_FORMAT = "gtpo_verl %(levelname)s: %(message)s"  # of this package's loggers in a run's processes
 STOPPED = "Stopped after step"  # the last line of a training that was stopped begins so
 POLL = 0.5  # seconds between looks at log and metrics
+MINUTE = 60.0  # seconds between two lines of progress where stdout is no terminal
 
 _WARNING = re.compile(r"gtpo_verl (WARNING|ERROR): (?P<text>.*)")
 # EIO of a closed terminal, EPIPE, ENOSPC; and what a signal handler gets that prints in the middle of a print
@@ -108,7 +109,8 @@ def printing_to(log: Path) -> Iterator[None]:
 @contextmanager
 def progress_over(log: Path, kept: Path) -> "Iterator[Progress]":
     """A progress display on the terminal, while all that the block prints goes to the end of a file; on Ctrl-C it says
-    where the results so far are ``kept``, with which the same command goes on.
+    where the results so far are ``kept``, with which the same command goes on. In a file or a pipe, as a job has it,
+    progress is a line every minute.
     """
     from rich import progress as bars
     from rich.console import Console
@@ -121,11 +123,38 @@ def progress_over(log: Path, kept: Path) -> "Iterator[Progress]":
         printing_to(log),
         bars.Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
     ):
+        shown = nullcontext() if progress.console.is_terminal else _meanwhile(lambda: _say_counts(progress), MINUTE)
         try:
-            yield progress
+            with shown:
+                yield progress
         except KeyboardInterrupt:
             progress.console.print(f"\nWhat is finished is in {kept}; repeat the command for the rest.")
             raise
+
+
+def _say_counts(progress: "Progress") -> None:
+    for task in progress.tasks:
+        if not task.finished and task.total:
+            left = "" if task.time_remaining is None else f", about {task.time_remaining / 60:.0f} min left"
+            say(f"{task.description} {task.completed:.0f}/{task.total:.0f}{left}")
+
+
+@contextmanager
+def _meanwhile(work: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Do something every so many seconds of the block, in a thread."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            work()
+
+    thread = threading.Thread(target=repeat, name="terminal", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -137,7 +166,6 @@ def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[No
     files = [run_dir / LOG_FILE, run_dir / METRICS_FILE]
     log, metrics = (file.stat().st_size if file.exists() else 0 for file in files)  # shown from here on
     shown: set[str] = set()
-    ended = threading.Event()
 
     def show() -> None:
         nonlocal log, metrics
@@ -154,17 +182,10 @@ def following(run_dir: Path, steps: int | None, *, verbose: bool) -> Iterator[No
         for step in written:
             say(f"step {step['step']}/{steps or '?'}: {describe(step['step'], step['data'])}")
 
-    def watch() -> None:
-        while not ended.wait(POLL):
-            show()
-
-    thread = threading.Thread(target=watch, name="terminal", daemon=True)
-    thread.start()
     try:
-        yield
+        with _meanwhile(show, POLL):
+            yield
     finally:
-        ended.set()
-        thread.join()
         show()
 
 

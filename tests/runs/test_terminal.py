@@ -72,6 +72,31 @@ def test_the_terminal_shows_steps_and_warnings_once_and_the_log_everything(tmp_p
     assert "after" not in log
 
 
+PROGRESS = """
+import pathlib, sys, time
+from gtpo_verl.runs import terminal
+terminal.MINUTE = 0.05
+with terminal.progress_over(pathlib.Path("log"), pathlib.Path("kept")) as progress:
+    bars = [progress.add_task(name, total=total) for name, total in (("starting", None), ("prompts", 2), ("points", 8))]
+    progress.update(bars[1], completed=2)
+    print("noise")
+    for done in (1, 3):
+        progress.update(bars[2], completed=done)
+        time.sleep(0.5)
+"""
+
+
+def test_progress_in_a_file_is_a_line_now_and_then_for_what_is_not_finished(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRESS], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = [line for line in done.stdout.splitlines() if "━" not in line]
+    assert lines[0] == "All that Ray and vLLM print is in log"
+    assert {"points 1/8", "points 3/8, about 0 min left"} <= set(lines)
+    assert not [line for line in lines[1:] if not line.startswith("points")], lines
+    assert (tmp_path / "log").read_text() == "noise\n"
+
+
 def test_verbose_shows_everything(tmp_path: Path) -> None:
     shown, log = run(tmp_path, "verbose")
     assert set(log.splitlines()) <= set(shown)
