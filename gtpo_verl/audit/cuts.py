@@ -15,11 +15,11 @@ def cut_points(texts: Sequence[str], steps: int) -> Ints:
     """Cut a response of T tokens with these texts into M steps: (M + 1,) ascending positions from 0 to T.
 
     Each cut is the end of a line or sentence nearest to an even grid, at most half a step away from it, or the grid's
-    own token where there is none. Raises ValueError for fewer tokens than steps.
+    own token where there is none. With fewer tokens than steps each is a step, and the last positions are all T.
     """
     length = len(texts)
-    if length < steps:
-        raise ValueError(f"a response of {length} tokens has no {steps} steps")
+    behind = [length] * max(0, steps - length)
+    steps = min(steps, length)
     ends = [place for place, text in enumerate(texts[:-1], 1) if text.rstrip(" ").endswith(ENDS)]
     points = [0]
     for number in range(1, steps):
@@ -28,19 +28,19 @@ def cut_points(texts: Sequence[str], steps: int) -> Ints:
         near = [place for place in ends if low <= place <= high and abs(place - even) <= length / steps / 2]
         place = min(near, key=lambda each: abs(each - even)) if near else round(even)
         points.append(min(max(place, low), high))
-    return np.array([*points, length], dtype=np.int64)
+    return np.array([*points, length, *behind], dtype=np.int64)
 
 
-def choose(groups: Sequence[str], correct: Bools, possible: Bools, count: int, seed: int) -> tuple[Ints, Floats]:
+def choose(groups: Sequence[str], correct: Bools, count: int, seed: int) -> tuple[Ints, Floats]:
     """Draw at most `count` responses to audit: equally many of each verdict and prompt, as far as there are.
 
-    groups: (B,) the prompt of each response. correct: (B,) bool. possible: (B,) bool, those that can be audited.
+    groups: (B,) the prompt of each response. correct: (B,) bool.
     Returns row numbers (N,), ascending, and weights (N,), the responses of prompt and verdict over those drawn.
     """
     rng = np.random.default_rng(seed)
     strata: dict[tuple[str, bool], list[int]] = {}
-    for row in np.flatnonzero(possible):
-        strata.setdefault((groups[row], bool(correct[row])), []).append(int(row))
+    for row, key in enumerate(zip(groups, correct.tolist(), strict=True)):
+        strata.setdefault(key, []).append(row)
     shuffled = {key: rng.permutation(rows).tolist() for key, rows in strata.items()}
     drawn: dict[tuple[str, bool], list[int]] = {key: [] for key in shuffled}
     prompts = list(dict.fromkeys(prompt for prompt, _ in shuffled))

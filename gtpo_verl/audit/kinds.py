@@ -62,7 +62,7 @@ def kind_shares(
         total = np.where(total > 0, total, np.nan)
         return {kind: as_figure(each / total, enough_prompts(values)) for kind, each in sums.items()}
 
-    of_energy = {kind: values.energy * count / tokens for kind, count in of_step.items()}
+    of_energy = {kind: values.energy * count / np.maximum(tokens, 1) for kind, count in of_step.items()}
     found = {}
     for verdict, rows in {"correct": values.correct, "wrong": ~values.correct}.items():
         if not rows.any():

@@ -54,16 +54,15 @@ def by_step(values: Floats | Bools, points: Ints) -> Floats:
     return np.diff(np.take_along_axis(sums, points, axis=1), axis=1)
 
 
-def first_losses(V: Floats, correct: Bools) -> Ints:
+def first_losses(values: Values) -> Ints:
     """(N,) the step behind which V is at most `LOST` for good, for the picture: as far as the continuations tell.
 
     `NO_STEP` for correct responses, where V(0) is that low already, and where there is none before the last step.
-    V: (N, M + 1).
     """
-    steps = V.shape[1] - 1
+    V, steps = values.mean, values.is_step.sum(axis=1)
     lost_since = np.flip(np.cumprod(np.flip(V <= LOST + 1e-12, axis=1), axis=1), axis=1).astype(bool)
     point = np.where(lost_since.any(axis=1), lost_since.argmax(axis=1), steps)
-    return np.where(correct | (point == 0) | (point == steps), NO_STEP, point - 1)
+    return np.where(values.correct | (point == 0) | (point >= steps), NO_STEP, point - 1)
 
 
 def components(
@@ -75,21 +74,23 @@ def components(
     """
     A = values.advantages.mean(axis=0) if truth is None else truth
     energy = values.energy if energy is None else energy
-    c, first, second = centred(credit.mean), *centred(values.advantages)
-    c = np.where(np.ptp(rounded(credit.mean), axis=1, keepdims=True) > 0, c, 0.0)  # of equal credits, round-off is left
-    inside = c - _mean_at_position(c, values)
+    is_step = values.is_step
+    c, advantage, first, second = (centred(each, is_step) for each in (credit.mean, A, *values.advantages))
+    differ = np.ptp(rounded(np.where(is_step, credit.mean, credit.mean[:, :1])), axis=1, keepdims=True) > 0
+    c = np.where(differ, c, 0.0)  # of equal credits, round-off is left
+    inside = c - np.where(is_step, _mean_at_position(c, values), 0.0)
     found = {
-        "cA": (c * centred(A)).sum(1),
+        "cA": (c * advantage).sum(1),
         "cc": (c**2).sum(1),
         "AA": (first * second).sum(1),
-        "pA": (inside * centred(A)).sum(1),
+        "pA": (inside * advantage).sum(1),
         "pp": (inside**2).sum(1),
         "g": (credit.mean * A).sum(1),
         "c2": (credit.mean**2).sum(1),
         "flips": credit.flips.sum(1),
         "tokens": credit.tokens.sum(1).astype(np.float64),
         "direction": (np.sign(credit.mean) * A).sum(1),
-        "steps": np.full(len(A), float(A.shape[1])),
+        "steps": is_step.sum(1).astype(np.float64),
         "energy": energy.sum(1),
     }
     for share in SHARES:
@@ -116,12 +117,17 @@ def rounded(values: Floats) -> Floats:
 
 
 def _mean_at_position(values: Floats, of: Values) -> Floats:
-    """(N, M) the weighted mean over the responses of the same verdict at each step."""
+    """(N, M) the weighted mean over the responses of the same verdict that have the step."""
     found = np.zeros_like(values)
     for rows in (of.correct, ~of.correct):
-        if rows.any():
-            found[rows] = np.average(values[rows], axis=0, weights=of.weight[rows])
+        found[rows] = mean_over(values[rows], of.weight[rows, None] * of.is_step[rows])
     return found
+
+
+def mean_over(values: Floats, weight: Floats) -> Floats:
+    """(M,) the mean over responses of values (N, M) with weights (N, M); 0 where nothing has a weight."""
+    total = weight.sum(axis=0)
+    return (weight * values).sum(axis=0) / np.where(total > 0, total, 1.0)
 
 
 def figures(sums: Mapping[str, Floats]) -> dict[str, Floats]:
@@ -157,7 +163,7 @@ def reliability(values: Values) -> dict[str, Floats]:
     AA: the product of the halves. A1, A2: their squares. noise: of a half with binomial counts. V0: V(0)(1 - V(0)),
     which E Σ A² is.
     """
-    first, second = centred(values.advantages)
+    first, second = centred(values.advantages, values.is_step)
     v1, v2 = values.halves[:, :, 0]
     found = {
         "AA": (first * second).sum(1),

@@ -92,7 +92,7 @@ def _chosen(result: Result) -> list[int]:
     trials = result.values.trials[:, :, 1].sum(axis=0)
     lengths = np.array([len(rollout.tokens) for rollout in result.chosen.responses])
     distance = np.abs(lengths - np.median(lengths))
-    lost = first_losses(result.values.mean, result.values.correct) >= 0
+    lost = first_losses(result.values) >= 0
     order = np.lexsort((distance, ~lost, -trials)).tolist()
     wrong = [number for number in order if not result.values.correct[number]]
     correct = [number for number in order if result.values.correct[number]]
@@ -105,7 +105,7 @@ def _shown(number: int, result: Result) -> dict[str, Any]:
     values, rollout = result.values, result.chosen.responses[number]
     A = values.advantages.mean(axis=0)[number]
     certain = np.abs(A) > CERTAIN * values.standard_error[number]
-    lost = int(first_losses(values.mean, values.correct)[number])
+    lost = int(first_losses(values)[number])
     largest = max(float(np.abs(A).max()), 1e-9)
     kept = min(len(rollout.tokens), MOST_TOKENS)
     # What ends a response is otherwise invisible.
@@ -141,7 +141,7 @@ def curve(result: Result, number: int) -> dict[str, Any]:
     values, points = result.values, result.chosen.points[number].astype(np.float64)
     V, trials = values.mean[number], values.trials[:, number].sum(axis=0)
     line = Line("V", points, V, *wilson(V, trials))
-    lost = int(first_losses(values.mean, values.correct)[number])
+    lost = int(first_losses(values)[number])
     band = (float(points[lost]), float(points[lost + 1]), "lost here") if lost >= 0 else None
     panel = Panel("V", (line,), percent=True, x_label="token", height=160, y_domain=(0, 1), band=band)
     return panel_chart(panel, STYLES, interactive=True)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gtpo_verl.audit.metrics import Credit
+from gtpo_verl.audit.metrics import Credit, mean_over
 from gtpo_verl.audit.values import Bools, Ints, Values
 from gtpo_verl.runs.statistics import Floats
 
@@ -23,9 +23,8 @@ def position_credit(values: Values, tokens: Ints) -> Credit:
     credit = np.zeros_like(A)
     for row in range(len(A)):
         others = (prompt != prompt[row]) & (values.correct == values.correct[row])
-        if others.any():
-            credit[row] = np.average(A[others], axis=0, weights=values.weight[others])
-    return Credit.of_steps(credit, tokens, values.correct)
+        credit[row] = mean_over(A[others], values.weight[others, None] * values.is_step[others])
+    return Credit.of_steps(np.where(values.is_step, credit, 0.0), tokens, values.correct)
 
 
 def state_credit(variance: Floats, V: Floats, tokens: Ints, correct: Bools) -> Credit:

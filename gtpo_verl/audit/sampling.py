@@ -39,14 +39,13 @@ class Strata(NamedTuple):
 class Chosen:
     """The audited responses: numbers among `batch` (N,), weights (N,), cut points (N, M + 1).
 
-    batch: the responses of all prompts with contrast, which the methods see. short: how many have too few tokens.
+    batch: the responses of all prompts with contrast, which the methods see.
     """
 
     batch: tuple[Rollout, ...]
     rows: Ints
     weight: Floats
     points: Ints
-    short: int
 
     @property
     def responses(self) -> list[Rollout]:
@@ -108,19 +107,12 @@ def _rollout(row: int, place: int, number: int, sampled: Continuation, describe:
 
 
 def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chosen:
-    """Choose the responses to audit, and cut them. Raises UserError where all have fewer tokens than steps."""
+    """Choose the responses to audit, and cut them."""
     batch = tuple(itertools.chain.from_iterable(groups_with_contrast(rollouts, plan)))
-    lengths = np.array([len(rollout.tokens) for rollout in batch])
-    possible = lengths >= plan.steps
-    if not possible.any():
-        raise UserError(
-            f"--steps {plan.steps}: the longest response has {lengths.max()} tokens, and a step has at least one. "
-            f"Choose --steps {max(2, int(np.median(lengths)) // 2)} or less."
-        )
     prompts, correct = [str(each.row) for each in batch], np.array([each.correct for each in batch])
-    rows, weight = choose(prompts, correct, possible, plan.responses, seed)
+    rows, weight = choose(prompts, correct, plan.responses, seed)
     points = np.stack([cut_points(batch[row].texts, plan.steps) for row in rows])
-    return Chosen(batch, rows, weight, points, int((~possible).sum()))
+    return Chosen(batch, rows, weight, points)
 
 
 def groups_with_contrast(rollouts: Sequence[Rollout], plan: Plan) -> list[list[Rollout]]:
@@ -150,6 +142,7 @@ def wanted_counts(chosen: Chosen, plan: Plan, seed: int) -> list[Prefix]:
         (number, rollout, rollout.tokens[:place])
         for number, rollout in enumerate(chosen.responses)
         for place in chosen.points[number, 1:-1].tolist()
+        if place < len(rollout.tokens)
     ]
     prompts = dict.fromkeys(rollout.row for rollout in chosen.responses)
     asked = [(row, OF_PROMPT, list[int](), AT_PROMPT * first, 1) for row in prompts]
@@ -167,8 +160,9 @@ def wanted_branches(chosen: Chosen, plan: Plan) -> list[Prefix]:
     wanted = []
     for rollout, points in zip(chosen.responses, chosen.points.tolist(), strict=True):
         for start, end in itertools.pairwise(points if plan.branches else ()):
-            key = rollout.row, rollout.sample, start, OF_BRANCH
-            wanted.append(Prefix(key, rollout.row, tuple(rollout.tokens[:start]), plan.branches, most=end - start))
+            if start < end:
+                key = rollout.row, rollout.sample, start, OF_BRANCH
+                wanted.append(Prefix(key, rollout.row, tuple(rollout.tokens[:start]), plan.branches, most=end - start))
     return wanted
 
 
@@ -252,7 +246,8 @@ def measured(store: Store, chosen: Chosen) -> Values:
         rollout, place = responses[number], int(chosen.points[number, point])
         key = rollout.row, rollout.sample if point else OF_PROMPT, place, half
         successes[half, number, point], trials[half, number, point] = right[key], tried[key]
-    _check_sampled(int((trials < 2).sum()), trials.size, "points")
+    of_step = np.diff(chosen.points) > 0
+    _check_sampled(int((trials < 2)[:, of_step].sum()), 2 * int(of_step.sum()), "points")
     correct = np.array([rollout.correct for rollout in responses])
     return Values.of_counts(successes, trials, correct, tuple(each.cluster for each in responses), chosen.weight)
 
@@ -260,13 +255,15 @@ def measured(store: Store, chosen: Chosen) -> Values:
 def measured_branches(store: Store, chosen: Chosen, plan: Plan) -> tuple[Ints, Ints]:
     """Correct continuations behind the branches from the start of each step, and how many there were: (N, M, J) each.
 
-    Branches that ended have 0 trials, and their verdict as successes. Raises UserError as `measured`.
+    Branches that ended have 0 trials, and their verdict as successes; empty steps have 0 of both. Raises UserError as
+    `measured`.
     """
     responses, left = chosen.responses, 0
     successes = np.zeros((len(responses), chosen.points.shape[1] - 1, plan.branches), np.int64)
     trials = np.zeros_like(successes)
-    for place in np.ndindex(trials.shape):
-        number, step, branch = place
+    of_step = np.diff(chosen.points) > 0
+    for number, step, branch in np.argwhere(np.broadcast_to(of_step[..., None], trials.shape)).tolist():
+        place = number, step, branch
         key = responses[number].row, responses[number].sample, int(chosen.points[number, step]), branch
         drawn, count = store.branches.get(key), store.counts.get((*key, OF_BRANCH))
         if drawn is not None and drawn.ended:
@@ -275,7 +272,7 @@ def measured_branches(store: Store, chosen: Chosen, plan: Plan) -> tuple[Ints, I
             successes[place], trials[place] = count.successes, count.trials
         else:
             left += 1
-    _check_sampled(left, trials.size, "branches")
+    _check_sampled(left, int(of_step.sum()) * plan.branches, "branches")
     return successes, trials
 
 

@@ -93,13 +93,12 @@ def measurement(store: Store, result: Result) -> dict[str, Any]:
         "prompts_with_contrast": len({rollout.row for rollout in batch}),
         "responses_of_these": len(batch),
         "responses_audited": len(result.chosen.rows),
-        "responses_too_short": result.chosen.short,
         "responses_truncated": sum(rollout.truncated for rollout in result.chosen.responses),
         "continuations": sum(count.trials for count in counts),
         "continuations_truncated": sum(count.truncated for count in counts),
         "tokens_of_continuations": sum(count.decoded for count in counts),
         "tokens_of_responses": sum(len(rollout.tokens) for rollout in store.rollouts),
         "mean_response_length": float(np.mean([len(rollout.tokens) for rollout in batch])),
-        "tokens_a_step": float(np.mean([len(rollout.tokens) for rollout in result.chosen.responses]))
-        / (result.chosen.points.shape[1] - 1),
+        "tokens_a_step": sum(len(rollout.tokens) for rollout in result.chosen.responses)
+        / int(result.values.is_step.sum()),
     }

@@ -2,7 +2,8 @@
 
 Notation of this package: N responses are cut into M steps at M + 1 points, the first before the first token and the
 last behind the last. V(0) belongs to the prompt, V(M) is the verdict. A step's advantage is A = V(behind) -
-V(before), and centred means minus the mean over the steps of the response.
+V(before), and centred means minus the mean over the steps of the response. A response of fewer than M tokens has a step
+for each of them; the other steps of its row are empty, and their advantages and credits are 0.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class Values:
     halves: (2, N, M + 1) in [0, 1], V by each half of the continuations; the last column is the verdict.
     trials: (2, N, M + 1), how many continuations are behind each, at least 2; infinite where V is known.
     correct: (N,) bool, the verdicts. prompt: (N,) names; intervals resample them.
-    weight: (N,) positive, 1 / the probability with which the response was chosen.
+    weight: (N,) positive, 1 / the probability with which the response was chosen. steps: (N,) how many steps each has,
+    at most M; None where all have M.
     """
 
     halves: Floats
@@ -31,16 +33,27 @@ class Values:
     correct: Bools
     prompt: tuple[str, ...]
     weight: Floats
+    steps: Ints | None = None
 
     @classmethod
     def of_counts(
         cls, successes: Ints, trials: Ints, correct: Bools, prompt: tuple[str, ...], weight: Floats
     ) -> "Values":
-        """From numbers of correct continuations and of all, at least 2: (2, N, M) at the points 0 to M - 1."""
-        verdicts = np.broadcast_to(correct.astype(np.float64)[:, None], (2, len(correct), 1))
-        known = np.full_like(verdicts, np.inf)
-        halves = np.concatenate([successes / trials, verdicts], axis=2)
-        return cls(halves, np.concatenate([trials, known], axis=2), correct, prompt, weight)
+        """From numbers of correct continuations and of all: (2, N, M) at the points 0 to M - 1. Of all there are at
+        least 2, and 0 behind the end of a response.
+        """
+        behind = np.concatenate([trials == 0, np.ones((2, len(correct), 1), bool)], axis=2)
+        points = ((0, 0), (0, 0), (0, 1))
+        shares = np.pad(successes / np.maximum(trials, 1), points)
+        halves = np.where(behind, correct[:, None], shares)
+        tried = np.where(behind, np.inf, np.pad(trials, points))
+        return cls(halves, tried, correct, prompt, weight, (~behind[0]).sum(axis=1))
+
+    @property
+    def is_step(self) -> Bools:
+        """Whether the response has the step, (N, M)."""
+        count, most = self.halves.shape[1], self.halves.shape[2] - 1
+        return np.arange(most) < (np.full(count, most) if self.steps is None else self.steps)[:, None]
 
     @property
     def mean(self) -> Floats:
@@ -80,9 +93,10 @@ class Values:
         return self.advantages[1] ** 2 - variance[:, 1:] - variance[:, :-1]
 
 
-def centred(values: Floats) -> Floats:
-    """Minus the mean over the steps, the last axis."""
-    return values - values.mean(axis=-1, keepdims=True)
+def centred(values: Floats, is_step: Bools) -> Floats:
+    """Minus the mean over the steps of the response, the last axis; 0 in those it does not have."""
+    mean = (values * is_step).sum(axis=-1, keepdims=True) / is_step.sum(axis=-1, keepdims=True)
+    return np.where(is_step, values - mean, 0.0)
 
 
 def centred_noise(values: Values) -> Floats:
@@ -90,6 +104,6 @@ def centred_noise(values: Values) -> Floats:
 
     With s² the variances of V: 2 Σ s²(1..M-1) + s²(0) (1 - 1/M), because the error of V(0) is in the mean as well.
     """
-    steps = values.halves.shape[2] - 1
+    steps = values.is_step.sum(axis=1)
     variance = values.variance
     return 2 * variance[:, :, 1:-1].sum(axis=2) + variance[:, :, 0] * (1 - 1 / steps)

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prompts P", int, "with correct and wrong responses (default: 64, or 2 N with --gradients N)"),
         ("--samples P", int, "responses sampled to each (default: 8, or a training's with --gradients N)"),
         ("--responses N", Plan.responses, "responses audited, half of them wrong where there are enough"),
-        ("--steps N", Plan.steps, "steps of a response"),
+        ("--steps N", Plan.steps, "steps of a response, a token or more each"),
         ("--continuations N", Plan.continuations, "continuations of each point"),
         ("--second-stage N", Plan.second_stage, "responses that get more of them, for the picture"),
         ("--second-continuations N", Plan.second_continuations, "continuations of each of their points"),

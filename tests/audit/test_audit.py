@@ -27,9 +27,11 @@ from gtpo_verl.audit.sampling import (
     sample_rollouts,
     sample_values,
     second_stage,
+    wanted_branches,
+    wanted_counts,
 )
 from gtpo_verl.audit.score import Result, measurement, score
-from gtpo_verl.audit.store import Store, as_facts, plan_of, reopen
+from gtpo_verl.audit.store import OF_PROMPT, Store, as_facts, plan_of, reopen
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.continuations import Continuation, Prefix
@@ -186,9 +188,14 @@ def test_without_contrast_there_is_nothing_to_audit(tmp_path: Path) -> None:
         audit(table, Store(tmp_path, facts_of()))
 
 
-def test_responses_too_short_for_their_steps(finished: Store) -> None:
-    with pytest.raises(UserError, match=r"--steps 25: the longest response has 24 tokens.*Choose --steps 12"):
-        choose_responses(finished.rollouts, Plan(steps=25), SEED)
+def test_more_steps_than_tokens_are_a_step_for_every_token(finished: Store) -> None:
+    plan = Plan(steps=30)
+    chosen = choose_responses(finished.rollouts, plan, SEED)
+    assert {len(rollout.tokens) for rollout in chosen.responses} == {24}
+    assert set(map(tuple, chosen.points)) == {(*range(24), *[24] * 7)}
+    inside = [prefix.key[2] for prefix in wanted_counts(chosen, plan, SEED) if prefix.key[1] != OF_PROMPT]
+    assert set(inside) == set(range(1, 24))
+    assert {len(prefix.tokens) for prefix in wanted_branches(chosen, replace(plan, branches=2))} == set(range(24))
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,28 @@ def test_the_squares_of_the_advantages_add_up_to_the_variance_of_the_verdict(pol
 # -------------------------------------------------------------------- against loops, on exact values
 
 
-def test_every_figure_against_loops(sampled: Sampled, scored: dict[str, Credit]) -> None:
-    values = replace(sampled.exact(M), weight=np.random.default_rng(0).uniform(0.5, 2, len(sampled.tables)))
-    A, w = values.advantages[0], values.weight
+def of_fewer_steps(values: Values, steps: np.ndarray) -> Values:
+    """Each response with its first steps, the last of which ends it."""
+    behind = np.arange(M + 1) >= steps[:, None]
+    halves = np.where(behind, values.correct[:, None], values.halves)
+    return replace(values, halves=halves, trials=np.where(behind, np.inf, values.trials), steps=steps)
+
+
+def credit_of_fewer_steps(credit: Credit, values: Values) -> Credit:
+    return Credit(*(getattr(credit, name) * values.is_step for name in ("mean", "flips", "tokens")))
+
+
+@pytest.mark.parametrize("fewest", [M, 1])
+def test_every_figure_against_loops(sampled: Sampled, scored: dict[str, Credit], fewest: int) -> None:
+    rng = np.random.default_rng(0)
+    values = replace(sampled.exact(M), weight=rng.uniform(0.5, 2, len(sampled.tables)))
+    values = of_fewer_steps(values, rng.integers(fewest, M, size=len(sampled.tables), endpoint=True))
+    assert values.steps is not None
+    A, w = [row[:steps] for row, steps in zip(values.advantages[0], values.steps, strict=True)], values.weight
     for name in ("dapo", "gtpo", "fork20"):
-        credit = scored[name]
+        credit = credit_of_fewer_steps(scored[name], values)
         found = figures(sums(values, credit))
-        c = credit.mean
+        c = [row[: len(each)] for row, each in zip(credit.mean, A, strict=True)]
         product = square = signal = g = flat = flips = tokens = up = steps = total = 0.0
         energy = {0.05: 0.0, 0.1: 0.0, 0.2: 0.0}
         for i in range(len(A)):
@@ -115,10 +130,10 @@ def test_every_figure_against_loops(sampled: Sampled, scored: dict[str, Credit])
             g += w[i] * (c[i] @ A[i])
             flat += w[i] * (c[i] @ c[i])
             flips, tokens = flips + w[i] * credit.flips[i].sum(), tokens + w[i] * credit.tokens[i].sum()
-            up, steps = up + w[i] * (np.sign(c[i]) @ A[i]), steps + w[i] * M
+            up, steps = up + w[i] * (np.sign(c[i]) @ A[i]), steps + w[i] * len(A[i])
             total += w[i] * (A[i] @ A[i])
             for share in energy:
-                energy[share] += w[i] * _greedy(np.abs(c[i]), credit.tokens[i], share) @ A[i] ** 2
+                energy[share] += w[i] * _greedy(np.abs(c[i]), credit.tokens[i][: len(A[i])], share) @ A[i] ** 2
         uniform = square <= 1e-18 * flat
         assert found["alignment"] == pytest.approx(0.0 if uniform else product / math.sqrt(square * signal), abs=1e-10)
         assert found["bias"] == pytest.approx(1 - g**2 / (flat * total), abs=1e-10)
@@ -141,6 +156,29 @@ def _greedy(size: np.ndarray, tokens: np.ndarray, share: float) -> np.ndarray:
 
 
 # -------------------------------------------------------------------- identities
+
+
+def test_empty_steps_change_nothing(sampled: Sampled, scored: dict[str, Credit]) -> None:
+    rng = np.random.default_rng(1)
+    short = of_fewer_steps(sampled.values(M, 16, rng), rng.integers(2, M, size=len(sampled.tables)))
+    verdict = np.tile(short.correct.astype(float)[:, None], (2, 1, 3))
+    empty = np.zeros((len(short.correct), 3))
+    long = replace(
+        short,
+        halves=np.concatenate([short.halves, verdict], axis=2),
+        trials=np.concatenate([short.trials, np.full_like(verdict, np.inf)], axis=2),
+    )
+    assert first_losses(long).tolist() == first_losses(short).tolist()
+    assert centred_noise(long) == pytest.approx(centred_noise(short))
+    for name, term in reliability(short).items():
+        assert reliability(long)[name] == pytest.approx(term), name
+    for credit in (credit_of_fewer_steps(scored["gtpo"], short), credit_of_fewer_steps(scored["dapo"], short)):
+        wide = Credit(*(np.hstack([each, empty]) for each in (credit.mean, credit.flips, credit.tokens)))
+        position = position_credit(long, wide.tokens).mean
+        assert position[:, :M] == pytest.approx(position_credit(short, credit.tokens).mean)
+        assert not position[:, M:].any()
+        for name, term in components(short, credit).items():
+            assert components(long, wide)[name] == pytest.approx(term), name
 
 
 def test_uniform_credit_and_exact_truth(sampled: Sampled, scored: dict[str, Credit], policy: TabularPolicy) -> None:
@@ -218,7 +256,8 @@ def test_the_first_irrecoverable_step() -> None:
     V = np.array(
         [[0.5, 0.6, 0.0, 0.2, 0.0, 0.0], [0.01, 0.01, 0, 0, 0, 0], [0.5, 0.5, 0.5, 0.5, 0.5, 0.0], [0.5] * 5 + [1]]
     )
-    found = first_losses(V, np.array([False, False, False, True]))
+    correct = np.array([False, False, False, True])
+    found = first_losses(Values(np.stack([V, V]), np.full((2, *V.shape), 8.0), correct, tuple("abcd"), np.ones(4)))
     assert found.tolist() == [3, -1, -1, -1]  # the 0 before 0.2 was recovered from
 
 
@@ -239,7 +278,7 @@ def test_noise_does_not_attenuate_a_figure(sampled: Sampled, scored: dict[str, C
         for name in few:
             for key, value in figures(sums(values, scored[name])).items():
                 measured.setdefault((name, key), []).append(float(value))
-        c, A = centred(scored["entropy"].mean), centred(values.advantages.mean(axis=0))
+        c, A = (centred(each, values.is_step) for each in (scored["entropy"].mean, values.advantages.mean(axis=0)))
         naive.append((c * A).sum() / math.sqrt((c**2).sum() * (A**2).sum()))
     for name in few:
         for key in ("alignment", "alignment_inside", "energy@0.1", "energy@0.2", "bias", "direction"):
@@ -251,7 +290,7 @@ def test_noise_does_not_attenuate_a_figure(sampled: Sampled, scored: dict[str, C
 
 def test_the_monte_carlo_oracle_finds_the_reliability_of_a_half(sampled: Sampled, policy: TabularPolicy) -> None:
     exact = sampled.exact(M)
-    signal = (centred(exact.advantages[0]) ** 2).sum()
+    signal = (centred(exact.advantages[0], exact.is_step) ** 2).sum()
     for seed, K in enumerate((8, 16, 32)):
         values = sampled.values(M, K, np.random.default_rng(seed))
         known = replace(values, halves=exact.halves)  # the sampling error at the exact values
@@ -317,7 +356,7 @@ def test_random_weights_are_not_aligned(sampled: Sampled) -> None:
 def test_the_errors_of_the_halves_are_independent(sampled: Sampled) -> None:
     exact = sampled.exact(M)
     values = sampled.values(M, 8, np.random.default_rng(17))
-    first, second = centred(values.advantages - exact.advantages)
+    first, second = centred(values.advantages - exact.advantages, exact.is_step)
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 3 / math.sqrt(first.size / 2)
     terms = {name: term.sum() for name, term in reliability(values).items()}
     agreeing = reliability_figures(terms)
