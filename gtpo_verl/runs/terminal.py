@@ -24,6 +24,7 @@ LOG_FORMAT = "gtpo_verl %(levelname)s: %(message)s"  # of this package's loggers
 STOPPED = "Stopped after step"  # the last line of a training that was stopped begins so
 POLL = 0.5  # seconds between looks at log and metrics
 MINUTE = 60.0  # seconds between two lines of progress where stdout is no terminal
+ESTIMATED_OVER = 600.0  # seconds: results come some hundred at a time
 
 _WARNING = re.compile(r"gtpo_verl (WARNING|ERROR): (?P<text>.*)")
 # EIO of a closed terminal, EPIPE, ENOSPC; and what a signal handler gets that prints in the middle of a print
@@ -118,10 +119,16 @@ def progress_over(log: Path, kept: Path) -> "Iterator[Progress]":
     counts = (bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30), bars.MofNCompleteColumn())
     times = (bars.TimeElapsedColumn(), bars.TimeRemainingColumn())
     print(f"All that Ray and vLLM print is in {log}", flush=True)
-    columns = (*counts, *times)
     with (
         printing_to(log),
-        bars.Progress(*columns, console=Console(file=out()), redirect_stdout=False, redirect_stderr=False) as progress,
+        bars.Progress(
+            *counts,
+            *times,
+            console=Console(file=out()),
+            redirect_stdout=False,
+            redirect_stderr=False,
+            speed_estimate_period=ESTIMATED_OVER,
+        ) as progress,
     ):
         shown = nullcontext() if progress.console.is_terminal else _meanwhile(lambda: _say_counts(progress), MINUTE)
         try:
