@@ -78,7 +78,7 @@ def components(
     c, advantage, first, second = (centred(each, is_step) for each in (credit.mean, A, *values.advantages))
     differ = np.ptp(rounded(np.where(is_step, credit.mean, credit.mean[:, :1])), axis=1, keepdims=True) > 0
     c = np.where(differ, c, 0.0)  # of equal credits, round-off is left
-    inside = c - np.where(is_step, _mean_at_position(c, values), 0.0)
+    inside = _beyond_position(c, values)
     found = {
         "cA": (c * advantage).sum(1),
         "cc": (c**2).sum(1),
@@ -116,25 +116,25 @@ def rounded(values: Floats) -> Floats:
     return np.round(values / np.where(unit > 0, unit, 1.0)) * unit
 
 
-def _mean_at_position(values: Floats, of: Values) -> Floats:
-    """(N, M) the weighted mean over the responses of the same verdict that have the step."""
-    found = np.zeros_like(values)
-    for rows in (of.correct, ~of.correct):
-        found[rows] = mean_over(values[rows], of.weight[rows, None] * of.is_step[rows])
+def _beyond_position(c: Floats, values: Values) -> Floats:
+    """(N, M) centred credit less what the number of the step explains: the residuals of the weighted least-squares fit
+    of c = (a number for each response) + (a number for each step), for each verdict.
+    """
+    found = np.zeros_like(c)
+    for rows in (values.correct, ~values.correct):
+        is_step = values.is_step[rows]
+        weight = values.weight[rows, None] * is_step
+        normal = np.diag(weight.sum(0)) - weight.T @ (is_step / is_step.sum(1, keepdims=True))
+        of_step = np.linalg.pinv(normal, hermitian=True) @ (weight * c[rows]).sum(0)
+        found[rows] = centred(c[rows] - of_step, is_step)
     return found
-
-
-def mean_over(values: Floats, weight: Floats) -> Floats:
-    """(M,) the mean over responses of values (N, M) with weights (N, M); 0 where nothing has a weight."""
-    total = weight.sum(axis=0)
-    return (weight * values).sum(axis=0) / np.where(total > 0, total, 1.0)
 
 
 def figures(sums: Mapping[str, Floats]) -> dict[str, Floats]:
     """The figures of a method from means or sums of its components, each () or (D,); NaN where one is not defined.
 
     alignment: cosine of centred credit and centred true advantages, in [-1, 1]; 0 for a credit that is the same in all
-    steps of a response. alignment_inside: the same beyond what the relative position explains, 0 where that is all.
+    steps of a response. alignment_inside: the same beyond what the number of the step explains, 0 where that is all.
     energy@q: share of Σ A² on the steps with the largest |credit|, q of the tokens. bias: 1 - squared cosine of credit
     and advantages, not centred. flips: share of tokens whose credit contradicts the verdict. direction: mean true
     advantage of a step in the direction of its credit.

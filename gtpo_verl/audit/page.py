@@ -89,7 +89,7 @@ def _deciles(found: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
 
 def _chosen(result: Result) -> list[int]:
     """Responses for the page: the most continued ones, of median length first, three wrong ones for a correct one."""
-    trials = result.values.trials[:, :, 1].sum(axis=0)
+    trials = np.where(result.values.is_step[:, 1], result.values.trials[:, :, 1].sum(axis=0), 0.0)
     lengths = np.array([len(rollout.tokens) for rollout in result.chosen.responses])
     distance = np.abs(lengths - np.median(lengths))
     lost = first_losses(result.values) >= 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from gtpo_verl.audit.metrics import Credit, mean_over
+from gtpo_verl.audit.metrics import Credit
 from gtpo_verl.audit.values import Bools, Ints, Values
 from gtpo_verl.runs.statistics import Floats
 
@@ -17,13 +17,14 @@ def random_credit(uniform: Floats, mask: Bools, points: Ints, correct: Bools, se
 
 def position_credit(values: Values, tokens: Ints) -> Credit:
     """What the number of the step and the verdict tell: the mean A at the same step of responses to other prompts, 0
-    where none has the verdict. Not a method: the final length and the truth of other responses are in it.
+    where none has the verdict and the step. Not a method: the final length and the truth of other responses are in it.
     """
     A, prompt = values.advantages.mean(axis=0), np.asarray(values.prompt)
     credit = np.zeros_like(A)
     for row in range(len(A)):
         others = (prompt != prompt[row]) & (values.correct == values.correct[row])
-        credit[row] = mean_over(A[others], values.weight[others, None] * values.is_step[others])
+        weight = values.weight[others, None] * values.is_step[others]
+        credit[row] = (weight * A[others]).sum(0) / np.maximum(weight.sum(0), 1e-300)
     return Credit.of_steps(np.where(values.is_step, credit, 0.0), tokens, values.correct)
 
 

@@ -135,9 +135,9 @@ def print_plan(
     """Print what an audit will cost and what it can see. length, prompt: tokens of a response, `measured` or the limit,
     and of a prompt. methods: whose gradients are taken. cached: vLLM has a prefix cache.
     """
-    plan = replace(plan, steps=max(2, min(plan.steps, round(length))))  # a response has at most as many as tokens
     sizes = {"length": length, "prompt": prompt, "methods": methods, "bytes": BYTES_OF_A_CREDIT}
-    sizes["fewest"] = FEWEST_CONTINUATIONS
+    sizes |= {"fewest": FEWEST_CONTINUATIONS, "steps": plan.steps}
+    plan = replace(plan, steps=max(2, min(plan.steps, round(length))))  # a response has at most as many as tokens
     for line in _paragraphs("cost.txt.j2", plan=plan, measured=measured, cached=cached, **sizes):
         print(line)
 

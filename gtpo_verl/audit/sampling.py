@@ -75,13 +75,7 @@ def sample_rollouts(
                 store.add(_rollout(prefix.row, asked[prefix.row], number, each, describe))
             mixed = len(strata_of(store.rollouts, plan.prompts).mixed)
             advance("prompts with contrast", mixed, plan.prompts)
-    strata = strata_of(store.rollouts, plan.prompts)
-    if not strata.mixed:
-        raise UserError(
-            f"no prompt has contrast: of {len(strata.solved) + len(strata.never)} prompts {len(strata.solved)} are "
-            f"always solved and {len(strata.never)} never, in {plan.samples} responses. Choose other data "
-            "(data.val_files=FILE) or a larger --samples."
-        )
+    groups_with_contrast(store.rollouts, plan)  # raises without
 
 
 def _rounds(store: Store, plan: Plan, rows: int, seed: int) -> Iterator[dict[int, int]]:
@@ -107,7 +101,7 @@ def _rollout(row: int, place: int, number: int, sampled: Continuation, describe:
 
 
 def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chosen:
-    """Choose the responses to audit, and cut them."""
+    """Choose the responses to audit, and cut them. Raises UserError: no prompt has contrast."""
     batch = tuple(itertools.chain.from_iterable(groups_with_contrast(rollouts, plan)))
     prompts, correct = [str(each.row) for each in batch], np.array([each.correct for each in batch])
     rows, weight = choose(prompts, correct, plan.responses, seed)
@@ -116,8 +110,15 @@ def choose_responses(rollouts: Sequence[Rollout], plan: Plan, seed: int) -> Chos
 
 
 def groups_with_contrast(rollouts: Sequence[Rollout], plan: Plan) -> list[list[Rollout]]:
-    """The responses to each prompt with contrast, in the order of sampling."""
-    found: dict[int, list[Rollout]] = {row: [] for row in strata_of(rollouts, plan.prompts).mixed}
+    """The responses to each prompt with contrast, in the order of sampling. Raises UserError: there is none."""
+    strata = strata_of(rollouts, plan.prompts)
+    if not strata.mixed:
+        raise UserError(
+            f"no prompt has contrast: of {len(strata.solved) + len(strata.never)} prompts {len(strata.solved)} are "
+            f"always solved and {len(strata.never)} never, in {plan.samples} responses. Choose other data "
+            "(data.val_files=FILE) or a larger --samples."
+        )
+    found: dict[int, list[Rollout]] = {row: [] for row in strata.mixed}
     for rollout in rollouts:
         if rollout.row in found:
             found[rollout.row].append(rollout)

@@ -24,7 +24,6 @@ LOG_FORMAT = "gtpo_verl %(levelname)s: %(message)s"  # of this package's loggers
 STOPPED = "Stopped after step"  # the last line of a training that was stopped begins so
 POLL = 0.5  # seconds between looks at log and metrics
 MINUTE = 60.0  # seconds between two lines of progress where stdout is no terminal
-ESTIMATED_OVER = 600.0  # seconds: results come some hundred at a time
 
 _WARNING = re.compile(r"gtpo_verl (WARNING|ERROR): (?P<text>.*)")
 # EIO of a closed terminal, EPIPE, ENOSPC; and what a signal handler gets that prints in the middle of a print
@@ -127,23 +126,30 @@ def progress_over(log: Path, kept: Path) -> "Iterator[Progress]":
             console=Console(file=out()),
             redirect_stdout=False,
             redirect_stderr=False,
-            speed_estimate_period=ESTIMATED_OVER,
+            speed_estimate_period=600,  # seconds: results come some hundred at a time
         ) as progress,
     ):
-        shown = nullcontext() if progress.console.is_terminal else _meanwhile(lambda: _say_counts(progress), MINUTE)
+        begun: dict[int, tuple[float, float]] = {}
+        lines = _meanwhile(lambda: _say_counts(progress, begun), MINUTE)
         try:
-            with shown:
+            with nullcontext() if progress.console.is_terminal else lines:
                 yield progress
         except KeyboardInterrupt:
             progress.console.print(f"\nWhat is finished is in {kept}; repeat the command for the rest.")
             raise
 
 
-def _say_counts(progress: "Progress") -> None:
+def _say_counts(progress: "Progress", begun: dict[int, tuple[float, float]]) -> None:
+    """A line for each task that is not finished. begun: when the first was said and how much was done, by task; from
+    then on the mean speed counts, since results come some hundred at a time.
+    """
     for task in progress.tasks:
-        if not task.finished and task.total:
-            left = "" if task.time_remaining is None else f", about {task.time_remaining / 60:.0f} min left"
-            say(f"{task.description} {task.completed:.0f}/{task.total:.0f}{left}")
+        if task.visible and not task.finished and task.total:
+            now, completed = progress.get_time(), task.completed
+            since, before = begun.setdefault(task.id, (now, completed))
+            seconds = (now - since) * (task.total - completed) / (completed - before) if completed > before else None
+            left = "" if seconds is None else f", about {seconds / 60:.0f} min left"
+            say(f"{task.description} {completed:.0f}/{task.total:.0f}{left}")
 
 
 @contextmanager

@@ -42,12 +42,14 @@ TEXTS = ("3", "<", " so;", " we", ",")  # of the tokens; the third ends a clause
 
 
 class Table:
-    """Continues prefixes by the table; each request has a stream of its own, as on a server."""
+    """Continues prefixes by the table; each request has a stream of its own, as on a server. last: a token that ends a
+    response.
+    """
 
-    def __init__(self, prompts: int = 40, stop_after: int | None = None) -> None:
+    def __init__(self, prompts: int = 40, stop_after: int | None = None, last: int | None = None) -> None:
         self.policy = TabularPolicy(prompts, seed=5)
         self.asked: list[tuple[int, ...]] = []
-        self.stop_after = stop_after
+        self.stop_after, self.last = stop_after, last
 
     def proceed(self, prefixes: Iterable[Prefix]) -> Iterator[tuple[Prefix, Sequence[Continuation]]]:
         for prefix in prefixes:
@@ -69,6 +71,8 @@ class Table:
             entropies.append(policy.entropy[row, t, state])
             log_probs.append(policy.log_probs[row, t, state, token])
             state = int(policy.next[row, t, state, token])
+            if token == self.last:
+                break
         correct = state >= policy.states // 2
         wanted = prefix.entropies
         return Continuation(
@@ -76,7 +80,7 @@ class Table:
             correct=correct,
             score=1.0 if correct else -1.0,
             truncated=False,
-            ended=end == policy.length,
+            ended=len(prefix.tokens) + len(tokens) == policy.length or tokens[-1] == self.last,
             entropies=np.array(entropies, dtype=np.float32) if wanted else None,
             log_probs=np.array(log_probs, dtype=np.float32) if wanted else None,
         )
@@ -231,6 +235,32 @@ def test_the_plan_knows_cost_and_power(capsys: pytest.CaptureFixture[str]) -> No
     assert "Smallest alignment seen at 5 %, power 80 %: 0.11" in printed
     print_plan(replace(PLAN, gradients=20), 30, methods=4, measured=False)
     assert "20 groups with contrast and 4 more in the true gradient" in capsys.readouterr().out
+
+
+def test_responses_of_fewer_tokens_than_steps(tmp_path: Path) -> None:
+    plan = replace(PLAN, second_stage=0, branches=2)
+    store = Store(tmp_path, facts_of(plan))
+    audit(Table(last=3), store, plan)
+    found = score(store, plan, SEED, methods(["gtpo", "fork20"]), None)
+    values, lengths = found.values, np.array([len(rollout.tokens) for rollout in found.chosen.responses])
+    assert lengths.min() == 1
+    assert np.unique(lengths).size > 8
+    assert values.is_step.sum(1).tolist() == np.minimum(lengths, plan.steps).tolist()
+    assert (np.diff(found.chosen.points) > 0).tolist() == values.is_step.tolist()
+    assert values.advantages.sum(2) == pytest.approx(values.correct - values.halves[:, :, 0])
+    assert not values.advantages[:, ~values.is_step].any()
+    figures = found.analysis.methods["gtpo"]["figures"]["all"]
+    assert all(figure.value is not None for figure in figures.values()), figures
+    for verdict in found.analysis.kinds.values():
+        for name in ("tokens", "energy"):
+            assert sum(kind[name].value for kind in verdict.values()) == pytest.approx(1)
+    measured = measurement(store, found)
+    assert measured["tokens_a_step"] == pytest.approx(lengths.sum() / np.minimum(lengths, plan.steps).sum())
+    facts = measured | {"solved": 0, "never": 0}
+    page = write_page(store, values_table(found, plan, facts), facts, responses=(found, plan)).read_text()
+    shown = re.findall(r'<div class="text" id="credit-\d">(.*?)</div>', page)
+    assert len(shown) == 8
+    assert all(text.count("data-token") > 1 for text in shown)  # of one token there is nothing to see
 
 
 # -------------------------------------------------------------------- branches

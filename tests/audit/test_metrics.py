@@ -158,9 +158,26 @@ def _greedy(size: np.ndarray, tokens: np.ndarray, share: float) -> np.ndarray:
 # -------------------------------------------------------------------- identities
 
 
+@pytest.mark.parametrize("fewest", [M, 1])
+def test_a_credit_by_the_number_of_the_step_has_no_alignment_inside(sampled: Sampled, fewest: int) -> None:
+    rng = np.random.default_rng(3)
+    values = replace(sampled.values(M, 16, rng), weight=rng.uniform(0.5, 2, len(sampled.tables)))
+    values = of_fewer_steps(values, rng.integers(fewest, M, size=len(sampled.tables), endpoint=True))
+    index = np.where(values.correct[:, None], np.arange(M) ** 2, 7 - 3 * np.arange(M)) * values.is_step
+    own = rng.normal(size=len(index))[:, None] * values.is_step
+    tokens = values.is_step.astype(np.int64)
+    position = components(values, Credit.of_steps(index + own, tokens, values.correct))
+    assert position["pp"] == pytest.approx(np.zeros(len(index)), abs=1e-18 + 1e-12 * position["cc"].max())
+    noise = rng.normal(size=index.shape) * values.is_step
+    alone, both = (components(values, Credit.of_steps(each, tokens, values.correct)) for each in (noise, noise + index))
+    assert both["pA"] == pytest.approx(alone["pA"])
+    assert both["pp"] == pytest.approx(alone["pp"])
+    assert 0.5 < alone["pp"].sum() / alone["cc"].sum() < 1
+
+
 def test_empty_steps_change_nothing(sampled: Sampled, scored: dict[str, Credit]) -> None:
     rng = np.random.default_rng(1)
-    short = of_fewer_steps(sampled.values(M, 16, rng), rng.integers(2, M, size=len(sampled.tables)))
+    short = of_fewer_steps(sampled.values(M, 16, rng), rng.integers(1, M, size=len(sampled.tables)))
     verdict = np.tile(short.correct.astype(float)[:, None], (2, 1, 3))
     empty = np.zeros((len(short.correct), 3))
     long = replace(

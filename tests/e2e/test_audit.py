@@ -51,7 +51,10 @@ def test_an_audit_is_stopped_goes_on_and_is_analysed_again(default_task_dir: Pat
     values = pq.read_table(output / "values.parquet").to_pylist()
     assert {row["trials"] for row in values} == {4, 16}
     branches = pq.read_table(output / "branches.parquet").to_pylist()
-    assert len(branches) == 40 * 4 * 2
+    chosen = {(row["row"], row["sample"]) for row in branches}
+    assert len(chosen) == 40
+    lengths = {(row["row"], row["sample"]): len(row["tokens"]) for row in pq.read_table(rollouts).to_pylist()}
+    assert len(branches) == 2 * sum(min(4, lengths[each]) for each in chosen)
     assert all(row["tokens"] for row in branches)
     assert {row["ended"] for row in branches} == {True, False}
     behind = {(row["row"], row["sample"], row["place"], row["half"]) for row in values if row["stage"] == 3}

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 
 from gtpo_verl.runs import terminal
 from gtpo_verl.runs.directory import read_record
@@ -95,6 +96,21 @@ def test_progress_in_a_file_is_a_line_now_and_then_for_what_is_not_finished(tmp_
     assert {"points 1/8", "points 3/8, about 0 min left"} <= set(lines)
     assert not [line for line in lines[1:] if not line.startswith("points")], lines
     assert (tmp_path / "log").read_text() == "noise\n"
+
+
+def test_the_time_that_is_left_is_by_the_mean_speed_and_hidden_work_is_not_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    progress, begun = Progress(get_time=lambda: now), {}
+    hidden, shown = progress.add_task("prompts", total=64, completed=47), progress.add_task("points", total=8000)
+    progress.update(hidden, visible=False)
+    for minute, done in enumerate((2000, 2000, 2500, 2500, 8000)):  # from what an earlier command left
+        now = 60.0 * minute
+        progress.update(shown, completed=done)
+        terminal._say_counts(progress, begun)
+    expected = ["points 2000/8000", "points 2000/8000", "points 2500/8000, about 22 min left"]
+    assert capsys.readouterr().out.splitlines() == [*expected, "points 2500/8000, about 33 min left"]
 
 
 def test_verbose_shows_everything(tmp_path: Path) -> None:
