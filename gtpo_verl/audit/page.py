@@ -108,8 +108,9 @@ def _shown(number: int, result: Result) -> dict[str, Any]:
     lost = int(first_losses(values)[number])
     largest = max(float(np.abs(A).max()), 1e-9)
     kept = min(len(rollout.tokens), MOST_TOKENS)
-    # What ends a response is otherwise invisible.
-    texts = [(token, text if text.strip(" \n") else "␄") for token, text in enumerate(rollout.texts[:kept])]
+    texts = list(enumerate(rollout.texts[:kept]))
+    if not texts[-1][1].strip(" \n"):
+        texts[-1] = kept - 1, "␄"  # what ends a response is otherwise invisible
     steps = [
         {
             "tokens": texts[start:end],

@@ -369,6 +369,10 @@ def test_the_table_and_the_page(finished: Store, result: Result, capsys: pytest.
     assert max(map(abs, values["gtpo"][0])) == 1
     assert values["dr_grpo"][0] == []  # nothing to colour: the same for every token
     assert {heading for heading, *_ in COLUMNS} <= set(re.findall(r"<th>([^<]+)</th>", page))
+    batch = tuple(replace(rollout, texts=[" "] * 24) for rollout in result.chosen.batch)
+    spaces = replace(result, chosen=replace(result.chosen, batch=batch))
+    page = write_page(finished, table, facts, responses=(spaces, PLAN)).read_text()
+    assert page.count("␄") == 8 * 2  # a sign for the end alone, in both lines
 
 
 @pytest.mark.slow
