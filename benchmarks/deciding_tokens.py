@@ -1,0 +1,67 @@
+"""Where the squared true advantages of a finished audit are: by entropy, by kind of token, and where V is settled.
+
+``python benchmarks/deciding_tokens.py AUDIT``: shares of tokens and of Σ A², with 95 % intervals over prompts, by
+verdict. Made for audits with a point at every token (``--steps`` at the length limit).
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, resampled
+from gtpo_verl.audit.kinds import KINDS, kind_of
+from gtpo_verl.audit.methods import credit_of, methods
+from gtpo_verl.audit.metrics import by_step
+from gtpo_verl.audit.sampling import choose_responses, measured
+from gtpo_verl.audit.score import batch_of, padded
+from gtpo_verl.audit.store import plan_of, reopen
+
+
+def main() -> None:
+    store = reopen(Path(sys.argv[1]))
+    seed = int(store.facts["seed"])
+    chosen = choose_responses(store.rollouts, plan_of(store), seed)
+    values = measured(store, chosen)
+    rows = [each.entropies for each in chosen.responses]
+    entropies, mask = (each.numpy() for each in padded(rows, torch.float64))
+    tokens = by_step(mask, chosen.points)
+    energy = values.energy / np.maximum(tokens, 1)
+    verdicts = {"all": np.ones_like(values.correct), "correct": values.correct, "wrong": ~values.correct}
+
+    def shares(name: str, marked: np.ndarray) -> None:
+        """Of tokens and of Σ A² on marked tokens, (N, T)."""
+        count = by_step(marked, chosen.points)
+        terms = {"energy": energy * count, "all": values.energy, "tokens": count, "length": tokens}
+        for verdict, within in verdicts.items():
+            sums = resampled({key: values.weight * term.sum(1) for key, term in terms.items()}, within, values, DRAWS)
+            of_tokens, of_energy = sums["tokens"] / sums["length"], as_figure(sums["energy"] / sums["all"], True)
+            print(f"{name:24} {verdict:8} tokens {of_tokens[0]:.3f}  energy {_text(of_energy)}")
+
+    shares("highest entropy, a fifth", mask & (entropies >= np.quantile(entropies[mask], 0.8)))
+    shares("entropy over its mean", np.where(mask, entropies, 0.0) / entropies[mask].mean())
+    length = mask.shape[1]
+    kinds = np.array([[*map(kind_of, each.texts), *[""] * (length - len(each.texts))] for each in chosen.responses])
+    for kind in KINDS:
+        shares(kind, kinds == kind)
+
+    batch = batch_of(chosen.batch, seed)
+    for verdict, within in verdicts.items():
+        weight = (values.weight * within)[:, None]
+        for method in methods(("dapo", "gtpo")):
+            credit = by_step(np.abs(credit_of(method, batch, None)[chosen.rows]), chosen.points)
+            found = [
+                [(weight * each * agreed).sum() / (weight * each).sum() for each in (tokens, credit)]
+                for agreed in (values.is_step & np.isin(half[:, :-1], (0.0, 1.0)) for half in values.halves)
+            ]
+            of_tokens, of_credit = np.mean(found, axis=0)
+            print(f"a half agrees, {verdict:8} tokens {of_tokens:.3f}  credit of {method.name} {of_credit:.3f}")
+
+
+def _text(figure: Figure) -> str:
+    return " ".join(f"{each:.3f}" for each in figure if each is not None)
+
+
+if __name__ == "__main__":
+    main()
