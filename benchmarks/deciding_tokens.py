@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, resampled
-from gtpo_verl.audit.kinds import KINDS, kind_of
+from gtpo_verl.audit.kinds import KINDS, kinds_of
 from gtpo_verl.audit.methods import credit_of, methods
 from gtpo_verl.audit.metrics import by_step
 from gtpo_verl.audit.sampling import choose_responses, measured
@@ -41,8 +41,7 @@ def main() -> None:
 
     shares("highest entropy, a fifth", mask & (entropies >= np.quantile(entropies[mask], 0.8)))
     shares("entropy over its mean", np.where(mask, entropies, 0.0) / entropies[mask].mean())
-    length = mask.shape[1]
-    kinds = np.array([[*map(kind_of, each.texts), *[""] * (length - len(each.texts))] for each in chosen.responses])
+    kinds = kinds_of([each.texts for each in chosen.responses], mask.shape[1])
     for kind in KINDS:
         shares(kind, kinds == kind)
 

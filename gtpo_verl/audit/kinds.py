@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, enough_prompts, resampled
 from gtpo_verl.audit.metrics import by_step
@@ -38,6 +39,11 @@ def kind_of(text: str) -> str:
     return "punctuation" if any(map(_is_punctuation, text)) else "other"
 
 
+def kinds_of(texts: Sequence[Sequence[str]], length: int) -> NDArray[np.str_]:
+    """The kinds of the tokens of responses, (N, length); "" behind the end of each."""
+    return np.array([[*map(kind_of, row), *[""] * (length - len(row))] for row in texts])
+
+
 def _is_punctuation(character: str) -> bool:
     return character in string.punctuation or unicodedata.category(character).startswith("P")
 
@@ -51,7 +57,7 @@ def kind_shares(
     credit: (N, T) of each token, by method. texts: of the tokens of each response. points: (N, M + 1).
     """
     length = next(iter(credit.values())).shape[1]
-    kinds = np.array([[*map(kind_of, row), *[""] * (length - len(row))] for row in texts])
+    kinds = kinds_of(texts, length)
     is_kind = {kind: kinds == kind for kind in KINDS if (kinds == kind).any()}
     of_step = {kind: by_step(mask, points) for kind, mask in is_kind.items()}
     tokens = np.sum(list(of_step.values()), axis=0)

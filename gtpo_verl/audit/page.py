@@ -109,7 +109,7 @@ def _shown(number: int, result: Result) -> dict[str, Any]:
     largest = max(float(np.abs(A).max()), 1e-9)
     kept = min(len(rollout.tokens), MOST_TOKENS)
     texts = list(enumerate(rollout.texts[:kept]))
-    if not texts[-1][1].strip(" \n"):
+    if kept == len(rollout.tokens) and not texts[-1][1].strip(" \n"):
         texts[-1] = kept - 1, "␄"  # what ends a response is otherwise invisible
     steps = [
         {

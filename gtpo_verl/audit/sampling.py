@@ -14,7 +14,7 @@ import numpy as np
 from gtpo_verl.audit.cuts import choose, cut_points
 from gtpo_verl.audit.plan import AT_PROMPT, Plan
 from gtpo_verl.audit.store import OF_BRANCH, OF_PROMPT, Branch, Count, Rollout, Store
-from gtpo_verl.audit.values import Ints, Values
+from gtpo_verl.audit.values import Bools, Ints, Values
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.continuations import Continuation, Prefix
 from gtpo_verl.runs.statistics import Floats
@@ -46,6 +46,11 @@ class Chosen:
     rows: Ints
     weight: Floats
     points: Ints
+
+    @property
+    def is_step(self) -> Bools:
+        """Which steps are not empty, (N, M)."""
+        return np.diff(self.points) > 0
 
     @property
     def responses(self) -> list[Rollout]:
@@ -247,8 +252,7 @@ def measured(store: Store, chosen: Chosen) -> Values:
         rollout, place = responses[number], int(chosen.points[number, point])
         key = rollout.row, rollout.sample if point else OF_PROMPT, place, half
         successes[half, number, point], trials[half, number, point] = right[key], tried[key]
-    of_step = np.diff(chosen.points) > 0
-    _check_sampled(int((trials < 2)[:, of_step].sum()), 2 * int(of_step.sum()), "points")
+    _check_sampled(int((trials < 2)[:, chosen.is_step].sum()), 2 * int(chosen.is_step.sum()), "points")
     correct = np.array([rollout.correct for rollout in responses])
     return Values.of_counts(successes, trials, correct, tuple(each.cluster for each in responses), chosen.weight)
 
@@ -262,9 +266,10 @@ def measured_branches(store: Store, chosen: Chosen, plan: Plan) -> tuple[Ints, I
     responses, left = chosen.responses, 0
     successes = np.zeros((len(responses), chosen.points.shape[1] - 1, plan.branches), np.int64)
     trials = np.zeros_like(successes)
-    of_step = np.diff(chosen.points) > 0
-    for number, step, branch in np.argwhere(np.broadcast_to(of_step[..., None], trials.shape)).tolist():
-        place = number, step, branch
+    for place in np.ndindex(trials.shape):
+        number, step, branch = place
+        if not chosen.is_step[number, step]:
+            continue
         key = responses[number].row, responses[number].sample, int(chosen.points[number, step]), branch
         drawn, count = store.branches.get(key), store.counts.get((*key, OF_BRANCH))
         if drawn is not None and drawn.ended:
@@ -273,7 +278,7 @@ def measured_branches(store: Store, chosen: Chosen, plan: Plan) -> tuple[Ints, I
             successes[place], trials[place] = count.successes, count.trials
         else:
             left += 1
-    _check_sampled(left, int(of_step.sum()) * plan.branches, "branches")
+    _check_sampled(left, int(chosen.is_step.sum()) * plan.branches, "branches")
     return successes, trials
 
 

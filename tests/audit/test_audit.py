@@ -233,6 +233,8 @@ def test_the_plan_knows_cost_and_power(capsys: pytest.CaptureFixture[str]) -> No
     printed = capsys.readouterr().out
     assert "34,816 continuations" in printed
     assert "Smallest alignment seen at 5 %, power 80 %: 0.11" in printed
+    print_plan(plan, 10, 100, measured=True)  # a response of ten tokens has ten steps
+    assert f"in at most 16 steps, about {128 * 9 * 16 + 64 * 64:,} continuations" in capsys.readouterr().out
     print_plan(replace(PLAN, gradients=20), 30, methods=4, measured=False)
     assert "20 groups with contrast and 4 more in the true gradient" in capsys.readouterr().out
 
