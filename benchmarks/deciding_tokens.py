@@ -1,7 +1,8 @@
 """Where the squared true advantages of a finished audit are: by entropy, by kind of token, and where V is settled.
 
-``python benchmarks/deciding_tokens.py AUDIT``: shares of tokens and of Σ A², with 95 % intervals over prompts, by
-verdict. Made for audits with a point at every token (``--steps`` at the length limit).
+``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens and of Σ A², with 95 % intervals over
+prompts, by verdict, of all responses but the LEAVE_OUT with the most Σ A². Made for audits with a point at every token
+(``--steps`` at the length limit).
 """
 
 import sys
@@ -28,7 +29,13 @@ def main() -> None:
     entropies, mask = (each.numpy() for each in padded(rows, torch.float64))
     tokens = by_step(mask, chosen.points)
     energy = values.energy / np.maximum(tokens, 1)
-    verdicts = {"all": np.ones_like(values.correct), "correct": values.correct, "wrong": ~values.correct}
+    kept = np.ones_like(values.correct)
+    total = values.weight * values.energy.sum(1)
+    left_out = np.argsort(-total)[: int(sys.argv[2]) if len(sys.argv) > 2 else 0]
+    kept[left_out] = False
+    if len(left_out):
+        print(f"left out: responses {sorted(left_out.tolist())}, {total[left_out].sum() / total.sum():.3f} of Σ A²")
+    verdicts = {"all": kept, "correct": values.correct & kept, "wrong": ~values.correct & kept}
 
     def shares(name: str, marked: np.ndarray) -> None:
         """Of tokens and of Σ A² on marked tokens, (N, T)."""
@@ -44,6 +51,7 @@ def main() -> None:
     kinds = kinds_of([each.texts for each in chosen.responses], mask.shape[1])
     for kind in KINDS:
         shares(kind, kinds == kind)
+    shares("numbers and operators", np.isin(kinds, ("numbers", "operators")))
 
     batch = batch_of(chosen.batch, seed)
     for verdict, within in verdicts.items():

@@ -73,6 +73,8 @@ def _checkpoint(given: Path) -> Path:
     if not given.is_dir():
         raise UserError(f"{given}: no such directory; name a run's, or RUN/checkpoints/global_step_N.")
     named = (
-        f"name one of {directory}: {found}." if found else "a training saves one at its end and at trainer.save_freq."
+        f"name one of {directory}: {found}."
+        if found
+        else "a training saves one every trainer.save_freq steps and at its end, and none where that is -1."
     )
     raise UserError(f"{given} has no finished checkpoint: {named}")

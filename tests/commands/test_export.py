@@ -10,7 +10,10 @@ from gtpo_verl.cli import main
 
 def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path)]) == 2
-    assert f"{tmp_path} has no finished checkpoint: a training saves one at its end" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} has no finished checkpoint: a training saves one every trainer.save_freq steps"
+        in capsys.readouterr().err
+    )
     assert main(["export", str(tmp_path / "nowhere")]) == 2
     assert "nowhere: no such directory; name a run's" in capsys.readouterr().err
     folder = write_fsdp(tmp_path / "checkpoints", 4)
