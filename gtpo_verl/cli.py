@@ -50,7 +50,6 @@ RENAMED = {
     ("sweep", "--dir"): "--output",
     ("audit", "--dry-run"): "--check",
     ("setup", "--dry-run"): "--check",
-    ("export", "--cpu"): "--init-on-cpu",
 }
 MOVED = {
     ("sweep", "status"): "status",

@@ -1,5 +1,5 @@
-"""``gtpo-verl export``: the weights of a checkpoint in Hugging Face format, by verl's own merger, when somebody needs
-them: at every save one rank would write them all while the others wait.
+"""``gtpo-verl export``: the weights of a checkpoint in Hugging Face format, when somebody needs them: at every save one
+rank would write them all while the others wait.
 """
 
 import argparse
@@ -9,17 +9,23 @@ import subprocess
 import sys
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from gtpo_verl.commands.options import declare
 from gtpo_verl.errors import UserError, reason_in
+from gtpo_verl.files import reading
 from gtpo_verl.runs.checkpoints import MODEL_LINK, Layout, checkpoints, fault, link_model, newest
+from gtpo_verl.runs.directory import CONFIG_FILE
+
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     declare(
         parser,
         ("run", Path, "a run's directory (its last checkpoint), or RUN/checkpoints/global_step_N"),
-        ("--init-on-cpu", False, "initialise on the CPU, for models larger than a GPU's memory"),
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: that of the run's rollouts)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -35,28 +41,37 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"{folder}: {broken}.")
     merged = actor / ".export"
     shutil.rmtree(merged, ignore_errors=True)
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(actor), "--target_dir", str(merged)]
-    command += ["--use_cpu_initialization"] * args.init_on_cpu
+    run_dir = folder.parent.parent
+    dtype = args.dtype or _rollout_dtype(run_dir)
+    command = [sys.executable, "-m", "gtpo_verl.integrations.merge", str(actor), str(merged), dtype]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     done = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         log = actor / "export.log"
         log.write_text(done.stderr)
         raise UserError(
-            f"{folder}: verl's merger failed ({reason_in(done.stderr.splitlines())}): a shard may be damaged. Export "
-            f"an earlier checkpoint; the stack trace is in {log}."
+            f"{folder}: its shards cannot be merged ({reason_in(done.stderr.splitlines())}): one may be damaged. "
+            f"Export an earlier checkpoint; the stack trace is in {log}."
         )
     weights = actor / "huggingface"
     weights.mkdir(exist_ok=True)
     for file in sorted(merged.iterdir(), key=lambda file: file.suffix == ".json"):  # the list of weights after them
         file.replace(weights / file.name)
     merged.rmdir()
-    print(f"Weights in Hugging Face format: {weights}")
-    run_dir = folder.parent.parent
+    print(f"Weights in Hugging Face format, {dtype}: {weights}")
     if link_model(run_dir):
         print(f"Linked: {run_dir / MODEL_LINK}")
     return 0
+
+
+def _rollout_dtype(run_dir: Path) -> str:
+    """The type in which vLLM held the policy; bfloat16, verl's default, where no run is known."""
+    file = run_dir / CONFIG_FILE
+    if not file.is_file():
+        return "bfloat16"
+    with reading(file):
+        name = str(OmegaConf.select(OmegaConf.load(file), "actor_rollout_ref.rollout.dtype"))
+    return {"float": "float32", "half": "float16"}.get(name, name if name in DTYPES else "bfloat16")
 
 
 def _checkpoint(given: Path) -> Path:

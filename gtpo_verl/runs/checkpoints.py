@@ -180,10 +180,15 @@ def check_ranks(folder: Path, layout: Layout) -> None:
 
 
 def _not_loadable(folder: Path, problem: str, backend: str) -> UserError:
+    actor = folder / "actor"
+    if backend == "fsdp":
+        merge, model = f"gtpo-verl export {folder} --dtype float32", str(actor / "huggingface")
+    else:
+        merge = f"python -m verl.model_merger merge --backend megatron --local_dir {actor} --target_dir MODEL"
+        model = "MODEL"
     return UserError(
         f"{folder} {problem}. Train on as it was saved, or start a new run from its weights, without the optimizer's "
-        f"state: `python -m verl.model_merger merge --backend {backend} --local_dir {folder / 'actor'} --target_dir "
-        "MODEL`, then actor_rollout_ref.model.path=MODEL with another trainer.run_dir."
+        f"state: `{merge}`, then actor_rollout_ref.model.path={model} with another trainer.run_dir."
     )
 
 

@@ -191,7 +191,7 @@ def two_ranks(lab: Lab, name: str) -> Found:
             shutil.copy(file, file.with_name(file.name.replace("size_1_rank_0", f"size_2_rank_{rank}")))
     config = folder / "actor" / "fsdp_config.json"
     config.write_text(config.read_text().replace('"world_size": 1', '"world_size": 2'))
-    return refused(lab, run_dir, "model_merger")
+    return refused(lab, run_dir, "gtpo-verl export")
 
 
 @fault("one byte of a shard is another", "not found before Ray starts (documented)")

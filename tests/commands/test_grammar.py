@@ -34,7 +34,7 @@ def test_every_command_is_in_one_group_of_the_help(capsys: pytest.CaptureFixture
     assert all(sum(line.startswith(f"  {name} ") for line in lines) == 1 for name in cli.COMMANDS)
 
 
-@pytest.mark.parametrize("option", ["--output", "--check", "--json", "--config-dir", "--address", "--wait", "--cpu"])
+@pytest.mark.parametrize("option", ["--output", "--check", "--json", "--config-dir", "--address", "--wait"])
 def test_an_option_takes_the_same_in_every_command(option: str) -> None:
     having = {name: options(name)[option] for name in cli.COMMANDS if option in options(name)}
     shown = {name: action for name, action in having.items() if action.help != argparse.SUPPRESS}
@@ -119,7 +119,6 @@ def test_what_neither_is_cannot_be_stopped(tmp_path: Path, capsys: pytest.Captur
         ("sweep --dir=x --dry-run seed=1,2", "sweep --output=x --check seed=1,2"),
         ("sweep status x", "status x"),
         ("submit --stop job --address y", "stop job --address y"),
-        ("export --cpu run", "export --init-on-cpu run"),
         ("report --dry-run status", "report --dry-run status"),
     ],
 )

@@ -1,6 +1,7 @@
 """``gtpo-verl eval`` of a quickstart's trained model gives what the training's own validation gave."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+
+from gtpo_verl.cli import main
+from gtpo_verl.runs.directory import CONFIG_FILE
 
 pytestmark = pytest.mark.e2e
 
@@ -87,6 +93,25 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, last_step:
         assert figure["value"] == pytest.approx(logged[f"val/{SOURCE}/{name}"], abs=1e-9), name
     assert "mean@2" in done.stdout
     assert (output / "pass_at_k.png").stat().st_size > 5000
+
+
+def test_export_makes_of_the_shards_of_two_ranks_what_the_run_saved(
+    run_dir: Path, last_step: int, tmp_path: Path
+) -> None:
+    """To the bit: an update of a small learning rate is less than the rounding of bfloat16."""
+    saved = run_dir / "checkpoints" / f"global_step_{last_step}"
+    copy = tmp_path / "checkpoints" / saved.name
+    shutil.copytree(saved, copy)
+    shutil.copy(run_dir / CONFIG_FILE, tmp_path)
+    weights = copy / "actor" / "huggingface" / "model.safetensors"
+    expected = load_file(weights)
+    weights.unlink()
+    assert main(["export", str(copy)]) == 0
+    exported = load_file(weights)
+    assert exported.keys() == expected.keys()
+    assert all(tensor.dtype == torch.float32 for tensor in exported.values())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in exported.items())
+    assert json.loads((copy / "actor" / "huggingface" / "config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.exhaustive

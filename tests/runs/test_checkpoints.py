@@ -139,9 +139,7 @@ def test_a_first_checkpoint_that_was_not_finished_is_no_loss(tmp_path: Path) -> 
 def test_shards_of_another_number_of_ranks_are_refused_with_the_way_to_convert(tmp_path: Path) -> None:
     folder = write_fsdp(tmp_path, 4, ranks=2)
     assert fault(folder, FSDP) is None
-    with pytest.raises(
-        UserError, match=r"2 ranks.* has 1: .*verl.model_merger merge --backend fsdp --local_dir .*actor"
-    ):
+    with pytest.raises(UserError, match=r"2 ranks.* has 1: .*gtpo-verl export .*global_step_4 --dtype float32"):
         find_start(tmp_path, FSDP)
     with pytest.raises(UserError, match="2 ranks"):
         check_folder(folder, FSDP)
@@ -156,7 +154,7 @@ def test_megatron_checkpoints_are_complete_when_their_list_of_contents_is(tmp_pa
         find_start(tmp_path, FSDP)
     with pytest.raises(UserError, match=r"saved by Megatron.*--backend megatron"):
         check_folder(folder, FSDP)
-    with pytest.raises(UserError, match=r"saved by FSDP.*--backend fsdp"):
+    with pytest.raises(UserError, match=r"saved by FSDP.*gtpo-verl export"):
         find_start(write_fsdp(tmp_path / "fsdp", 4).parent, MEGATRON)
     (folder / "actor" / "optimizer" / "dist_ckpt").rmdir()
     assert fault(folder, MEGATRON) == "actor/optimizer/dist_ckpt is missing"
