@@ -1,7 +1,7 @@
 """Where the squared true advantages of a finished audit are: by entropy, by kind of token, and where V is settled.
 
-``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens and of Σ A², with 95 % intervals over
-prompts, by verdict, of all responses but the LEAVE_OUT with the most Σ A². Made for audits with a point at every token
+``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens and of Σ A², the latter and its ratio to the
+former with 95 % intervals over prompts, by verdict, of all responses but the LEAVE_OUT with the most Σ A². Made for audits with a point at every token
 (``--steps`` at the length limit).
 """
 
@@ -27,6 +27,7 @@ def main() -> None:
     values = measured(store, chosen)
     rows = [each.entropies for each in chosen.responses]
     entropies, mask = (each.numpy() for each in padded(rows, torch.float64))
+    log_probs = padded([each.log_probs for each in chosen.responses], torch.float64)[0].numpy()
     tokens = by_step(mask, chosen.points)
     energy = values.energy / np.maximum(tokens, 1)
     kept = np.ones_like(values.correct)
@@ -43,11 +44,13 @@ def main() -> None:
         terms = {"energy": energy * count, "all": values.energy, "tokens": count, "length": tokens}
         for verdict, within in verdicts.items():
             sums = resampled({key: values.weight * term.sum(1) for key, term in terms.items()}, within, values, DRAWS)
-            of_tokens, of_energy = sums["tokens"] / sums["length"], as_figure(sums["energy"] / sums["all"], True)
-            print(f"{name:24} {verdict:8} tokens {of_tokens[0]:.3f}  energy {_text(of_energy)}")
+            of_tokens, of_energy = sums["tokens"] / sums["length"], sums["energy"] / sums["all"]
+            share, ratio = as_figure(of_energy, True), as_figure(of_energy / of_tokens, True)
+            print(f"{name:24} {verdict:8} tokens {of_tokens[0]:.3f}  energy {_text(share)}  ratio {_text(ratio)}")
 
     shares("highest entropy, a fifth", mask & (entropies >= np.quantile(entropies[mask], 0.8)))
     shares("entropy over its mean", np.where(mask, entropies, 0.0) / entropies[mask].mean())
+    shares("probability 0.9 and more", mask & (log_probs >= np.log(0.9)))
     kinds = kinds_of([each.texts for each in chosen.responses], mask.shape[1])
     for kind in KINDS:
         shares(kind, kinds == kind)
@@ -59,11 +62,12 @@ def main() -> None:
         for method in methods(("dapo", "gtpo")):
             credit = by_step(np.abs(credit_of(method, batch, None)[chosen.rows]), chosen.points)
             found = [
-                [(weight * each * agreed).sum() / (weight * each).sum() for each in (tokens, credit)]
+                [(weight * each * agreed).sum() / (weight * each).sum() for each in (tokens, values.energy, credit)]
                 for agreed in (values.is_step & np.isin(half[:, :-1], (0.0, 1.0)) for half in values.halves)
             ]
-            of_tokens, of_credit = np.mean(found, axis=0)
-            print(f"a half agrees, {verdict:8} tokens {of_tokens:.3f}  credit of {method.name} {of_credit:.3f}")
+            print(
+                f"a half agrees, {verdict:8} tokens, energy, credit of {method.name}:", *np.mean(found, axis=0).round(3)
+            )
 
 
 def _text(figure: Figure) -> str:
