@@ -1,8 +1,8 @@
 """Where the squared true advantages of a finished audit are: by entropy, by kind of token, and where V is settled.
 
-``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens and of Σ A², the latter and its ratio to the
-former with 95 % intervals over prompts, by verdict, of all responses but the LEAVE_OUT with the most Σ A². Made for audits with a point at every token
-(``--steps`` at the length limit).
+``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens and of Σ A², the latter and its ratio to
+the former with 95 % intervals over prompts, by verdict, of all responses but the LEAVE_OUT with the most Σ A². Made for
+audits with a point at every token (``--steps`` at the length limit).
 """
 
 import sys
