@@ -81,7 +81,7 @@ def ours(arguments: argparse.Namespace, directory: Path) -> list[float]:
         *("setting=smollm2", "hardware=cpu", "algo=dapo", "verifier=reasoning_gym", f"trainer.run_dir={directory}"),
         *(f"data.train_files={arguments.data}", f"data.val_files={arguments.data}"),
         *(f"actor_rollout_ref.model.path={arguments.model}", f"trainer.total_training_steps={arguments.steps}"),
-        *("algorithm.filter_groups.enable=false", "algorithm.entropy.source=rollout"),
+        "algorithm.filter_groups.enable=false",
         *("algorithm.entropy.check_every=0", "trainer.val_before_train=false", "trainer.test_freq=-1"),
     ]
     subprocess.run([sys.executable, "-m", "gtpo_verl.train", *overrides], check=True, stdout=subprocess.DEVNULL)

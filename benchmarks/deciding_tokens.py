@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, resampled
+from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, enough_prompts, resampled
 from gtpo_verl.audit.kinds import KINDS, kinds_of
 from gtpo_verl.audit.methods import credit_of, methods
 from gtpo_verl.audit.metrics import by_step
@@ -45,7 +45,7 @@ def main() -> None:
         for verdict, within in verdicts.items():
             sums = resampled({key: values.weight * term.sum(1) for key, term in terms.items()}, within, values, DRAWS)
             of_tokens, of_energy = sums["tokens"] / sums["length"], sums["energy"] / sums["all"]
-            share, ratio = as_figure(of_energy, True), as_figure(of_energy / of_tokens, True)
+            share, ratio = (as_figure(each, enough_prompts(values)) for each in (of_energy, of_energy / of_tokens))
             print(f"{name:24} {verdict:8} tokens {of_tokens[0]:.3f}  energy {_text(share)}  ratio {_text(ratio)}")
 
     shares("highest entropy, a fifth", mask & (entropies >= np.quantile(entropies[mask], 0.8)))

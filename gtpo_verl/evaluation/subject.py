@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.config import GROUPS, SEARCH_PATH, compose_config, parse_overrides, prepare, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
-from gtpo_verl.runs.checkpoints import hf_weights
+from gtpo_verl.runs.checkpoints import hf_weights, merging
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE
 
 BEFORE = "before"  # the evaluation of the model that a run started from
@@ -67,14 +67,10 @@ def _of_checkpoint(directory: Path) -> Subject:
     directory = directory.resolve()
     model = hf_weights(directory)
     if model is None:
-        if (directory / "actor" / "model").is_dir():
-            merge = (
-                f"merge its shards with `python -m verl.model_merger merge --backend megatron --local_dir "
-                f"{directory / 'actor'} --target_dir MODEL`, and evaluate MODEL."
-            )
-        else:
-            merge = f"`gtpo-verl export {directory}` merges its shards."
-        raise UserError(f"{directory} has no weights in Hugging Face format: {merge}")
+        command, merged = merging(directory)
+        raise UserError(
+            f"{directory} has no weights in Hugging Face format: `{command}` merges its shards into {merged}: name it."
+        )
     run = directory.parent.parent
     config_file = run / CONFIG_FILE
     if not config_file.is_file():

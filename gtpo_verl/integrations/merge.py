@@ -41,7 +41,6 @@ class PreciseFSDPModelMerger(FSDPModelMerger):
         super().save_hf_model_and_tokenizer(state_dict)
         file = Path(str(self.config.target_dir)) / "config.json"
         settings = json.loads(file.read_text()) | {"dtype": self.dtype}  # transformers loads weights in this one
-        settings.pop("torch_dtype", None)  # as transformers 4 called it
         file.write_text(json.dumps(settings, indent=2) + "\n")
 
 

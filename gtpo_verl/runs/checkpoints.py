@@ -164,9 +164,9 @@ def check_backend(folder: Path, layout: Layout) -> None:
     """Raise a UserError, with how to convert it, where a checkpoint was saved by the other backend."""
     fsdp, megatron = folder / "actor" / "fsdp_config.json", folder / "actor" / "ckpt_contents.json"
     if layout.strategy in FSDP and megatron.is_file():
-        raise _not_loadable(folder, "was saved by Megatron, and this run has FSDP", "megatron")
+        raise _not_loadable(folder, "was saved by Megatron, and this run has FSDP")
     if layout.strategy == "megatron" and fsdp.is_file():
-        raise _not_loadable(folder, "was saved by FSDP, and this run has Megatron", "fsdp")
+        raise _not_loadable(folder, "was saved by FSDP, and this run has Megatron")
 
 
 def check_ranks(folder: Path, layout: Layout) -> None:
@@ -176,20 +176,23 @@ def check_ranks(folder: Path, layout: Layout) -> None:
     ranks = json.loads((folder / "actor" / "fsdp_config.json").read_text())["world_size"]
     if ranks != layout.ranks:
         problem = f"was saved by {ranks} ranks, and this run has {layout.ranks}: FSDP's shards fit their number alone"
-        raise _not_loadable(folder, problem, "fsdp")
+        raise _not_loadable(folder, problem)
 
 
-def _not_loadable(folder: Path, problem: str, backend: str) -> UserError:
-    actor = folder / "actor"
-    if backend == "fsdp":
-        merge, model = f"gtpo-verl export {folder} --dtype float32", str(actor / "huggingface")
-    else:
-        merge = f"python -m verl.model_merger merge --backend megatron --local_dir {actor} --target_dir MODEL"
-        model = "MODEL"
+def _not_loadable(folder: Path, problem: str) -> UserError:
+    command, model = merging(folder, "--dtype float32")
     return UserError(
         f"{folder} {problem}. Train on as it was saved, or start a new run from its weights, without the optimizer's "
-        f"state: `{merge}`, then actor_rollout_ref.model.path={model} with another trainer.run_dir."
+        f"state: `{command}`, then actor_rollout_ref.model.path={model} with another trainer.run_dir."
     )
+
+
+def merging(folder: Path, options: str = "") -> tuple[str, str]:
+    """The command that merges a checkpoint's shards, and the model that it makes. options: of `gtpo-verl export`."""
+    actor = folder / "actor"
+    if (actor / "model").is_dir():  # Megatron's
+        return f"python -m verl.model_merger merge --backend megatron --local_dir {actor} --target_dir MODEL", "MODEL"
+    return f"gtpo-verl export {folder} {options}".rstrip(), str(actor / "huggingface")
 
 
 def find_start(directory: Path, layout: Layout) -> Start:

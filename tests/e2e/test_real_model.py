@@ -26,7 +26,7 @@ Metrics = Callable[[Path], dict[int, dict[str, Any]]]
 TRAININGS = {
     "small": (
         *("data.train_batch_size=4", "actor_rollout_ref.rollout.n=2", "data.max_response_length=16"),
-        *("algorithm.entropy.source=rollout", "trainer.total_training_steps=1000"),
+        "trainer.total_training_steps=1000",
     ),
     "whole": ("algorithm.entropy.source=both", "trainer.total_training_steps=1"),
 }
