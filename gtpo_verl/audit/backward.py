@@ -167,8 +167,8 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
 
     In Adam's metric products are weighted by 1 / the rms over steps of DAPO's step gradient in each coordinate.
     """
-    sums, rms = _sums(policy, parts, number[BASELINE], advance)
-    metrics = (torch.ones_like(rms), _adam(rms))
+    sums, weight = _sums(policy, parts, number[BASELINE], advance)
+    metrics = (1.0, weight)
     groups = [(part, rows) for part in parts for rows in part.groups]
     count, columns = len(groups), list(number.values())
     dots = np.zeros((5, 2, len(sums), count))  # h is the first of the credits: its g·g is h·h, its g·Σg is h·Σh
@@ -180,15 +180,8 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
         advance("products of gradients", k, count)
         rollouts = part.rollouts[rows]
         credit = part.credits[:, rows, : max(len(rollout.tokens) for rollout in rollouts)]
-        every = policy.gradients(rollouts, credit)
-        h = every[0].double()
-        for metric, weight in enumerate(metrics):
-            dots[4, metric, :, k] = (sums @ (h * weight)).cpu().numpy()
-        for column, single in enumerate(every):
-            g = single.double()
-            for metric, weight in enumerate(metrics):
-                dots[:4, metric, column, k] = [float(g * weight @ x) for x in (g, sums[column], h, sums[0])]
-        if len(every) > 1:
+        dots[..., k], h = _dots(policy.gradients(rollouts, credit), sums, metrics)
+        if len(credit) > 1:
             audited[k] = True
             slopes, norms, log_probs = policy.along(rollouts, (sums[0] - h) / (count - 1))
             given, _ = padded([rollout.log_probs for rollout in rollouts], torch.float64)
@@ -209,7 +202,7 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
 
 
 def _sums(policy: Policy, parts: Sequence[Part], baseline: int, advance: Advance) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each credit the sum of the gradients of all groups, (C, P), and the rms of DAPO's step gradient (P,)."""
+    """Of each credit the sum of the gradients of all groups, (C, P), and the weights of Adam's metric (P,)."""
     sums = torch.zeros(max(len(part.credits) for part in parts), policy.size, dtype=torch.float64, device=policy.device)
     squares, steps = torch.zeros_like(sums[0]), sum(len(part.credits) > 1 for part in parts)
     for done, part in enumerate(parts):
@@ -218,7 +211,23 @@ def _sums(policy: Policy, parts: Sequence[Part], baseline: int, advance: Advance
         sums[: len(found)] += found
         if len(found) > 1:
             squares += (found[baseline].double() / len(part.groups)) ** 2 / steps
-    return sums, squares.sqrt()
+        del found  # before the next, which is as large
+    return sums, _adam(squares.sqrt())
+
+
+def _dots(
+    every: torch.Tensor, sums: torch.Tensor, metrics: Sequence[torch.Tensor | float]
+) -> tuple[np.ndarray, torch.Tensor]:
+    """Of a group's gradients, the first of which is h: the products of `measure`, (5, 2, C), and h in float64."""
+    h = every[0].double()
+    found = np.zeros((5, len(metrics), len(sums)))
+    for metric, weight in enumerate(metrics):
+        for column, single in enumerate(every):
+            g = single.double()
+            weighted = g * weight
+            found[:4, metric, column] = [float(weighted @ other) for other in (g, sums[column], h, sums[0])]
+        found[4, metric] = (sums @ (h * weight)).cpu().numpy()
+    return found, h
 
 
 def _adam(rms: torch.Tensor) -> torch.Tensor:

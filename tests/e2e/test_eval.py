@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ def evaluate(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=400)
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    output: Path
+    printed: str
+
+
+@pytest.fixture(scope="module")
+def evaluation(quickstart: Any) -> Evaluation:
+    """That of the trained model."""
+    done = evaluate(quickstart.arm)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    return Evaluation(quickstart.arm / "evaluation" / f"global_step_{quickstart.last_step}", done.stdout)
+
+
 def lines(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -61,12 +76,11 @@ def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, last
         assert logged[f"val/{SOURCE}/truncated_share"] == pytest.approx(sum(n >= 32 for n in tokens) / len(tokens))
 
 
-def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, last_step: int, metrics: Metrics) -> None:
+def test_eval_of_a_trained_model_is_its_own_validation(
+    evaluation: Evaluation, run_dir: Path, last_step: int, metrics: Metrics
+) -> None:
     """Response by response: the seed is the same, so are the random numbers that each is sampled with."""
-    done = evaluate(run_dir)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    output = run_dir / "evaluation" / f"global_step_{last_step}"
-    problems = lines(output / "problems.jsonl")
+    problems = lines(evaluation.output / "problems.jsonl")
     assert sorted(problem["row"] for problem in problems) == list(range(PROMPTS))
 
     validated = [
@@ -81,7 +95,7 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, last_step:
     assert sorted(answered) == sorted(validated)
     pairs = [[response["response"] for response in problem["responses"]] for problem in problems]
     assert any(one != other for one, other in pairs), "the two samples of a prompt share their stream"
-    (summary,) = json.loads((output / "summary.json").read_text())["sources"]
+    (summary,) = json.loads((evaluation.output / "summary.json").read_text())["sources"]
     logged = metrics(run_dir)[last_step]
     for name, figure in (
         ("mean@2", summary["mean"]),
@@ -91,8 +105,8 @@ def test_eval_of_a_trained_model_is_its_own_validation(run_dir: Path, last_step:
         ("truncated_share", summary["truncated_share"]),
     ):
         assert figure["value"] == pytest.approx(logged[f"val/{SOURCE}/{name}"], abs=1e-9), name
-    assert "mean@2" in done.stdout
-    assert (output / "pass_at_k.png").stat().st_size > 5000
+    assert "mean@2" in evaluation.printed
+    assert (evaluation.output / "pass_at_k.png").stat().st_size > 5000
 
 
 def test_export_makes_of_the_shards_of_two_ranks_what_the_run_saved(
@@ -115,9 +129,9 @@ def test_export_makes_of_the_shards_of_two_ranks_what_the_run_saved(
 
 
 @pytest.mark.exhaustive
-def test_a_finished_evaluation_is_not_done_again(run_dir: Path, last_step: int) -> None:
+def test_a_finished_evaluation_is_not_done_again(evaluation: Evaluation, run_dir: Path) -> None:
     """What a crash leaves of the file, and what goes on from it, is tested in tests/evaluation/test_records.py."""
-    output = run_dir / "evaluation" / f"global_step_{last_step}"
+    output = evaluation.output
     before, summary = (output / "problems.jsonl").read_bytes(), (output / "summary.json").read_text()
     (output / "summary.json").unlink()
     again = evaluate(run_dir)
@@ -128,10 +142,9 @@ def test_a_finished_evaluation_is_not_done_again(run_dir: Path, last_step: int) 
 
 
 @pytest.mark.exhaustive
-def test_another_setting_is_refused_by_name(run_dir: Path, last_step: int) -> None:
-    output = run_dir / "evaluation" / f"global_step_{last_step}"
-    before = (output / "problems.jsonl").read_bytes()
+def test_another_setting_is_refused_by_name(evaluation: Evaluation, run_dir: Path) -> None:
+    before = (evaluation.output / "problems.jsonl").read_bytes()
     refused = evaluate(run_dir, "actor_rollout_ref.rollout.val_kwargs.n=4")
     assert refused.returncode == 2
     assert "rollout.val_kwargs.n was 2, is 4" in refused.stderr
-    assert (output / "problems.jsonl").read_bytes() == before
+    assert (evaluation.output / "problems.jsonl").read_bytes() == before
