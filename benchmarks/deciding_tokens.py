@@ -1,8 +1,8 @@
-"""Where the squared true advantages of a finished audit are: by entropy, by kind of token, and where V is settled.
+"""Where the squared true advantages of a finished audit are: by entropy, by probability and by kind of token.
 
-``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens and of Σ A², the latter and its ratio to
-the former with 95 % intervals over prompts, by verdict, of all responses but the LEAVE_OUT with the most Σ A². Made for
-audits with a point at every token (``--steps`` at the length limit).
+``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens, of Σ A² and of the size of DAPO's and
+GTPO's credit, by verdict, of all responses but the LEAVE_OUT with the most Σ A²; with 95 % intervals over prompts for
+the second and its ratio to the first. Made for audits with a point at every token (``--steps`` at the length limit).
 """
 
 import sys
@@ -38,36 +38,35 @@ def main() -> None:
         print(f"left out: responses {sorted(left_out.tolist())}, {total[left_out].sum() / total.sum():.3f} of Σ A²")
     verdicts = {"all": kept, "correct": values.correct & kept, "wrong": ~values.correct & kept}
 
+    batch = batch_of(chosen.batch, seed)
+    assigned = {
+        each.name: np.abs(credit_of(each, batch, None)[chosen.rows])[:, : mask.shape[1]] * mask
+        for each in methods(("dapo", "gtpo"))
+    }
+
     def shares(name: str, marked: np.ndarray) -> None:
-        """Of tokens and of Σ A² on marked tokens, (N, T)."""
+        """Of tokens, of Σ A² and of two methods' credit on marked tokens, (N, T)."""
         count = by_step(marked, chosen.points)
         terms = {"energy": energy * count, "all": values.energy, "tokens": count, "length": tokens}
         for verdict, within in verdicts.items():
             sums = resampled({key: values.weight * term.sum(1) for key, term in terms.items()}, within, values, DRAWS)
             of_tokens, of_energy = sums["tokens"] / sums["length"], sums["energy"] / sums["all"]
             share, ratio = (as_figure(each, enough_prompts(values)) for each in (of_energy, of_energy / of_tokens))
-            print(f"{name:24} {verdict:8} tokens {of_tokens[0]:.3f}  energy {_text(share)}  ratio {_text(ratio)}")
+            weight = (values.weight * within)[:, None]
+            given = [f"{x} {(weight * c * marked).sum() / (weight * c).sum():.3f}" for x, c in assigned.items()]
+            print(
+                f"{name:24} {verdict:8} tokens {of_tokens[0]:.3f}  energy {_text(share)}  ratio {_text(ratio)} ", *given
+            )
 
-    shares("highest entropy, a fifth", mask & (entropies >= np.quantile(entropies[mask], 0.8)))
-    shares("entropy over its mean", np.where(mask, entropies, 0.0) / entropies[mask].mean())
+    for part, name in ((0.8, "a fifth"), (0.75, "a quarter"), (0.5, "half")):
+        least = np.quantile(entropies[mask], part)
+        shares(f"{name} above {least:.2f} nat", mask & (entropies >= least))
     shares("probability 0.9 and more", mask & (log_probs >= np.log(0.9)))
+    shares("probability below 0.1", mask & (log_probs < np.log(0.1)))
     kinds = kinds_of([each.texts for each in chosen.responses], mask.shape[1])
     for kind in KINDS:
         shares(kind, kinds == kind)
     shares("numbers and operators", np.isin(kinds, ("numbers", "operators")))
-
-    batch = batch_of(chosen.batch, seed)
-    for verdict, within in verdicts.items():
-        weight = (values.weight * within)[:, None]
-        for method in methods(("dapo", "gtpo")):
-            credit = by_step(np.abs(credit_of(method, batch, None)[chosen.rows]), chosen.points)
-            found = [
-                [(weight * each * agreed).sum() / (weight * each).sum() for each in (tokens, values.energy, credit)]
-                for agreed in (values.is_step & np.isin(half[:, :-1], (0.0, 1.0)) for half in values.halves)
-            ]
-            print(
-                f"a half agrees, {verdict:8} tokens, energy, credit of {method.name}:", *np.mean(found, axis=0).round(3)
-            )
 
 
 def _text(figure: Figure) -> str:
