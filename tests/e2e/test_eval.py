@@ -76,6 +76,7 @@ def test_every_validation_logs_the_figures_that_papers_print(run_dir: Path, last
         assert logged[f"val/{SOURCE}/truncated_share"] == pytest.approx(sum(n >= 32 for n in tokens) / len(tokens))
 
 
+@pytest.mark.exhaustive
 def test_eval_of_a_trained_model_is_its_own_validation(
     evaluation: Evaluation, run_dir: Path, last_step: int, metrics: Metrics
 ) -> None:
