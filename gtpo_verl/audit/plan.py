@@ -11,6 +11,7 @@ DESIGN_EFFECT = 1.5  # responses to one prompt resemble each other
 QUANTILES = 7.85  # (1.96 + 0.84)²: a test at 5 %, two-sided, with a power of 80 %
 AT_PROMPT = 4  # V(0) is shared by the responses to a prompt, so it gets so many times the continuations
 BYTES_OF_A_CREDIT = 12  # for each parameter: its gradient in float32, and the sum over groups in float64
+BYTES_BESIDE = 60  # for each parameter, whatever the methods: products and Adam's metric in float64; measured at 16 M
 BLOCK = 16  # tokens of vLLM's prefix cache that are computed again for a continuation, on average less
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.audit import sampling
 from gtpo_verl.audit.methods import Method, methods
-from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, Plan
+from gtpo_verl.audit.plan import BYTES_BESIDE, BYTES_OF_A_CREDIT, Plan
 from gtpo_verl.audit.store import (
     GRADIENTS_FILE,
     LOG_FILE,
@@ -161,7 +161,7 @@ def _check_memory(config: DictConfig, chosen: Sequence[Method], pattern: str) ->
     sizes = {name: math.prod(shape) for name, shape in (tensor_shapes(directory) if directory else {}).items()}
     distinct = sum(method.scored for method in chosen) + 1
     differentiated = sum(size for name, size in sizes.items() if re.search(pattern, name))
-    needed = FP32 * sum(sizes.values()) + BYTES_OF_A_CREDIT * distinct * differentiated
+    needed = FP32 * sum(sizes.values()) + (BYTES_OF_A_CREDIT * distinct + BYTES_BESIDE) * differentiated
     if torch.cuda.is_available():  # where `load_policy` puts the model
         there = float(torch.cuda.get_device_properties(0).total_memory)
     else:
