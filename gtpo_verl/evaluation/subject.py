@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.config import GROUPS, SEARCH_PATH, compose_config, parse_overrides, prepare, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
-from gtpo_verl.runs.checkpoints import hf_weights, merging
+from gtpo_verl.runs.checkpoints import hf_weights, merging, newest
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE
 
 BEFORE = "before"  # the evaluation of the model that a run started from
@@ -60,6 +60,15 @@ def _of_run(directory: Path, *, before: bool) -> Subject:
             "last checkpoint."
         )
     step = re.search(r"global_step_\d+", str(model.resolve()))
+    try:
+        last = newest(directory / "checkpoints")
+    except ValueError:  # what to do about the tracker is said where it is followed
+        last = None
+    if step and last and step[0] != last.name:
+        raise UserError(
+            f"{model} is of {step[0]}, and the last checkpoint of {last.name}: `gtpo-verl export {directory}` makes "
+            f"its weights; to evaluate the former, name {directory}/checkpoints/{step[0]}."
+        )
     return Subject(str(model.resolve()), directory / "evaluation" / (step[0] if step else "model"), config_file)
 
 

@@ -59,7 +59,8 @@ def generator(name: str, settings: str, seed: int) -> Any:
     UserError: there is no such generator or setting.
     """
     if name not in factory.DATASETS:
-        raise UserError(f"reasoning-gym has no generator {name!r}{did_you_mean(name, factory.DATASETS) or '.'}")
+        names = did_you_mean(name, factory.DATASETS) or f". It has: {', '.join(sorted(factory.DATASETS))}."
+        raise UserError(f"reasoning-gym has no generator {name!r}{names}")
     given, known = json.loads(settings), factory.DATASETS[name][1].__dataclass_fields__
     for key in given:
         if key not in known:

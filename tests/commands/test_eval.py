@@ -75,6 +75,15 @@ def test_a_run_is_its_trained_model_with_its_own_settings(run_dir: Path) -> None
     assert config.data.extra == 1
 
 
+def test_weights_of_an_earlier_checkpoint_are_not_taken_for_the_runs(run_dir: Path) -> None:
+    """Exported, then trained further without weights in Hugging Face format."""
+    (run_dir / "checkpoints" / "global_step_2").mkdir()
+    (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
+    with pytest.raises(UserError, match=r"is of global_step_1, and the last checkpoint of global_step_2: .* export"):
+        find_subject(str(run_dir))
+    assert find_subject(str(run_dir / "checkpoints" / "global_step_1")).output.name == "global_step_1"
+
+
 def test_before_is_the_model_the_run_started_from(run_dir: Path, model: Path) -> None:
     subject = find_subject(str(run_dir), before=True)
     assert (subject.path, subject.output) == (str(model), run_dir / "evaluation" / "before")

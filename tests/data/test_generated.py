@@ -102,6 +102,7 @@ def test_a_part_of_a_score_is_wrong() -> None:
     ("name", "message"),
     [
         ("reasoning-gym:chainsum", "did you mean chain_sum?"),
+        ("reasoning-gym:", "chain_sum, "),  # all that there are
         ("reasoning-gym:chain_sum,max_term=2", "did you mean max_terms?"),
         ("reasoning-gym:chain_sum,min_terms=9", "max_terms must be >= min_terms"),
         ("reasoning-gym:chain_sum,size=20", "20 different problems were drawn"),

@@ -635,6 +635,13 @@ def test_the_verifier_is_tried_on_every_data_source_of_every_file(
     assert "KeyError" in str(caught.value)
 
 
+def test_a_forgotten_verifier_is_named(composed: Composer, inputs: dict[str, str]) -> None:
+    file = Path(inputs["directory"]) / "generated.parquet"
+    pd.read_parquet(inputs["data.train_files"]).assign(data_source="reasoning_gym/chain_sum").to_parquet(file)
+    with pytest.raises(UserError, match="choose verifier=reasoning_gym, or"):
+        checks.check_with_verl(composed("reward.custom_reward_function.path=null", f"data.train_files={file}"))
+
+
 def test_a_verifier_that_hangs_is_not_waited_for(composed: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "VERIFIER_TIMEOUT", 0.2)
     with pytest.raises(UserError, match="no verdict on the first prompt"):
