@@ -66,7 +66,6 @@ def main() -> None:
     kinds = kinds_of([each.texts for each in chosen.responses], mask.shape[1])
     for kind in KINDS:
         shares(kind, kinds == kind)
-    shares("numbers and operators", np.isin(kinds, ("numbers", "operators")))
 
 
 def _text(figure: Figure) -> str:

@@ -167,8 +167,8 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
 
     In Adam's metric products are weighted by 1 / the rms over steps of DAPO's step gradient in each coordinate.
     """
-    sums, weight = _sums(policy, parts, number[BASELINE], advance)
-    metrics = (1.0, weight)
+    sums, adam = _sums(policy, parts, number[BASELINE], advance)
+    metrics = (1.0, adam)
     groups = [(part, rows) for part in parts for rows in part.groups]
     count, columns = len(groups), list(number.values())
     dots = np.zeros((5, 2, len(sums), count))  # h is the first of the credits: its g·g is h·h, its g·Σg is h·Σh
@@ -221,12 +221,13 @@ def _dots(
     """Of a group's gradients, the first of which is h: the products of `measure`, (5, 2, C), and h in float64."""
     h = every[0].double()
     found = np.zeros((5, len(metrics), len(sums)))
-    for metric, weight in enumerate(metrics):
-        for column, single in enumerate(every):
-            g = single.double()
+    for column, single in enumerate(every):
+        g = single.double()
+        for metric, weight in enumerate(metrics):
             weighted = g * weight
             found[:4, metric, column] = [float(weighted @ other) for other in (g, sums[column], h, sums[0])]
-        found[4, metric] = (sums @ (h * weight)).cpu().numpy()
+            if column == 0:
+                found[4, metric] = (sums @ weighted).cpu().numpy()
     return found, h
 
 

@@ -15,6 +15,11 @@ BYTES_BESIDE = 60  # for each parameter, whatever the methods: products and Adam
 BLOCK = 16  # tokens of vLLM's prefix cache that are computed again for a continuation, on average less
 
 
+def bytes_for_gradients(methods: int) -> int:
+    """For each parameter, beside its weight: of so many methods' credits and the leave-one-out credit."""
+    return BYTES_OF_A_CREDIT * (methods + 1) + BYTES_BESIDE
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The size of an audit.

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gtpo_verl.algorithms import algorithms
 from gtpo_verl.audit.analysis import BASELINE, ORACLE, RANDOM, Figure, enough_prompts
-from gtpo_verl.audit.plan import BYTES_BESIDE, BYTES_OF_A_CREDIT, FEWEST_CONTINUATIONS, Plan
+from gtpo_verl.audit.plan import FEWEST_CONTINUATIONS, Plan, bytes_for_gradients
 from gtpo_verl.audit.score import POSITION, STATE, Result
 
 Columns = Sequence[tuple[str, str, str, str]]  # heading, stratum or metric, figure, format
@@ -135,8 +135,7 @@ def print_plan(
     """Print what an audit will cost and what it can see. length, prompt: tokens of a response, `measured` or the limit,
     and of a prompt. methods: whose gradients are taken. cached: vLLM has a prefix cache.
     """
-    bytes_needed = BYTES_OF_A_CREDIT * (methods + 1) + BYTES_BESIDE
-    sizes = {"length": length, "prompt": prompt, "methods": methods, "bytes": bytes_needed}
+    sizes = {"length": length, "prompt": prompt, "methods": methods, "bytes": bytes_for_gradients(methods)}
     sizes |= {"fewest": FEWEST_CONTINUATIONS, "steps": plan.steps}
     plan = replace(plan, steps=max(2, min(plan.steps, round(length))))  # a response has at most as many as tokens
     for line in _paragraphs("cost.txt.j2", plan=plan, measured=measured, cached=cached, **sizes):

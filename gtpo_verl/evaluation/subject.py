@@ -53,6 +53,12 @@ def _of_run(directory: Path, *, before: bool) -> Subject:
             start: Any = OmegaConf.load(config_file)
             model_before = str(start.actor_rollout_ref.model.path)
         return Subject(model_before, directory / "evaluation" / BEFORE, config_file)
+    try:
+        last = newest(directory / "checkpoints")
+    except ValueError:  # what to do about the tracker is said where it is followed
+        last = None
+    if last is not None:  # `model` may link to an earlier one that was exported
+        return _of_checkpoint(last)
     model = directory / "model"
     if not model.is_dir():
         raise UserError(
@@ -60,15 +66,6 @@ def _of_run(directory: Path, *, before: bool) -> Subject:
             "last checkpoint."
         )
     step = re.search(r"global_step_\d+", str(model.resolve()))
-    try:
-        last = newest(directory / "checkpoints")
-    except ValueError:  # what to do about the tracker is said where it is followed
-        last = None
-    if step and last and step[0] != last.name:
-        raise UserError(
-            f"{model} is of {step[0]}, and the last checkpoint of {last.name}: `gtpo-verl export {directory}` makes "
-            f"its weights; to evaluate the former, name {directory}/checkpoints/{step[0]}."
-        )
     return Subject(str(model.resolve()), directory / "evaluation" / (step[0] if step else "model"), config_file)
 
 
@@ -77,9 +74,8 @@ def _of_checkpoint(directory: Path) -> Subject:
     model = hf_weights(directory)
     if model is None:
         command, merged = merging(directory)
-        raise UserError(
-            f"{directory} has no weights in Hugging Face format: `{command}` merges its shards into {merged}: name it."
-        )
+        then = "evaluate MODEL" if merged == "MODEL" else "repeat this command"
+        raise UserError(f"{directory} has no weights in Hugging Face format: run `{command}`, then {then}.")
     run = directory.parent.parent
     config_file = run / CONFIG_FILE
     if not config_file.is_file():

@@ -241,11 +241,9 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
     except TimeoutError as error:
         raise UserError(f"{who} gave no verdict on {place} within {VERIFIER_TIMEOUT:.0f} s.") from error
     except NotImplementedError as error:
-        generated = str(row[source_key]).startswith("reasoning_gym/")
-        shipped = "verifier=reasoning_gym" if generated else "verifier=answer or verifier=boxed"
         raise UserError(
-            f"verl has no verifier for {place}: choose {shipped}, or name your own with "
-            "reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
+            f"verl has no verifier for {place}: choose verifier=answer or verifier=boxed (reasoning_gym for its own "
+            "problems), or name yours with reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
         ) from error
     except (Exception, SystemExit) as error:
         raise UserError(f"the verifier fails on {place} with {raised_in(file, error)}") from error

@@ -3,6 +3,7 @@ printed table.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,12 @@ def test_weights_of_an_earlier_checkpoint_are_not_taken_for_the_runs(run_dir: Pa
     """Exported, then trained further without weights in Hugging Face format."""
     (run_dir / "checkpoints" / "global_step_2").mkdir()
     (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("2")
-    with pytest.raises(UserError, match=r"is of global_step_1, and the last checkpoint of global_step_2: .* export"):
+    with pytest.raises(
+        UserError, match=r"global_step_2 has no weights .* `gtpo-verl export .*global_step_2`, then rep"
+    ):
         find_subject(str(run_dir))
+    shutil.copytree(run_dir / "model", run_dir / "checkpoints" / "global_step_2" / "actor" / "huggingface")
+    assert find_subject(str(run_dir)).output.name == "global_step_2"
     assert find_subject(str(run_dir / "checkpoints" / "global_step_1")).output.name == "global_step_1"
 
 
@@ -105,7 +110,7 @@ def test_megatrons_weights_are_a_level_deeper(run_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     ("backend", "how"),
-    [("fsdp", r"gtpo-verl export .* merges"), ("megatron", r"model_merger merge --backend megatron")],
+    [("fsdp", r"gtpo-verl export .* then repeat this command"), ("megatron", r"model_merger merge --backend megatron")],
 )
 def test_a_checkpoint_without_weights_says_how_to_merge_them(run_dir: Path, backend: str, how: str) -> None:
     (run_dir / "model" / "model.safetensors").unlink()

@@ -508,6 +508,7 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
         ("reward.custom_reward_function.name=leaves", "SystemExit: 7 ("),
         ("reward.custom_reward_function.name=absent", "cannot be loaded: AttributeError"),
         ("reward.custom_reward_function.path=null", "no verifier for the first prompt of data_source='sums'"),
+        ("reward.custom_reward_function.path=null", "verifier=boxed (reasoning_gym for its own problems)"),
         ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo-s", "did you mean grpo_s?"),
     ],
@@ -633,13 +634,6 @@ def test_the_verifier_is_tried_on_every_data_source_of_every_file(
         checks.check_with_verl(composed(name, f"{key}={files}"))
     assert f"the first prompt of data_source='products' in {key}={file}" in str(caught.value)
     assert "KeyError" in str(caught.value)
-
-
-def test_a_forgotten_verifier_is_named(composed: Composer, inputs: dict[str, str]) -> None:
-    file = Path(inputs["directory"]) / "generated.parquet"
-    pd.read_parquet(inputs["data.train_files"]).assign(data_source="reasoning_gym/chain_sum").to_parquet(file)
-    with pytest.raises(UserError, match="choose verifier=reasoning_gym, or"):
-        checks.check_with_verl(composed("reward.custom_reward_function.path=null", f"data.train_files={file}"))
 
 
 def test_a_verifier_that_hangs_is_not_waited_for(composed: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
