@@ -176,8 +176,8 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     entropies = [rollout.entropies for part in parts if len(part.credits) > 1 for rollout in part.rollouts]
     edges = np.quantile(np.concatenate(entropies), np.arange(1, DECILES) / DECILES)
     audited, differences = np.zeros(count, bool), []
+    advance("products of gradients", 0, count)
     for k, (part, rows) in enumerate(groups):
-        advance("products of gradients", k, count)
         rollouts = part.rollouts[rows]
         credit = part.credits[:, rows, : max(len(rollout.tokens) for rollout in rollouts)]
         dots[..., k], h = _dots(policy.gradients(rollouts, credit), sums, metrics)
@@ -187,6 +187,7 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
             given, _ = padded([rollout.log_probs for rollout in rollouts], torch.float64)
             differences.append(float((given - log_probs).abs().max()))
             _sort(rollouts, credit, slopes, norms, edges, where[:, :, k], tokens)
+        advance("products of gradients", k + 1, count)
     mean = tokens / np.maximum(tokens[0], 1)
     found = Products(
         np.array(list(number)),
@@ -205,13 +206,14 @@ def _sums(policy: Policy, parts: Sequence[Part], baseline: int, advance: Advance
     """Of each credit the sum of the gradients of all groups, (C, P), and the weights of Adam's metric (P,)."""
     sums = torch.zeros(max(len(part.credits) for part in parts), policy.size, dtype=torch.float64, device=policy.device)
     squares, steps = torch.zeros_like(sums[0]), sum(len(part.credits) > 1 for part in parts)
-    for done, part in enumerate(parts):
-        advance("sums of gradients", done, len(parts))
+    advance("sums of gradients", 0, len(parts))
+    for done, part in enumerate(parts, 1):
         found = policy.gradients(part.rollouts, part.credits)
         sums[: len(found)] += found
         if len(found) > 1:
             squares += (found[baseline].double() / len(part.groups)) ** 2 / steps
         del found  # before the next, which is as large
+        advance("sums of gradients", done, len(parts))
     return sums, _adam(squares.sqrt())
 
 

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.audit import sampling
 from gtpo_verl.audit.methods import Method, methods
-from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, Plan, bytes_for_gradients
+from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, PASS, Plan, bytes_for_gradients
 from gtpo_verl.audit.store import (
     GRADIENTS_FILE,
     LOG_FILE,
@@ -161,16 +161,16 @@ def _check_memory(config: DictConfig, chosen: Sequence[Method], pattern: str) ->
     sizes = {name: math.prod(shape) for name, shape in (tensor_shapes(directory) if directory else {}).items()}
     scored = sum(method.scored for method in chosen)
     differentiated = sum(size for name, size in sizes.items() if re.search(pattern, name))
-    needed = FP32 * sum(sizes.values()) + bytes_for_gradients(scored) * differentiated
+    needed = FP32 * sum(sizes.values()) + bytes_for_gradients(scored) * differentiated + PASS
     if torch.cuda.is_available():  # where `load_policy` puts the model
         there = float(torch.cuda.get_device_properties(0).total_memory)
     else:
         there, _ = machine_memory()
     if needed > there:
         raise UserError(
-            f"--gradients: weights in float32 and the gradients of {scored + 1} credits take {needed / GIB:,.0f} GiB, "
-            f"and the device has {there / GIB:,.0f}: name fewer --methods (each takes {BYTES_OF_A_CREDIT} bytes a "
-            "parameter) or fewer parameters by --gradient-params."
+            f"--gradients: weights in float32, the gradients of {scored + 1} credits and a pass over a group take "
+            f"{needed / GIB:,.0f} GiB, and the device has {there / GIB:,.0f}: name fewer --methods (each takes "
+            f"{BYTES_OF_A_CREDIT} bytes a parameter) or fewer parameters by --gradient-params."
         )
 
 

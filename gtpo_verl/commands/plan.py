@@ -16,9 +16,10 @@ examples:
   gtpo-verl plan setting=paper_gtpo_7b --measured outputs/gtpo-1       lengths, yield and speeds of a run of any size
   gtpo-verl plan setting=small_gpu --gpu a100-40gb --json              output for programs
 
-The overrides are those of `gtpo-verl train`: what is planned is what would run. No GPU, download or data is needed;
-the shapes of Qwen2.5 ship with the package, those of other dense models are read from their directory or the hub's
-cache. Numbers under "Assumptions" are not in the configuration: --assume NAME=VALUE replaces one.
+The overrides are those of `gtpo-verl train`: what is planned is what would run, on GPUs unless hardware=cpu is given.
+No GPU, download or data is needed; the shapes of Qwen2.5 ship with the package, those of other dense models are read
+from their directory or the hub's cache. Numbers under "Assumptions" are not in the configuration: --assume NAME=VALUE
+replaces one.
 The exit code is 1 if the run would fail.
 """
 

@@ -44,7 +44,7 @@ def drawn(exact: Exact, count: int, seed: int) -> np.ndarray:
 
 
 def nothing(what: str, done: int, total: int) -> None:
-    assert 0 <= done < total
+    assert 0 <= done <= total
 
 
 # -------------------------------------------------------------------- the two passes

@@ -45,7 +45,6 @@ class Step:
         self.lengths = [int(tag["response_len"]) for tag in tags.values()]
         self._places = [number for number, key in enumerate(batch.keys) if key in tags]
         self._columns: dict[str, torch.Tensor] = {}
-        self._mask: tuple[torch.Tensor | None, torch.Tensor] = None, torch.empty(0)  # the column it is of, and the mask
 
     # ---------------------------------------------------------------- columns
 
@@ -107,9 +106,7 @@ class Step:
     def mask(self) -> torch.Tensor:
         """(N,) bool: the tokens that the policy, or its guide, generated."""
         (column,) = self.fetch("response_mask")
-        if self._mask[0] is not column:  # verl, or `put`, may have written another
-            self._mask = column, column != 0
-        return self._mask[1]
+        return column != 0
 
     @property
     def own_mask(self) -> torch.Tensor:
