@@ -3,6 +3,9 @@
 ``python benchmarks/deciding_tokens.py AUDIT [LEAVE_OUT]``: shares of tokens, of Σ A² and of the size of DAPO's and
 GTPO's credit, by verdict, of all responses but the LEAVE_OUT with the most Σ A²; with 95 % intervals over prompts for
 the second and its ratio to the first. Made for audits with a point at every token (``--steps`` at the length limit).
+
+Of an audit of gradients: the shares of each method's noise and signal on wrong responses and on the tenths of the
+tokens by entropy, with 95 % intervals (jackknife over groups).
 """
 
 import sys
@@ -12,6 +15,7 @@ import numpy as np
 import torch
 
 from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, enough_prompts, resampled
+from gtpo_verl.audit.gradients import Products, jackknife
 from gtpo_verl.audit.kinds import KINDS, kinds_of
 from gtpo_verl.audit.methods import credit_of, methods
 from gtpo_verl.audit.metrics import by_step
@@ -20,7 +24,27 @@ from gtpo_verl.audit.score import batch_of, padded
 from gtpo_verl.audit.store import plan_of, reopen
 
 
+def of_gradients(products: Products) -> None:
+    audited = products.audited
+    parts = {"wrong": (slice(0, 1), slice(None))} | {
+        f"tenth {number + 1}": (slice(None), slice(number, number + 1)) for number in range(products.noise.shape[-1])
+    }
+    print(f"wrong responses have {products.tokens[0].sum() / products.tokens.sum():.3f} of the tokens")
+    for row, name in enumerate(products.names.tolist()):
+        for kind in ("noise", "signal"):
+            each = getattr(products, kind)[row, audited]
+            for part, (verdicts, tenths) in parts.items():
+                inside, whole = each[:, verdicts, tenths].sum((1, 2)), each.sum((1, 2))
+                left = [inside.sum() - np.append(0, inside), whole.sum() - np.append(0, whole)]
+                share = jackknife(left[0] / left[1], np.ones(len(each), bool))
+                print(f"{name:14} {kind:7} {part:9} {_text(share)}")
+
+
 def main() -> None:
+    gradients = Path(sys.argv[1]) / "gradients.npz"
+    if gradients.is_file():
+        of_gradients(Products.read(gradients))
+        return
     store = reopen(Path(sys.argv[1]))
     seed = int(store.facts["seed"])
     chosen = choose_responses(store.rollouts, plan_of(store), seed)

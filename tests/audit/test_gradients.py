@@ -258,6 +258,16 @@ def test_the_negative_of_dapo_disagrees_and_noise_costs_groups(population: Any) 
         assert figure_of(found, "dapo", metric, "along/dapo").value == pytest.approx(1)
 
 
+def test_adams_metric_needs_the_groups_of_eight_steps(population: Any) -> None:
+    """Its weights are of the same groups; with few steps they are large where the noise of these groups cancels."""
+    products = audit(population, 48, 0, np.random.default_rng(17))
+    few, enough = figures(products, 48 // 8 + 1), figures(products, 48 // 8)
+    assert few["truth"]["adam"].value is None
+    assert all(each["adam"][key].value is None for each in few["methods"].values() for key in each["adam"])
+    assert figure_of(enough, "dapo", "adam", "noise").value is not None
+    assert figure_of(few, "dapo", "sgd", "noise") == figure_of(enough, "dapo", "sgd", "noise")
+
+
 def test_files_and_tables(exact: Exact, measured: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     products, *_ = measured
     products.write(tmp_path / "gradients.npz")
