@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from gtpo_verl.audit.analysis import DRAWS, Figure, as_figure, enough_prompts, resampled
-from gtpo_verl.audit.gradients import Products, jackknife
+from gtpo_verl.audit.gradients import Products, jackknife, without
 from gtpo_verl.audit.kinds import KINDS, kinds_of
 from gtpo_verl.audit.methods import credit_of, methods
 from gtpo_verl.audit.metrics import by_step
@@ -25,18 +25,14 @@ from gtpo_verl.audit.store import plan_of, reopen
 
 
 def of_gradients(products: Products) -> None:
-    audited = products.audited
-    parts = {"wrong": (slice(0, 1), slice(None))} | {
-        f"tenth {number + 1}": (slice(None), slice(number, number + 1)) for number in range(products.noise.shape[-1])
-    }
     print(f"wrong responses have {products.tokens[0].sum() / products.tokens.sum():.3f} of the tokens")
     for row, name in enumerate(products.names.tolist()):
         for kind in ("noise", "signal"):
-            each = getattr(products, kind)[row, audited]
-            for part, (verdicts, tenths) in parts.items():
-                inside, whole = each[:, verdicts, tenths].sum((1, 2)), each.sum((1, 2))
-                left = [inside.sum() - np.append(0, inside), whole.sum() - np.append(0, whole)]
-                share = jackknife(left[0] / left[1], np.ones(len(each), bool))
+            each = getattr(products, kind)[row, products.audited]  # (N, 2, 10)
+            left = without(each.sum(0), np.moveaxis(each, 0, -1))  # (2, 10, 1 + N)
+            parts = {"wrong": left[0].sum(0)} | {f"tenth {k + 1}": left[:, k].sum(0) for k in range(left.shape[1])}
+            for part, inside in parts.items():
+                share = jackknife(inside / left.sum((0, 1)), np.ones(len(each), bool))
                 print(f"{name:14} {kind:7} {part:9} {_text(share)}")
 
 

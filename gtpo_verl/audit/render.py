@@ -11,6 +11,7 @@ from rich.text import Text
 
 from gtpo_verl.algorithms import algorithms
 from gtpo_verl.audit.analysis import BASELINE, ORACLE, RANDOM, Figure, enough_prompts
+from gtpo_verl.audit.gradients import FEWEST_STEPS
 from gtpo_verl.audit.plan import FEWEST_CONTINUATIONS, Plan, bytes_for_gradients
 from gtpo_verl.audit.score import POSITION, STATE, Result
 
@@ -124,6 +125,7 @@ def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Pl
         interval=interval,
         facts=facts,
         unscored=facts["unscored"],
+        fewest_steps=FEWEST_STEPS,
     )
     rows, columns = _rows(figures, GRADIENT_COLUMNS, plan, "n.r."), [heading for heading, *_ in GRADIENT_COLUMNS]
     return Table("How much signal and how much noise has each gradient?", columns, rows, sentences)

@@ -12,7 +12,7 @@ from softmax_table import CORRECT, PATHS, Exact, G, TableModel, products_of
 from gtpo_verl.audit import backward
 from gtpo_verl.audit.analysis import Figure
 from gtpo_verl.audit.backward import Policy, measure, parts_of
-from gtpo_verl.audit.gradients import METRICS, Products, figures, figures_of, jackknife, moments
+from gtpo_verl.audit.gradients import FEWEST_STEPS, METRICS, Products, figures, figures_of, jackknife, moments
 from gtpo_verl.audit.methods import methods
 from gtpo_verl.audit.plan import Plan
 from gtpo_verl.audit.render import gradients_table, print_table
@@ -260,8 +260,23 @@ def test_the_negative_of_dapo_disagrees_and_noise_costs_groups(population: Any) 
 
 def test_adams_metric_needs_the_groups_of_eight_steps(population: Any) -> None:
     """Its weights are of the same groups; with few steps they are large where the noise of these groups cancels."""
-    products = audit(population, 48, 0, np.random.default_rng(17))
-    few, enough = figures(products, 48 // 8 + 1), figures(products, 48 // 8)
+
+    def without_signal(steps: int, rng: np.random.Generator) -> float:
+        """The SNR of a step of 16 groups, whose truth is 0."""
+        g = rng.normal(size=(16 * steps, 2000))
+        weight = backward._adam(torch.tensor(np.sqrt(np.square(g.reshape(steps, 16, -1).mean(1)).mean(0)))).numpy()
+        second, of_sum = (np.square(g) @ weight).mean(), np.square(g.sum(0)) @ weight
+        signal = (of_sum - len(g) * second) / (len(g) * (len(g) - 1))
+        return float(16 * signal / (second - signal))
+
+    rng = np.random.default_rng(17)
+    bias = {steps: np.mean([without_signal(steps, rng) for _ in range(20)]) for steps in (3, FEWEST_STEPS, 16)}
+    assert bias[3] == pytest.approx(-0.10, abs=0.01)  # the figures of docs/guides/audit.md
+    assert bias[FEWEST_STEPS] == pytest.approx(-0.02, abs=0.01)
+    assert abs(bias[16]) < 0.01
+
+    products = audit(population, 48, 0, rng)
+    few, enough = figures(products, 48 // FEWEST_STEPS + 1), figures(products, 48 // FEWEST_STEPS)
     assert few["truth"]["adam"].value is None
     assert all(each["adam"][key].value is None for each in few["methods"].values() for key in each["adam"])
     assert figure_of(enough, "dapo", "adam", "noise").value is not None
