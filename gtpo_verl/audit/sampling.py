@@ -58,14 +58,18 @@ class Chosen:
 
 
 def strata_of(rollouts: Sequence[Rollout], prompts: int) -> Strata:
-    """Sort prompts by verdicts, in the order of sampling; only the first `prompts` with contrast count."""
+    """Sort prompts by verdicts, in the order of sampling, up to the last of the first `prompts` with contrast."""
     verdicts: dict[int, list[bool]] = {}
     for rollout in sorted(rollouts, key=lambda each: each.place):
         verdicts.setdefault(rollout.row, []).append(rollout.correct)
-    mixed = [row for row, each in verdicts.items() if any(each) and not all(each)]
-    solved = [row for row, each in verdicts.items() if all(each)]
-    never = [row for row, each in verdicts.items() if not any(each)]
-    return Strata(tuple(mixed[:prompts]), tuple(solved), tuple(never))
+    mixed: list[int] = []
+    solved: list[int] = []
+    never: list[int] = []
+    for row, each in verdicts.items():
+        if len(mixed) == prompts:
+            break
+        (solved if all(each) else mixed if any(each) else never).append(row)
+    return Strata(tuple(mixed), tuple(solved), tuple(never))
 
 
 def sample_rollouts(

@@ -27,11 +27,12 @@ from gtpo_verl.audit.sampling import (
     sample_rollouts,
     sample_values,
     second_stage,
+    strata_of,
     wanted_branches,
     wanted_counts,
 )
 from gtpo_verl.audit.score import Result, measurement, score
-from gtpo_verl.audit.store import OF_PROMPT, Store, as_facts, plan_of, reopen
+from gtpo_verl.audit.store import OF_PROMPT, Rollout, Store, as_facts, plan_of, reopen
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.continuations import Continuation, Prefix
@@ -190,6 +191,17 @@ def test_without_contrast_there_is_nothing_to_audit(tmp_path: Path) -> None:
     table.policy.start[:] = 0  # lost before the first token
     with pytest.raises(UserError, match=r"no prompt has contrast: of 12 prompts 0 are always solved and 12 never"):
         audit(table, Store(tmp_path, facts_of()))
+
+
+def test_prompts_are_counted_up_to_the_last_with_contrast_that_is_used() -> None:
+    verdicts = {7: [0, 1], 3: [1, 1], 5: [0, 0], 2: [1, 0], 8: [0, 0], 9: [0, 1]}  # by row, in the order of sampling
+    rollouts = [
+        Rollout(row, place, number, "", "", [], [], [], [], bool(right), 0.0, False)
+        for place, (row, each) in enumerate(verdicts.items())
+        for number, right in enumerate(each)
+    ]
+    assert strata_of(rollouts[::-1], 2) == ((7, 2), (3,), (5,))
+    assert strata_of(rollouts, 4) == ((7, 2, 9), (3,), (5, 8))
 
 
 def test_more_steps_than_tokens_are_a_step_for_every_token(finished: Store) -> None:
