@@ -141,13 +141,17 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
     # ---------------------------------------------------------------- one step
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        position = self.train_dataloader.state_dict() if self.trainer_mode == "sync" else {}
         try:
             batch = super().step(metrics, timing_raw)
-        except (BudgetSpentError, StepGivenUpError):
+        except (BudgetSpentError, StepGivenUpError) as error:
             if self.trainer_mode != "sync":
                 raise
             self.on_sample_end()  # puts the engines to sleep: the actor needs their memory to save
-            self._save_step_before()
+            if isinstance(error, StepGivenUpError):
+                self._give_step_up(position)
+            else:
+                self._save_step_before()
             raise
         metrics["training/skipped_updates"] = self.not_finite.skipped
         self.records.trained(metrics, batch)
@@ -212,9 +216,9 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         self.records.log(global_steps, metrics, batch)
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, newest: int | None = None) -> None:
         self.health.begin(self.global_steps, "saving a checkpoint")
-        self.checkpoints.save(self.global_steps, self._sampling(), super()._save_checkpoint)
+        self.checkpoints.save(self.global_steps, self._sampling(), super()._save_checkpoint, newest)
 
     def _save_step_before(self) -> None:
         """Save the last trained step, with the groups that the step which could not be trained has generated."""
@@ -227,6 +231,16 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         # The weights are saved. The data has advanced since, and groups wait that the checkpoint does not have.
         position = self.train_dataloader.state_dict()
         self.checkpoints.save_later_prompts(self.global_steps, self._sampling(), position)
+
+    def _give_step_up(self, position: dict[str, Any]) -> None:
+        """Save the last trained step as it was before this one, which had this position in the data: some of its groups
+        have not ended, so a restart generates it again.
+        """
+        self.global_steps -= 1
+        if self.global_steps == 0 or self.checkpoints.saved == self.global_steps:
+            return
+        self._save_checkpoint(newest=self.global_steps)
+        self.checkpoints.save_position(self.global_steps, position)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()

@@ -43,14 +43,16 @@ class Checkpoints:
     def folder(self, number: int) -> Path:
         return Path(self._trainer.default_local_dir) / f"global_step_{number}"
 
-    def save(self, number: int, sampling: BudgetedReplayBuffer | None, verls: Callable[[], Any]) -> None:
+    def save(
+        self, number: int, sampling: BudgetedReplayBuffer | None, verls: Callable[[], Any], newest: int | None = None
+    ) -> None:
         """Save a step: the groups that wait in the buffer of dynamic sampling, where it is ours, and then verl's part,
-        which ends by naming the checkpoint the latest.
+        which ends by naming the checkpoint the latest. newest: the step whose groups are the last to be saved.
         """
         trainer = self._trainer
         keep = 1 if trainer.get("remove_previous_ckpt_in_save") else trainer.get("max_actor_ckpt_to_keep")
         if sampling is not None:
-            save_groups(self.folder(number), sampling.last_step)
+            save_groups(self.folder(number), sampling.last_step, newest)
         self._records.keep_in(self.folder(number), number)
         with ExitStack() as stack:
             # verl removes the old checkpoint before the new one is complete, and forgets those of earlier attempts
@@ -64,9 +66,13 @@ class Checkpoints:
 
     def save_later_prompts(self, number: int, sampling: BudgetedReplayBuffer | None, position: dict[str, Any]) -> None:
         """Add the prompts generated since to a complete checkpoint: their groups, and the position in the data."""
-        write_atomically(self.folder(number) / "data.pt", lambda path: torch.save(position, path))
+        self.save_position(number, position)
         if sampling is not None:
             save_groups(self.folder(number), sampling.last_step)
+
+    def save_position(self, number: int, position: dict[str, Any]) -> None:
+        """Replace the position in the data that a complete checkpoint has."""
+        write_atomically(self.folder(number) / "data.pt", lambda path: torch.save(position, path))
 
     def restore(self, number: int, sampling: BudgetedReplayBuffer | None) -> None:
         """After verl has loaded the checkpoint of a step: log that step if it was not, and restore its groups."""
@@ -83,10 +89,14 @@ class Checkpoints:
             logger.info("Restored %d groups carried over from %s.", groups, folder)
 
 
-def save_groups(directory: Path, last_step: tuple[int, int]) -> int:
-    """Save the groups that are in TransferQueue, and the yield of the last step; returns the number of groups."""
+def save_groups(directory: Path, last_step: tuple[int, int], newest: int | None = None) -> int:
+    """Save the groups that are in TransferQueue, those generated in step `newest` the last, and the yield of the last
+    step; returns the number of groups.
+    """
     there = listed(TRAIN)
-    prompts = {key: tag for key, tag in there.items() if is_prompt(tag)}
+    prompts = {
+        key: tag for key, tag in there.items() if is_prompt(tag) and (newest is None or tag["global_steps"] <= newest)
+    }
     rows = {key: tag for key, tag in there.items() if key not in prompts and uid_of(key) in prompts}
     fields = tq.kv_batch_get(keys=list(rows), partition_id=TRAIN) if rows else None
     state = {"last_step": last_step, "prompts": prompts, "rows": rows, "fields": fields}

@@ -21,7 +21,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.algorithms import Batch
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import StepGivenUpError, UserError
 from gtpo_verl.integrations import health
 from gtpo_verl.integrations.sampling import BudgetSpentError
 from gtpo_verl.integrations.step.checkpoints import restore_groups
@@ -316,6 +316,37 @@ def test_a_spent_budget_keeps_the_groups_that_were_found(spent: Any, tmp_path: P
     assert set(tq.kv_list("train")["train"]) == {"found", "found_0_0", "found_1_0"}
     position = torch.load(folder / "data.pt")
     assert position == {"prompts": 700}, "the prompts of the groups found would be generated again"
+
+
+@pytest.mark.parametrize("saved", [True, False], ids=["right_after_a_checkpoint", "later"])
+def test_a_step_that_is_given_up_is_generated_again(
+    spent: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    def tags(status: str, step: int) -> list[dict[str, Any]]:
+        return [{"is_prompt": True, "status": status, "global_steps": step}]
+
+    def step(self: Any, metrics: dict, timing_raw: dict) -> Any:
+        self.train_dataloader.prompts = 700
+        put(self, {"came_0_0": Row(2, True)})
+        tq.kv_batch_put(keys=["came"], partition_id="train", tags=tags("finished", 6))
+        tq.kv_batch_put(keys=["never"], partition_id="train", tags=tags("running", 6))
+        raise StepGivenUpError("no response has arrived")
+
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    put(spent, {"waits_0_0": Row(2, True)})
+    tq.kv_batch_put(keys=["waits"], partition_id="train", tags=tags("finished", 4))
+    spent.train_dataloader.prompts = 640
+    if saved:
+        spent.global_steps = 5
+        spent._save_checkpoint()
+        spent.global_steps = 6
+    with pytest.raises(StepGivenUpError):
+        spent.step({}, {})
+    tq.kv_clear(keys=list(tq.kv_list("train")["train"]), partition_id="train")
+    folder = tmp_path / "global_step_5"
+    assert restore_groups(folder, with_entropies=True)[0] == 1
+    assert set(tq.kv_list("train")["train"]) == {"waits", "waits_0_0"}, "one that never ends would be waited for"
+    assert torch.load(folder / "data.pt") == {"prompts": 640}
 
 
 def test_a_folder_of_another_run_is_no_checkpoint(spent: Any, tmp_path: Path) -> None:
