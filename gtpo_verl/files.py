@@ -65,10 +65,10 @@ def obstacle(directory: Path) -> str | None:
     return None
 
 
-def check_writable(directory: Path, place: str) -> None:
-    """Raise UserError where nothing can be written to a directory; ``place``, the option that names it, goes before."""
-    if blocked := obstacle(directory):
-        raise UserError(f"{place}: {blocked}.")
+def check_writable(directory: Path) -> None:
+    """Raise UserError where nothing can be written to the directory of `--output`."""
+    if blocked := obstacle(directory.resolve()):
+        raise UserError(f"--output {directory}: {blocked}.")
 
 
 def write_bytes(file: Path, content: bytes) -> None:

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
     penalty = overlong(config)
     settings = settings_as_in_training(config) | as_facts(plan)
-    facts = facts_of(config, ["audit", args.model, *overrides], settings) | {
+    facts = facts_of(config, settings) | {
         "overlong": penalty and list(astuple(penalty)),
         "step": int(config.data.train_batch_size),
         "chosen": args.gradient_params,

@@ -12,7 +12,7 @@ from gtpo_verl.evaluation.render import print_changes, print_summary
 from gtpo_verl.evaluation.settings import facts_of, settings_of
 from gtpo_verl.evaluation.subject import BEFORE, configuration, find_subject
 from gtpo_verl.evaluation.summary import summarize
-from gtpo_verl.files import write_json
+from gtpo_verl.files import write_bytes, write_json
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     standalone(config)
     check_with_verl(config)
     problems = Problems(config)
-    facts = facts_of(config, ["eval", args.model, *args.overrides], settings)
+    facts = facts_of(config, settings)
     file = open_evaluation(output, facts, fresh=args.fresh)
     todo = [row for row in range(len(problems)) if row not in file.records]
     print(f"Evaluation: {output}\n{len(problems)} rows, {len(file.records)} of them finished before.", flush=True)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if drawn:
         from gtpo_verl.report.pass_at_k import pass_at_k_png
 
-        (output / "pass_at_k.png").write_bytes(pass_at_k_png(drawn))
+        write_bytes(output / "pass_at_k.png", pass_at_k_png(drawn))
     print(f"Problems: {file.file}\nSummary:  {output / SUMMARY_FILE}")
     return 0
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     found = problems(config, plan, overrides)
     if args.json:
         listed = [{"level": problem.severity, "message": problem.message} for problem in found]
-        json.dump({"overrides": list(args.overrides), **plan.to_dict(), "findings": listed}, sys.stdout, indent=2)
+        json.dump({"overrides": overrides, **plan.to_dict(), "findings": listed}, sys.stdout, indent=2)
         print()
     else:
         show(plan, found)

@@ -110,7 +110,7 @@ def _prepare_dataset(args: argparse.Namespace) -> None:
     output = _output_file(args.output, args.name if dataset else files[0].stem).resolve()
     if output in [file.resolve() for file in [*files, *args.against]]:
         raise UserError(f"{output} is one of the input files: give another directory by --output DIR.")
-    check_writable(output.parent, f"--output {output.parent}")
+    check_writable(output.parent)
     given = {option: getattr(args, option) for option in AS_GIVEN}
     request = Request(args.name, dataset, tuple(files), output, tuple(args.against), **given)
     if not args.force and is_current(request):
@@ -133,7 +133,7 @@ def _prepare_task(args: argparse.Namespace) -> None:
     _refuse(args, "makes an embedded task")
     embedded = task(args.name)
     directory = (args.output or embedded.directory(Path("outputs"))).absolute()  # not resolved: the nodes' links differ
-    check_writable(directory, f"--output {directory}")
+    check_writable(directory)
     prepared = prepare_task(embedded, directory)
     overrides = [
         "setting=quickstart",
@@ -166,7 +166,7 @@ def _prepare_model(args: argparse.Namespace) -> None:
     if not known and args.output is None:
         raise UserError(f"prepare-data {args.name}: name the model's directory by --output DIR.")
     directory = (args.output or Path("outputs") / args.name).absolute()
-    check_writable(directory, f"--output {directory}")
+    check_writable(directory)
     made = models.prepare_model(args.name, directory, str(args.source[0]) if args.source else None, args.revision)
     print(f"{directory} is {'made' if made else 'up to date'}. Override for `gtpo-verl train`, `eval` and `audit`:")
     print(_override("actor_rollout_ref.model.path", directory))
@@ -181,7 +181,7 @@ def _prepare_generated(args: argparse.Namespace) -> None:
         raise UserError(f"{first_line(error)}: pip install 'gtpo-verl[examples]' brings reasoning-gym.") from error
     text = args.name.removeprefix(GENERATED)
     directory = (args.output or Path("data") / re.sub(r"[^\w.=-]+", "-", text)).absolute()
-    check_writable(directory, f"--output {directory}")
+    check_writable(directory)
     train_file, val_file, train, validation = prepare_generated(text, directory, args.style)
     files = (_override("data.train_files", train_file), _override("data.val_files", val_file))
     overrides = ["verifier=reasoning_gym", *files]

@@ -134,8 +134,9 @@ def _common(args: argparse.Namespace, place: Path) -> list[str]:
 def _sweep(output: Path, arms: Sequence[str], common: Sequence[str], *, fresh: bool) -> tuple[Sweep, bool]:
     """The arms as a sweep in a new directory, or the last one if that is the same and unfinished; and whether it is."""
     axes = {"algo": tuple(arms)}
-    last = next(filter(None, map(read, sorted(output.glob("quickstart-*"), reverse=True))), None)
-    if last is not None and not fresh and (last.axes, last.common) == (axes, tuple(common)) and unfinished(last):
+    earlier = [] if fresh else sorted(output.glob("quickstart-*"), reverse=True)
+    last = next(filter(None, map(read, earlier)), None)
+    if last is not None and (last.axes, last.common) == (axes, tuple(common)) and unfinished(last):
         return replace(last, retries=0), True  # what fails in a quickstart fails again
     directory = _new_directory(output)
     about = {

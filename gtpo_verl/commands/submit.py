@@ -97,7 +97,7 @@ def submit(args: argparse.Namespace) -> int:
         wait=args.wait,
         retries=args.retries,
     )
-    if not jobs.submit(task, name, working_dir=working_dir, exclude=args.exclude):
+    if not jobs.submit(task, name, working_dir, files):
         raise UserError(f"a job {name} exists on {jobs.address}: choose another --id.")
     print(f"Job {name} on {jobs.address}\n{_hints(name)}", flush=True)
     return 0 if args.detach else follow(jobs, name)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.commands.options import declare, overrides_of
 from gtpo_verl.config import check_path_in_job, compose_config, prepare, print_config, print_info, with_hardware
 from gtpo_verl.errors import UserError
-from gtpo_verl.runs.checkpoints import repair_tracker
+from gtpo_verl.runs.checkpoints import link_checkpoints, repair_tracker
 from gtpo_verl.runs.continuation import changes
 from gtpo_verl.runs.directory import set_aside
 from gtpo_verl.runs.session import training_session
@@ -71,15 +71,15 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value not in values:  # argparse has taken the override behind a flag for its value
             args.overrides.insert(0, value)
             setattr(args, flag, values[0])
-    given = overrides_of(args)
+    args.overrides = overrides_of(args)
     if args.multirun:
         from gtpo_verl.experiments.run import Where
         from gtpo_verl.experiments.run import train as train_all
 
-        return train_all(given, None, Where(local=True))
+        return train_all(args.overrides, None, Where(local=True))
     if args.resolve and args.cfg is None:
         raise UserError("--resolve goes with --cfg.")
-    overrides, note = with_hardware(given)
+    overrides, note = with_hardware(args.overrides)
     config = compose_config(overrides)
     if args.cfg is not None:
         print_config(overrides, args.cfg, package=args.package, resolve=args.resolve)
@@ -139,6 +139,7 @@ def launch(config: DictConfig, args: argparse.Namespace) -> int:
     steps = total_steps(config)
     changed = changes(run_dir, config)
     with training_session(run_dir, config=resolved, command=command, overrides=args.overrides) as record:
+        link_checkpoints(run_dir, Path(config.trainer.default_local_dir))
         start = find_start(config)  # again, now that no other training writes to the directory
         if start.message and start.folder:
             repair_tracker(start.folder)

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if total == 0:
         raise UserError(f"no response in {', '.join(map(str, args.files))}.")
     if args.output is not None:
-        check_writable(args.output, f"--output {args.output}")
+        check_writable(args.output)
     limits = {"workers": args.workers, "timeout": args.timeout, "memory_mb": args.memory_mb}
     agreement = Agreement()
     interrupted = False

@@ -9,7 +9,8 @@ from typing import Any
 
 from gtpo_verl import __version__
 from gtpo_verl.data.prompts import restyle, unwrap, wrap
-from gtpo_verl.data.sources import Dataset, Row, read, row_count
+from gtpo_verl.data.sources import Dataset, Row, read
+from gtpo_verl.data.table import ParquetFile
 from gtpo_verl.data.traces import RESPONSES
 from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.files import read_json, sha256_of, write_atomically, write_json
@@ -220,6 +221,8 @@ def _checksum(file: Path) -> dict[str, Any]:
 
 
 def _with_progress(file: Path, rows: Iterable[Row]) -> Iterable[Row]:
+    """The rows of a file, under a progress bar."""
     from rich.progress import track
 
-    return track(rows, f"Reading {file.name}", total=row_count(file), transient=True)
+    total = len(ParquetFile(str(file))) if file.suffix == ".parquet" else None
+    return track(rows, f"Reading {file.name}", total=total, transient=True)

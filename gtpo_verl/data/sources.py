@@ -89,11 +89,6 @@ def read(
         yield row
 
 
-def row_count(file: Path) -> int | None:
-    """The number of rows of a parquet file, from its footer; None for a JSONL file."""
-    return len(ParquetFile(str(file))) if file.suffix == ".parquet" else None
-
-
 def _columns(
     file: Path, columns: Sequence[str], problem: str | None, answer: str | None
 ) -> tuple[str, str, str | None] | None:

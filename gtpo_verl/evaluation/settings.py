@@ -3,7 +3,8 @@
 import fnmatch
 import hashlib
 import shlex
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +75,11 @@ def settings_as_in_training(config: DictConfig) -> dict[str, Any]:
     return {key: value for key, value in settings_of(config).items() if ".val_kwargs." not in key} | sampling
 
 
-def facts_of(config: DictConfig, command: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(config: DictConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What is recorded with the responses that a command samples: model, command line, time, versions, settings."""
     return {
         "model": str(config.actor_rollout_ref.model.path),
-        "command": shlex.join(["gtpo-verl", *command]),
+        "command": shlex.join(["gtpo-verl", *sys.argv[1:]]),
         "created": now(),
         "versions": run_versions(),
         "hardware": hardware(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gtpo_verl.evaluation.metrics import majority_at_k, pass_at_k, powers_of_two
+from gtpo_verl.evaluation.metrics import MAX_VOTERS, majority_at_k, pass_at_k, powers_of_two
 from gtpo_verl.runs.statistics import Estimate, Floats, estimate, estimates
 
 
@@ -96,7 +96,7 @@ def _summarize_source(name: str, problems: Mapping[str, Sequence[Sample]]) -> So
     n = np.array([len(row) for row in rows])
     c = np.array([sum(sample.correct for sample in row) for row in rows])
     columns = [c / n, [[pass_at_k(*each, k) for k in ks] for each in zip(n.tolist(), c.tolist(), strict=True)]]
-    votes = any(sample.answer for row in rows for sample in row)
+    votes = n.max() <= MAX_VOTERS and any(sample.answer for row in rows for sample in row)
     if votes:
         columns.append([majority_at_k([s.answer for s in row], [s.correct for s in row], ks) for row in rows])
     figures = _estimates(np.column_stack(columns), rows)

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError, first_line, reason_in, within
 from gtpo_verl.experiments.handover import DIRECTORY, HOOK, HandOver, fingerprint
-from gtpo_verl.experiments.package import carried_files, copy_files, copy_plugin
+from gtpo_verl.experiments.package import copy_files, copy_plugin
 
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
@@ -80,16 +80,10 @@ class Jobs:
         except (RuntimeError, ValueError, KeyError) as error:  # another server's answer
             raise UserError(f"{self.address} is no Ray cluster that takes jobs: {first_line(error)}") from error
 
-    def submit(
-        self, task: HandOver, submission_id: str, *, working_dir: Path | None = None, exclude: Sequence[str] = ()
-    ) -> bool:
-        """Submit a task, with this package and the user's files; False if the cluster has or had a job of this id.
-
-        ``working_dir``, ``exclude``: the files to carry, see `carried_files`; else those of this directory.
-        UserError: there is too much to carry, or the cluster refuses the job.
+    def submit(self, task: HandOver, submission_id: str, directory: Path, files: Sequence[Path]) -> bool:
+        """Submit a task, with this package and the `files` of a directory, see `carried_files`; False if the cluster
+        has or had a job of this id. UserError: the cluster refuses the job.
         """
-        directory = working_dir or Path.cwd()
-        files = carried_files(directory, exclude)
         if self.info(submission_id) is not None:
             return False
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:

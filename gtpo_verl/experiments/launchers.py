@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.experiments.handover import HandOver
+from gtpo_verl.experiments.package import carried_files
 from gtpo_verl.planning.memory import GIB, known_host_memory, total_of
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE
@@ -132,7 +133,7 @@ class RayLauncher:
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
         task = HandOver(action="train", run_dir=str(run_dir), overrides=tuple(overrides), wait=True)
-        return self._jobs.submit(task, job_id(run_dir, attempt))
+        return self._jobs.submit(task, job_id(run_dir, attempt), Path.cwd(), carried_files(Path.cwd()))
 
     def is_running(self, run_dir: Path, attempt: int) -> bool:
         return self._jobs.status(job_id(run_dir, attempt)) in ("PENDING", "RUNNING")

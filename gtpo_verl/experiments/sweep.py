@@ -226,7 +226,7 @@ def few_seeds(sweep: Sweep) -> list[str]:
     """A line where the arms have too few seeds for a test to find a difference."""
     from gtpo_verl.evaluation.paired import least_sign_flip_p  # imports scipy
 
-    seeds = len(sweep.axes.get("seed", "1"))
+    seeds = max(1, len(sweep.axes.get("seed", ())))
     least = least_sign_flip_p(seeds)
     if len(sweep.runs) == seeds or least <= 0.05:  # one arm, or enough
         return []

@@ -23,7 +23,7 @@ from gtpo_verl.evaluation.continuations import BulkSample, Continuation, Prefix
 from gtpo_verl.integrations.evaluate import Problems, serving
 from gtpo_verl.integrations.reward_loop import Scorable
 from gtpo_verl.integrations.standalone import standalone
-from gtpo_verl.integrations.vllm.bulk import BulkRequest
+from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkVLLMReplica
 from gtpo_verl.integrations.vllm.requirements import KEY, truncates
 from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.runs.correctness import is_correct, score, verdict
@@ -55,13 +55,7 @@ def bulk_servers(config: DictConfig) -> None:
     standalone(config)
     set_value(config, f"{KEY}.calculate_log_probs", True)
     enable_rollout_entropy(config)
-    RolloutReplicaRegistry.register("vllm", _replica_class)
-
-
-def _replica_class() -> type:
-    from gtpo_verl.integrations.vllm.bulk import BulkVLLMReplica
-
-    return BulkVLLMReplica
+    RolloutReplicaRegistry.register("vllm", lambda: BulkVLLMReplica)
 
 
 class Prompts(Problems):

@@ -74,13 +74,6 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         BoundedWait(buffer, self.health, self.config.guards.stall_timeout)
         return buffer
 
-    def _resolve_filter_groups_metric(self) -> str | None:
-        if self.trainer_mode != "sync":
-            return super()._resolve_filter_groups_metric()
-        # verl would warn that it ignores the budget; our buffer does not ignore it
-        with temporarily(self.config.algorithm.filter_groups, "max_num_gen_batches", 0):
-            return super()._resolve_filter_groups_metric()
-
     def _sampling(self) -> BudgetedReplayBuffer | None:
         """The replay buffer where dynamic sampling is ours and switched on."""
         buffer = self.replay_buffer

@@ -2,7 +2,6 @@
 in which verl sends them. Nothing is loaded.
 """
 
-import importlib.util
 import math
 import re
 from pathlib import Path
@@ -172,6 +171,7 @@ def _empty_model(config: Any) -> Any:
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     named = getattr(config, "architectures", None)
@@ -180,13 +180,8 @@ def _empty_model(config: Any) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         return None
     # transformers may load its tensors under other names or in other shapes than its files have
-    if getattr(kind, "_checkpoint_conversion_mapping", None):  # before version 5
+    if get_checkpoint_conversion_mapping(config.model_type):
         return None
-    if importlib.util.find_spec("transformers.conversion_mapping") is not None:
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        if get_checkpoint_conversion_mapping(config.model_type):
-            return None
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager")

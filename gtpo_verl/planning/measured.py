@@ -12,7 +12,7 @@ from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.step import skips_old_log_prob
 from gtpo_verl.planning.timing import Assumption, Assumptions, forward_flops, passes_of_update
-from gtpo_verl.runs.directory import METRICS_FILE
+from gtpo_verl.runs.directory import CONFIG_FILE, METRICS_FILE
 from gtpo_verl.runs.reader import read_metrics
 
 FILTER = "training/filter_groups/"
@@ -23,12 +23,12 @@ def read_steps(run_dir: Path) -> tuple[Any, pd.DataFrame]:
     """The configuration of a run, and what its training steps logged, a row each; the first step is left out where
     there are others, because it warms up. Raises UserError: it is not a run directory, or no training step is finished.
     """
-    if not (run_dir / METRICS_FILE).is_file() or not (run_dir / "config.yaml").is_file():
+    if not (run_dir / METRICS_FILE).is_file() or not (run_dir / CONFIG_FILE).is_file():
         raise UserError(
-            f"--measured {run_dir}: no {METRICS_FILE} and config.yaml there; it must be the directory of a run."
+            f"--measured {run_dir}: no {METRICS_FILE} and {CONFIG_FILE} there; it must be the directory of a run."
         )
-    with reading(run_dir / "config.yaml"):
-        config: Any = OmegaConf.load(run_dir / "config.yaml")
+    with reading(run_dir / CONFIG_FILE):
+        config: Any = OmegaConf.load(run_dir / CONFIG_FILE)
         load_shape(str(config.actor_rollout_ref.model.path))
     logged, _ = read_metrics(run_dir / METRICS_FILE)
     steps = pd.DataFrame([dict(logged[step]) for step in sorted(logged) if "timing_s/update_actor" in logged[step]])

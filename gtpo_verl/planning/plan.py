@@ -19,7 +19,6 @@ from gtpo_verl.planning.timing import (
     StepTime,
     check_assumptions,
     default_assumptions,
-    forward_flops,
     given_assumptions,
     step_time,
 )
@@ -30,13 +29,14 @@ ROLLOUT_COLUMNS = 8  # bytes a token: float32 entropy and int32 version of the w
 @dataclass(frozen=True)
 class ArmCost:
     """What an arm adds to one step beyond generation and updates: bytes of the actor's and the rollout's entropies in
-    TransferQueue, and seconds of the actor's forward pass before the updates and of the advantages.
+    TransferQueue, and seconds of the actor's forward pass before the updates, None where its time is not known, and of
+    the advantages.
     """
 
     arm: str
     entropy_bytes: int
     rollout_bytes: int
-    pass_seconds: float
+    pass_seconds: float | None
     advantage_seconds: float
 
 
@@ -117,22 +117,18 @@ def make_plan(
         memory=memory_of(config, shape, parallel, capacity) if on_gpu else None,
         host_memory=None if on_gpu else host_memory(config, shape, parallel),
         time=time,
-        arms=_arms(config, shape, parallel, step, assumptions),
+        arms=_arms(config, step, assumptions, time),
         assumptions=assumptions,
     )
 
 
-def _arms(
-    config: DictConfig, shape: ModelShape, parallel: Parallelism, step: Step, assumptions: Assumptions
-) -> list[ArmCost]:
+def _arms(config: DictConfig, step: Step, assumptions: Assumptions, time: StepTime | None) -> list[ArmCost]:
     """Every registered method on the same batch, with the same source of entropies.
 
     All of them fetch the entropies: those that do not need them for their advantages log the same credit metrics.
     """
     tokens = round(step.responses * assumptions["response_length"].value)
-    lengths = assumptions["prompt_length"].value + assumptions["response_length"].value
-    peak = assumptions["gpu_tflops"].value * 1e12 * parallel.gpus * assumptions["log_prob_efficiency"].value
-    seconds = 0.0 if skips_old_log_prob(config) else forward_flops(shape, step.responses, lengths) / peak
+    seconds = time.old_log_prob if time else None
     rollout = ROLLOUT_COLUMNS * tokens if entropy_source(config).from_rollout else 0
     actor = 0 if skips_old_log_prob(config) else FP32 * tokens
     first: dict[str, Algorithm] = {}  # of the methods that share an advantage estimator

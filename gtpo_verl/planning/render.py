@@ -9,24 +9,11 @@ from rich.table import Table
 
 from gtpo_verl.planning.memory import GIB, Memory, total_of
 from gtpo_verl.planning.plan import Plan
-from gtpo_verl.planning.timing import StepTime
+from gtpo_verl.planning.timing import PHASES, StepTime
 from gtpo_verl.problems import Problem
 
 WIDTH = 130  # columns, if the output is not a terminal
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
-
-
-TIMES = {
-    "generation": "generate",
-    "waiting for the guide": "guide",
-    "old log-probs": "old_log_prob",
-    "advantages": "advantage",
-    "updates": "update",
-    "weight sync": "weight_sync",
-    "offload": "offload",
-    "checkpoint, its share": "checkpoint",
-    "other": "other",
-}
 
 
 def show(plan: Plan, problems: Sequence[Problem]) -> None:
@@ -47,7 +34,7 @@ def show(plan: Plan, problems: Sequence[Problem]) -> None:
     costs = [
         (
             arm.arm,
-            f"{arm.pass_seconds:,.1f}",
+            "" if arm.pass_seconds is None else f"{arm.pass_seconds:,.1f}",
             f"{arm.entropy_bytes / 1024**2:,.0f}",
             f"{arm.rollout_bytes / 1024**2:,.0f}",
             f"{arm.advantage_seconds:.2f}",
@@ -134,7 +121,7 @@ def _sizes(title: str, columns: Mapping[str, Mapping[str, float]], total: str) -
 
 
 def _show_time(plan: Plan, time: StepTime, console: Console) -> None:
-    seconds = {name: getattr(time, phase) for name, phase in TIMES.items()}
+    seconds = {name: getattr(time, phase) for phase, name in PHASES.items()}
     rows = [(name, f"{value:,.1f}", f"{value / time.total:.0%}") for name, value in seconds.items() if value]
     total = ("step", f"{time.total:,.0f}", "")
     console.print(_table("Estimated time of a step", ("", "seconds", "share"), rows, total, numbers=True))

@@ -42,7 +42,6 @@ class Step:
     mini_batch_prompts: int
     mini_batch_responses: int
     updates: int
-    responses_per_rank: int
     micro_batches_per_update: int
     micro_batches_per_step: int
     old_log_prob_micro_batches: int
@@ -81,7 +80,6 @@ def step_of(config: DictConfig, parallel: Parallelism, lengths: Lengths, samplin
         mini_batch_prompts=actor.ppo_mini_batch_size,
         mini_batch_responses=actor.ppo_mini_batch_size * n,
         updates=updates,
-        responses_per_rank=whole_rank,
         micro_batches_per_update=micro,
         micro_batches_per_step=micro * updates,
         old_log_prob_micro_batches=0 if skips_old_log_prob(config) else old,

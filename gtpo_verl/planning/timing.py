@@ -148,7 +148,17 @@ class StepTime:
         return {name: getattr(self, name) for name in (*PHASES, "total", "concurrent")}
 
 
-PHASES = ("generate", "guide", "old_log_prob", "advantage", "update", "weight_sync", "offload", "checkpoint", "other")
+PHASES = {  # of a StepTime, and what a plan calls them
+    "generate": "generation",
+    "guide": "waiting for the guide",
+    "old_log_prob": "old log-probs",
+    "advantage": "advantages",
+    "update": "updates",
+    "weight_sync": "weight sync",
+    "offload": "offload",
+    "checkpoint": "checkpoint, its share",
+    "other": "other",
+}
 
 
 def forward_flops(shape: ModelShape, sequences: float, length: float) -> float:

@@ -81,7 +81,7 @@ def design(runs: Sequence[Run], allow: Sequence[str] = ()) -> Design:
     arms = _arms(keys, {training: run.name for run in runs for training in run.trainings})
     baseline = next((sweep.baseline for sweep in sweeps if sweep.baseline), None)
     if baseline is None:
-        baseline = arms[0].values if not any(sweeps) else {}
+        baseline = arms[0].values if not sweeps else {}
         several = len({arm.values.get(ALGORITHM) for arm in arms}) > 1
         baseline = {ALGORITHM: baseline[ALGORITHM]} if several and ALGORITHM in baseline else baseline
     recorded = [facts[training] for training in trainings]

@@ -24,7 +24,7 @@ BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 
 
 def model(config: DictConfig) -> Iterator[Problem]:
-    """The model is there; without a GPU, its weights fit into the machine's memory and the bucket of a weight sync."""
+    """The model is there."""
     settings = config.actor_rollout_ref.model
     if settings.path is None:
         yield Problem(
@@ -32,10 +32,18 @@ def model(config: DictConfig) -> Iterator[Problem]:
             "hub."
         )
         return
-    found = list(_model_at("actor_rollout_ref.model.path", str(settings.path), settings.get("tokenizer_path")))
+    yield from _model_at("actor_rollout_ref.model.path", str(settings.path), settings.get("tokenizer_path"))
+
+
+def trained_model(config: DictConfig) -> Iterator[Problem]:
+    """The model is there; without a GPU, what its training holds fits into the machine's memory and the bucket of a
+    weight sync.
+    """
+    found = list(model(config))
     yield from found
     if found or config.trainer.device != "cpu":
         return
+    settings = config.actor_rollout_ref.model
     directory = model_directory(str(settings.path))
     needed = BYTES * sum(map(math.prod, tensor_shapes(directory).values())) if directory else 0
     total, _ = machine_memory()
@@ -166,4 +174,4 @@ def beyond_the_machine(memory: HostMemory) -> Iterator[Problem]:
         )
 
 
-RULES = (model, guide_model, memory)
+RULES = (trained_model, guide_model, memory)

@@ -123,7 +123,7 @@ def check_output(directory: Path) -> Path:
     with a submitted job, or nothing can be written there.
     """
     check_path_in_job("--output", directory)
-    check_writable(directory.resolve(), f"--output {directory}")
+    check_writable(directory)
     return directory.resolve()
 
 

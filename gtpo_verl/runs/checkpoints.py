@@ -76,6 +76,18 @@ def newest(directory: Path) -> Path | None:
     return folder if step is not None and folder.is_dir() else None
 
 
+def link_checkpoints(run_dir: Path, directory: Path) -> None:
+    """Let `RUN/checkpoints`, where a run's are looked for, lead to the directory in which it saves them. Raises
+    UserError: the run has checkpoints of its own there.
+    """
+    link = run_dir / "checkpoints"
+    if link.resolve() == directory.resolve():
+        return
+    if link.is_dir() and not link.is_symlink():
+        raise UserError(f"trainer.default_local_dir={directory}: the run has checkpoints in {link}; move them there.")
+    write_atomically(link, lambda path: path.symlink_to(directory.resolve()))
+
+
 def link_model(run_dir: Path) -> Path | None:
     """Link ``model`` to the newest checkpoint's weights in Hugging Face format; None where there are none."""
     try:

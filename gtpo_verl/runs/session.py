@@ -139,7 +139,7 @@ class Record:
         self.close("interrupted", reason)
         state = state_of(self.run_dir)
         try:
-            saved = tracked_step(Path(self.config.get("trainer.default_local_dir") or self.run_dir / "checkpoints"))
+            saved = tracked_step(self.run_dir / "checkpoints")
         except ValueError:  # a tracker that is not readable: the next start says what it takes
             saved = None
         goes_on = f"resumes from global_step_{saved}" if saved else "starts from the first step, for nothing was saved"

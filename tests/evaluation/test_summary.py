@@ -39,6 +39,14 @@ def test_a_problem_that_a_file_repeats_is_one_problem() -> None:
     assert repeated[0].problems == 2
 
 
+def test_a_problem_with_more_samples_than_a_vote_is_counted_over() -> None:
+    """DAPO's AIME file has each problem 32 times, and 32 samples of each row are 1,024."""
+    (summary,) = summarize(samples("a", "10" * 512))
+    assert (summary.mean.value, summary.samples) == (0.5, 1024)
+    assert summary.pass_at[1024].value == 1
+    assert summary.majority_at == {}
+
+
 def test_a_failed_sample_is_wrong_and_has_no_length() -> None:
     (summary,) = summarize([*samples("a", "1x", length=30), *samples("b", "11")])
     assert summary.failed == 1

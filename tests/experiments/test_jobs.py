@@ -18,6 +18,7 @@ from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.jobs import Jobs
+from gtpo_verl.experiments.package import carried_files
 
 pytestmark = [pytest.mark.e2e, pytest.mark.exhaustive]  # and in a process of its own, see the Makefile
 
@@ -93,8 +94,8 @@ def test_a_job_gets_what_it_was_given_and_no_list_or_log_shows_its_secrets(
     run_dir = words[5].removeprefix("trainer.run_dir=")
     task = HandOver(action="check", run_dir=run_dir, overrides=tuple(words), environment={"MY_KEY": SECRET})
     assert jobs.status("given-1") is None
-    assert jobs.submit(task, "given-1", working_dir=own)
-    assert not jobs.submit(task, "given-1", working_dir=own)
+    assert jobs.submit(task, "given-1", own, carried_files(own))
+    assert not jobs.submit(task, "given-1", own, carried_files(own))
 
     log = "".join(jobs.follow("given-1"))
     assert jobs.status("given-1") == "SUCCEEDED", log
@@ -131,7 +132,7 @@ def test_a_refused_run_is_one_line_and_a_stopped_one_leaves_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_dir = overrides[-1].removeprefix("trainer.run_dir=")
-    assert jobs.submit(HandOver(action="train", run_dir=run_dir, overrides=tuple(overrides)), "stopped")
+    assert jobs.submit(HandOver(action="train", run_dir=run_dir, overrides=tuple(overrides)), "stopped", tmp_path, [])
     command = ["submit", "--address", head.address]
     wrong = [word for word in overrides if not word.startswith("data.val")] + ["data.val_files=/only/there.parquet"]
     assert main([*command, "--id", "wrong", "--", *wrong]) == 2

@@ -15,7 +15,7 @@ from gtpo_verl.planning.plan import make_plan
 from gtpo_verl.problems import evaluate
 from gtpo_verl.rules import model as model_rules
 from gtpo_verl.rules import plan as plan_rules
-from gtpo_verl.rules.model import BUCKET, model
+from gtpo_verl.rules.model import BUCKET, model, trained_model
 
 Run = Callable[..., DictConfig]
 SMOLLM2_135M = {"vocab_size": 49152, "hidden_size": 576}
@@ -45,10 +45,10 @@ def test_a_bucket_that_cannot_hold_the_embedding_is_refused_without_a_gpu(run: R
     """SmolLM2-135M: 49,152 × 576 numbers are 108 MiB in float32, in which a CPU trains, whatever the file's type."""
     path = with_tensors(tmp_path, lm_head=[8, 576], embed=[49152, 576])
     given = {"actor_rollout_ref.model.path": str(path), BUCKET: 64}
-    (problem,) = evaluate([model], run("setting=quickstart", "hardware=cpu", given))
+    (problem,) = evaluate([trained_model], run("setting=quickstart", "hardware=cpu", given))
     assert problem.message.startswith(f"{BUCKET}=64: the largest tensor of the model, embed, takes 108 MiB")
-    assert evaluate([model], run("setting=quickstart", "hardware=cpu", given | {BUCKET: 108})) == []
-    assert evaluate([model], run("setting=quickstart", given)) == [], "on one GPU it is sent alone"
+    assert evaluate([trained_model], run("setting=quickstart", "hardware=cpu", given | {BUCKET: 108})) == []
+    assert evaluate([trained_model], run("setting=quickstart", given)) == [], "on one GPU it is sent alone"
 
 
 @pytest.mark.parametrize(("tensors", "needed"), [({"embed": [49152, 576]}, 108), ({"embed": [300, 64]}, 64)])
@@ -58,7 +58,7 @@ def test_the_bucket_of_a_cpu_follows_the_model(
     config = run("setting=quickstart", "hardware=cpu")
     config.actor_rollout_ref.model.path = str(with_tensors(tmp_path, **tensors))
     assert bucket(config) is None
-    assert evaluate([model], config) == []
+    assert evaluate([trained_model], config) == []
     fit_to_model(config)
     assert bucket(config) == needed
 
@@ -120,6 +120,7 @@ def test_a_model_larger_than_the_memory_is_refused_without_a_gpu(run: Run, tmp_p
     parameters = psutil.virtual_memory().total // 20 + 1024
     path = with_tensors(tmp_path, embed=[parameters // 1024 + 1, 1024])
     given = {"actor_rollout_ref.model.path": str(path)}
-    (problem,) = evaluate([model], run("setting=quickstart", "hardware=cpu", given))
+    (problem,) = evaluate([trained_model], run("setting=quickstart", "hardware=cpu", given))
     assert "GiB in float32, and this machine has" in problem.message
-    assert evaluate([model], run("setting=quickstart", given)) == []
+    assert evaluate([trained_model], run("setting=quickstart", given)) == []
+    assert evaluate([model], run("setting=quickstart", "hardware=cpu", given)) == [], "to evaluate"

@@ -16,6 +16,7 @@ from gtpo_verl.runs.checkpoints import (
     checkpoints,
     fault,
     find_start,
+    link_checkpoints,
     link_model,
     newest,
     prune,
@@ -65,6 +66,20 @@ def test_stray_folders_are_never_the_newest_checkpoint(saved: Path, stray: str) 
     (saved / TRACKER).write_text("")
     (run_dir / "model").unlink()
     assert link_model(run_dir) is None, "which one is meant is not known"
+
+
+def test_checkpoints_in_another_place_are_found_in_the_run(saved: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    link_checkpoints(run_dir, run_dir / "checkpoints")
+    assert not list(run_dir.iterdir()), "where they are by default"
+    for _ in range(2):
+        link_checkpoints(run_dir, saved)
+        assert newest(run_dir / "checkpoints") == run_dir / "checkpoints" / newest(saved).name  # type: ignore[union-attr]
+    (run_dir / "checkpoints").unlink()
+    (run_dir / "checkpoints").mkdir()
+    with pytest.raises(UserError, match=r"the run has checkpoints in .*run/checkpoints; move them there"):
+        link_checkpoints(run_dir, saved)
 
 
 def test_without_checkpoints_a_training_starts_silently(tmp_path: Path) -> None:

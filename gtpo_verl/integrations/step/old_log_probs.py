@@ -98,8 +98,7 @@ def agreement(
         found["abs_diff_mean"] = difference.mean().item()
         found["abs_diff_max"] = difference.max().item()
         if ours.min() < ours.max() and theirs.min() < theirs.max():
-            ours, theirs = ours - ours.mean(), theirs - theirs.mean()
-            found["correlation"] = (ours.dot(theirs) / (ours.dot(ours) * theirs.dot(theirs)).sqrt()).item()
+            found["correlation"] = torch.corrcoef(torch.stack((ours, theirs)))[0, 1].item()
     if stale.any():
         found["stale_abs_diff_mean"] = (rollout[stale].double() - actor[stale].double()).abs().mean().item()
     return {f"rollout_entropy/{name}": value for name, value in found.items()}

@@ -240,6 +240,7 @@ def test_counts_of_several_updates_add_up(tmp_path: Path, monkeypatch: pytest.Mo
     """verl averages what the updates of a step report (`separate_async.parameter_sync_step`)."""
     trainer = run_trainer(tmp_path, "algo=dapo", "data.train_batch_size=6")
     trainer.parameter_sync_step = 3
+    trainer.train_dataloader = Position(prompts=0)
 
     def once(self: Any, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
         number = self.local_trigger_step
