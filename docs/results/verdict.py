@@ -483,7 +483,11 @@ def page() -> str:
     complete = {part: all(run is not None for run in runs[part].values()) for part in PARTS}
     few = [name for name, part in PARTS.items() if len(part.seeds) < part.least]
     there = {key: run for part in PARTS for key, run in runs[part].items() if run is not None}
-    said = "Computed by `make results` from `data/`; `registration.md` was committed before the first run."
+    said = (
+        "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
+        "run. The experiment ends on 31 December 2026, over whole seeds; with fewer than six of part A nothing is "
+        "decided."
+    )
     lines = ["# Verdict", "", said, "", "| part | runs | finished | failed | whole seeds |", "|---|---|---|---|---|"]
     for part, of_part in runs.items():
         failed = sum("failed" in run for run in of_part.values() if run is not None)
