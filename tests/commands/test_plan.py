@@ -99,5 +99,6 @@ def test_a_cpu_has_arithmetic_and_the_memory_of_the_machine(capsys: pytest.Captu
     assert main(["plan", "setting=small_gpu", "hardware=cpu", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["memory"], plan["time_s"]) == (None, None)
+    assert {arm["pass_seconds"] for arm in plan["arms"]} == {None}, "a GPU's seconds"
     assert plan["host_memory_gib"]["trainer"]["optimizer"] == pytest.approx(2 * 4 * plan["model"]["parameters"] / 2**30)
     assert plan["step"]["updates"] == 4

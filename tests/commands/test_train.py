@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_writer import write_fsdp
+from omegaconf import DictConfig
 
 from gtpo_verl.cli import main
 from gtpo_verl.commands.train import launch
@@ -80,3 +81,16 @@ def test_a_resumed_run_says_from_where(
     assert "Resuming from global_step_6 of 24 steps.\n" in printed
     assert "what was logged of steps 7 to 8 is in *.replaced.jsonl now.\n" in printed
     assert list(read_metrics(tmp_path / "metrics.jsonl")[0]) == [6]
+
+
+def test_what_is_recorded_repeats_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[str] = []
+
+    def record(config: DictConfig, args: argparse.Namespace) -> int:
+        recorded.extend(args.overrides)
+        return 0
+
+    monkeypatch.setattr("gtpo_verl.rules.stages.check", lambda config, given: None)
+    monkeypatch.setattr("gtpo_verl.commands.train.launch", record)
+    assert main(["train", "algo=gtpo", "--config-dir", str(tmp_path), "--allow-changes", "seed"]) == 0
+    assert recorded == [f'hydra.searchpath=["file://{tmp_path}"]', "algo=gtpo", "trainer.allow_changes=[seed]"]
