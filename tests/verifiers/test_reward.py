@@ -104,7 +104,7 @@ def test_the_overlong_punishment_is_in_the_reward_and_not_in_the_verdict(tokeniz
 @pytest.mark.slow
 def test_a_sample_that_hangs_costs_itself_and_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     """Every sample has the same keys, which verl's batches need, and the share is what the trainer logs."""
-    config = composed("boxed", "reward.custom_reward_function.reward_kwargs.timeout=2")
+    config = composed("boxed", "reward.custom_reward_function.reward_kwargs.timeout=8")
     results = run(config, tokenizer, (r"\boxed{9^{9^{9^9}}}", "9^{9^{9^8}}"), (r"\boxed{7}", "7"))
     assert [float(result["reward_score"]) for result in results] == [-1.0, 1.0]
     infos = [result["reward_extra_info"] for result in results]
