@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a test process for every core
 
+# TransferQueue gives up after three seconds without an answer.
+os.environ.setdefault("TQ_STORAGE_HANDSHAKE_MAX_RETRIES", "60")
+
 # Hydra reads some fifty of verl's files for every composition: with PyYAML's own parser, most of the time of a unit
 # test.
 yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc, assignment]

@@ -105,12 +105,12 @@ def test_processes_that_outlive_their_parent_are_found_and_ended(
         training.psutil, "Popen", lambda command, **rest: popen([sys.executable, "-c", program], **rest)
     )
     attempt = training.Attempt(tmp_path / "run", [])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(attempt.of_kind(training.CLUSTER)) < 2 and time.monotonic() < deadline:
         attempt.wait(lambda one: False, 0.2)
     (orphan,) = (process for process in attempt.of_kind(training.CLUSTER) if process.pid != attempt.process.pid)
     attempt.send(training.DRIVER)
-    ended = attempt.end(10)
+    ended = attempt.end(60)
     assert ended.code == -9
     assert len(ended.left) == 1
     assert not orphan.is_running() or orphan.status() == training.psutil.STATUS_ZOMBIE

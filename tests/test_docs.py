@@ -195,7 +195,9 @@ def test_the_notebook_runs_and_gives_what_is_stored_in_it() -> None:
     path = DOCS / "reference" / "credit.ipynb"
     stored = nbformat.read(path, as_version=4)
     again = nbformat.read(path, as_version=4)
-    NotebookClient(again, timeout=120, resources={"metadata": {"path": path.parent}}).execute()
+    NotebookClient(
+        again, timeout=300, iopub_timeout=120, startup_timeout=300, resources={"metadata": {"path": path.parent}}
+    ).execute()
     for before, after in zip(stored.cells, again.cells, strict=True):
         assert _outputs(before) == _outputs(after)
 

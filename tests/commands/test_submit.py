@@ -74,7 +74,7 @@ def test_a_server_that_is_silent_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as server:
         started = time.monotonic()
         assert main(["submit", "--address", f"127.0.0.1:{server.getsockname()[1]}", "--list"]) == 2
-    assert time.monotonic() - started < 10  # not the minutes of a socket
+    assert time.monotonic() - started < 60  # not the minutes of a socket
     (line,) = capsys.readouterr().err.splitlines()
     assert "no answer within 1 s" in line
 

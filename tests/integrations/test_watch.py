@@ -112,7 +112,7 @@ def test_an_actor_that_waits_in_ray_get_ends_with_the_reason() -> None:
     try:
         runner = ray.remote(Runner).remote()
         with pytest.raises(ray.exceptions.RayTaskError) as caught:
-            ray.get(runner.run.remote(), timeout=60)
+            ray.get(runner.run.remote(), timeout=300)
         assert isinstance(caught.value.cause, UserError)
     finally:
         ray.shutdown()

@@ -656,7 +656,7 @@ def test_the_command_prints_a_line_for_each_problem_and_starts_no_ray(inputs: di
     overrides = [f"{key}={value}" for key, value in inputs.items() if key != "directory"]
     overrides += ["hardware=cpu", "data.train_batch_size=30", "seed=2", "actor_rollout_ref.rollout.n=1"]
     command = [sys.executable, "-m", "gtpo_verl.train", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path)
     assert done.returncode == 2
     first, second = done.stderr.splitlines()
     assert first.startswith("error: actor_rollout_ref.rollout.n=1: a group needs at least two")

@@ -83,10 +83,11 @@ with terminal.progress_over(pathlib.Path("log"), pathlib.Path("kept")) as progre
     print("noise")
     for done in (1, 3):
         progress.update(bars[2], completed=done)
-        time.sleep(0.5)
+        time.sleep(3)
 """
 
 
+@pytest.mark.slow
 def test_progress_in_a_file_is_a_line_now_and_then_for_what_is_not_finished(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRESS], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True

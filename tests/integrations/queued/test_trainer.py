@@ -461,6 +461,8 @@ def test_a_worker_that_was_killed_is_named_and_a_busy_one_is_not(
         trainer.health.check()
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=[idle, dead])
     ray.kill(dead)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(dead.__ray_ready__.remote(), timeout=60)  # until Ray knows
     with pytest.raises(
         UserError, match=r"^reward worker 1: its Ray actor has ended\. .* resumes from the last checkpoint"
     ):

@@ -33,6 +33,8 @@ def test_the_dead_are_told_from_the_unreachable() -> None:
         servers: list[Any] = [actor.remote(errored) for errored in (False, True, None, False)]
         ray.get([server.__ray_ready__.remote() for server in servers])
         ray.kill(servers[3])
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(servers[3].__ray_ready__.remote(), timeout=60)  # until Ray knows
         task = ray.remote(num_cpus=0)(unavailable)
         servers.append(SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: task.remote())))
         assert dead_servers(servers) == [
