@@ -12,13 +12,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import psutil
 from omegaconf import DictConfig
 
 from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.package import carried_files
-from gtpo_verl.planning.memory import GIB, known_host_memory, total_of
+from gtpo_verl.planning.memory import GIB, known_host_memory, machine_memory, total_of
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE
 
@@ -175,7 +174,8 @@ def local_slots(configs: Sequence[DictConfig], parallel: int | None) -> list[dic
     needed = max(gpus_of(config) for config in configs)
     if all(config.trainer.device == "cpu" for config in configs):
         known = [total_of(parts) for parts in map(known_host_memory, configs) if parts]
-        memory = int(psutil.virtual_memory().available / max([*known, CPU_MEMORY * needed]))
+        _, free = machine_memory()
+        memory = int(free / max([*known, CPU_MEMORY * needed]))
         cores = len(os.sched_getaffinity(0)) // (CPU_CORES * needed)
         return [{} for _ in range(parallel or max(1, min(memory, cores)))]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -3,7 +3,6 @@
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -45,7 +44,7 @@ def test_on_a_cpu_cores_and_memory_decide_and_one_run_always_fits(monkeypatch: p
 def test_on_a_cpu_a_larger_model_leaves_room_for_fewer_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = compose_config(["hardware=cpu"])
     large = compose_config(["hardware=cpu", "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"])
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=140 * 2**30))
+    monkeypatch.setattr(launchers, "machine_memory", lambda: (512.0 * 2**30, 140.0 * 2**30))
     monkeypatch.setattr(launchers.os, "sched_getaffinity", lambda _: range(64))
     assert len(local_slots([unknown], None)) == 20  # 7 GiB each
     assert len(local_slots([unknown, large], None)) == 2  # 68 GiB where responses reach their limit
