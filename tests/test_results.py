@@ -32,11 +32,12 @@ def verdict(tmp_path: Path) -> ModuleType:
 
 @pytest.fixture
 def small(verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Without data but the predictors, and with half the seeds of part A."""
+    """Without data but the predictors, with half the seeds of part A, and parts that end with their last seed."""
     monkeypatch.setattr(verdict, "DATA", tmp_path)
     for task in verdict.TASKS:
         shutil.copy(RESULTS / "data" / verdict.predictors(task).name, tmp_path)
-    monkeypatch.setitem(verdict.PARTS, "A", replace(verdict.PARTS["A"], seeds=range(101, 109)))
+    for part, seeds in (("A", range(101, 109)), ("B", range(101, 107)), ("C", range(101, 109))):
+        monkeypatch.setitem(verdict.PARTS, part, replace(verdict.PARTS[part], seeds=seeds, most=len(seeds)))
     return verdict
 
 
@@ -89,7 +90,7 @@ def test_validations_are_found_under_the_name_that_the_repeated_rows_give_them(
     found = verdict.numbers(tmp_path, task)
 
     assert found["validations"] == {"0": 1 / len(samples), "6": 1 / len(samples)}
-    assert found["steps"]["entropy"] == [1, 2, 3, 4, 5, 6], "a repeated step counts once"
+    assert found["steps"]["entropy"] == [1, 2, 3, 4, 5, 6, *[None] * 18], "a repeated step counts once"
 
 
 def test_a_failed_run_has_no_endpoint(verdict: ModuleType) -> None:
@@ -191,7 +192,7 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     verdict.write_json(verdict.data_file("sums", 101), without_control)
     page = verdict.page()
     assert page.count("Not complete") == 3
-    assert "| A | 112 | 111 | 0 | 102, 103, 104, 105, 106, 107, 108 |" in page
+    assert "| A | 112 | 111 | 0 | 102, 103, 104, 105, 106, 107, 108 | 8 | none |" in page
     assert "p at" not in page
     assert "Levels" not in page
 
@@ -199,9 +200,12 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     change(verdict, "sums", 101, "gtpo", failed="no memory")
     change(verdict, "sums", 102, "gtpo", failed="no memory")
     page = verdict.page()
-    assert "| A | 112 | 110 | 2 | 101, 102, 103, 104, 105, 106, 107, 108 |" in page
+    assert (
+        "| A | 112 | 110 | 2 | 101, 102, 103, 104, 105, 106, 107, 108 | 8 | 101, 102, 103, 104, 105, 106, 107, 108 |"
+        in page
+    )
     assert f"- 112 runs of commit {'c' * 40}" in page
-    assert "- failed: sums 102 gtpo: no memory" in page
+    assert "- failed: sums 102 gtpo\n" in page
     assert verdict_of(page, "sums", "gtpo − dapo") == "better"
     assert verdict_of(page, "sums", "grpo_s − dapo") == "equivalent within 2 points"
 
@@ -219,6 +223,8 @@ def test_a_part_with_fewer_whole_seeds_than_the_least_is_not_decided(
     verdict = small
     for name, gains in (("A", GAINS), ("B", {}), ("C", {})):
         write_part(verdict, name, gains)
+
+    monkeypatch.setattr(verdict, "OVER", True)
 
     def decided(count: int) -> list[bool]:
         short = replace(verdict.PARTS[part], seeds=tuple(range(101, 101 + count)))
@@ -240,6 +246,26 @@ def test_a_seed_is_whole_in_parts_b_and_c_only_if_it_is_in_part_a(small: ModuleT
     assert verdict.whole("C", runs) == [101, 102, 103, 105, 106, 107, 108]
 
 
+def test_a_part_ends_with_its_last_whole_seed_and_is_computed_over_those(
+    small: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    monkeypatch.setitem(verdict.PARTS, "A", replace(verdict.PARTS["A"], most=6))
+    record = verdict.read("sums", 102)
+    del record["runs"]["random20"]
+    verdict.write_json(verdict.data_file("sums", 102), record)
+    change(verdict, "sums", 108, "gtpo", **run_of(verdict, 0.0))
+
+    page = verdict.page()
+
+    assert "| A | 112 | 111 | 0 | 101, 103, 104, 105, 106, 107, 108 | 6 | 101, 103, 104, 105, 106, 107 |" in page
+    assert verdict_of(page, "sums", "gtpo − dapo") == "better", "seed 108 is not used"
+    assert "without seeds whose results were read before (of these 1)" in page
+    monkeypatch.setattr(verdict, "prepared", lambda *_: pytest.fail("a run of a part that has ended"))
+    verdict.train("A", ["sums"], 1.0, tmp_path)
+
+
 def test_contrasts_are_shown_again_without_the_seeds_that_were_read(small: ModuleType) -> None:
     verdict = small
     write_part(verdict, "A", GAINS)
@@ -249,9 +275,9 @@ def test_contrasts_are_shown_again_without_the_seeds_that_were_read(small: Modul
 
     page = verdict.page()
 
-    assert "without the seeds 101 and 102" in page
+    assert "without seeds whose results were read before (of these 2)" in page
     registered, described = (line for line in page.splitlines() if line.startswith("| countdown | gtpo − dapo |"))
-    assert registered.startswith("| countdown | gtpo − dapo | 8 | -")
+    assert registered.startswith("| countdown | gtpo − dapo | 8 | −")
     assert described.startswith("| countdown | gtpo − dapo | 6 | +")
     assert described.count("|") == 7, "no p and no verdict"
 
@@ -259,7 +285,7 @@ def test_contrasts_are_shown_again_without_the_seeds_that_were_read(small: Modul
 def test_the_page_says_where_credits_were_those_of_dapo(small: ModuleType) -> None:
     write_part(small, "A", GAINS)
     page = small.page()
-    assert "On sums the credits of gtpo and grpo_s had a correlation r ≥ 0.99 with dapo's before any training" in page
+    assert "On sums the credits of gtpo and grpo_s had a correlation r ≥ 0.99 with dapo's before training." in page
     assert "On countdown" not in page
 
 
@@ -271,8 +297,25 @@ def test_nothing_is_concluded_where_a_control_is_not_worse(small: ModuleType, ga
         change(verdict, "sums", seed, "random60", **run_of(verdict, 0.5 + gain + 0.001 * (-1) ** seed))
     page = verdict.page()
     for arm in ("gtpo", "grpo_s"):
-        assert verdict_of(page, "sums", f"{arm} − dapo") == "nothing is concluded: controls"
+        assert verdict_of(page, "sums", f"{arm} − dapo") == "nothing is concluded (controls)"
     assert verdict_of(page, "countdown", "gtpo − dapo") == "better"
+    assert page.count("**Nothing is concluded on sums: random60, not seen to be worse than DAPO there") == 1
+    assert "Question 2 on sums" not in page
+
+
+@pytest.mark.parametrize(
+    ("gtpo", "blame", "said"),
+    [
+        (0.05, 0.0, "Question 2 on sums: the weights by entropy add to the smaller blame."),
+        (0.05, 0.05, "Question 2 on sums: the weights by entropy add less than 2 points."),
+        (0.05, 0.04, "Question 2 on sums: the weights by entropy add less than 2 points."),
+        (0.05, 0.1, "Question 2 on sums: half the blame without entropies does more."),
+        (0.0, -0.06, "Question 2 is not asked on sums, where GTPO is not found better than DAPO"),
+    ],
+)
+def test_the_second_question_has_the_registered_answer(small: ModuleType, gtpo: float, blame: float, said: str) -> None:
+    write_part(small, "A", GAINS | {"gtpo": gtpo, "dapo_blame": blame})
+    assert said in small.page()
 
 
 def write_predictors(verdict: ModuleType, gains: dict[str, float], unresolved: tuple[str, ...] = ()) -> None:
@@ -295,18 +338,22 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
     for seed in (101, 102):
         change(verdict, "sums", seed, "eapo", failed="no memory")
 
-    lines = verdict.correlation()
+    lines = verdict.correlation(verdict.PARTS["B"].seeds)
 
-    assert lines[0] == "sums, sgd: rank correlation 1.00 of 8 methods, p 2.48e-05."  # 1 in 8!
-    assert lines[1].endswith("rank correlation 1.00 of 7 methods, too few for a test."), "PSR had results before"
-    assert lines[2].endswith("rank correlation 1.00 of 8 methods. Not resolved or too few pairs on sums: w_reinforce.")
-    assert lines[0] in verdict.page()
+    metric = "in the metric of plain gradient descent"
+    assert lines[0] == f"Left out on sums, {metric}, not resolved or too few pairs: w_reinforce."
+    assert lines[2].startswith(
+        f"On sums, {metric}: rank correlation 1.00 of 8 methods, p 2.48e-05. They are dapo, psr, "
+    )
+    assert lines[3] == "The same without methods with earlier results: 7, fewer than 8.", "PSR had results before"
+    assert lines[4] == f"On sums, {metric}, the methods with results on both: rank correlation 1.00 of 8 methods."
+    assert lines[2] in verdict.page()
     assert "A description, not a test" in verdict.page()
 
     change(verdict, "sums", 103, "eapo", failed="no memory")
-    lines = verdict.correlation()
-    assert lines[0] == "sums, sgd: rank correlation 1.00 of 7 methods, too few for a test."
-    assert lines[2].endswith("too few pairs on sums: eapo, w_reinforce.")
+    lines = verdict.correlation(verdict.PARTS["B"].seeds)
+    assert lines[0].endswith("not resolved or too few pairs: eapo, w_reinforce.")
+    assert lines[2].startswith(f"On sums, {metric}: rank correlation 1.00 of 7 methods, too few for a test.")
 
 
 def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None:
@@ -320,14 +367,18 @@ def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None
     for seed in (101, 102, 103):
         change(verdict, "countdown", seed, "qae", failed="no memory")
 
-    lines = verdict.correlation()
+    lines = verdict.correlation(verdict.PARTS["B"].seeds)
 
-    assert lines[0].startswith("sums, sgd: rank correlation 1.00 of 10 methods, p ")
-    assert lines[2] == "sums, sgd, methods with results on both tasks: rank correlation 1.00 of 9 methods."
-    assert lines[3].startswith(
-        "countdown, sgd, methods with results on both tasks: rank correlation 1.00 of 9 methods."
-    )
-    assert lines[3].endswith("too few pairs on countdown: qae.")
+    metric = "in the metric of plain gradient descent"
+    assert lines[0] == f"Left out on countdown, {metric}, not resolved or too few pairs: qae."
+    assert lines[1].startswith(f"On sums, {metric}: rank correlation 1.00 of 10 methods, p ")
+    both = f"{metric}, the methods with results on both: rank correlation 1.00 of 9 methods."
+    assert lines[3:5] == [f"On sums, {both}", f"On countdown, {both}"]
+    assert lines[5] == "Expected was a lower correlation on countdown than on sums. It is not lower."
+
+    change(verdict, "countdown", 101, "prob_mask", **run_of(verdict, 2.0))
+    lines = verdict.correlation(verdict.PARTS["B"].seeds)
+    assert lines[5] == "Expected was a lower correlation on countdown than on sums. It is lower."
 
 
 def test_a_method_against_the_truth_is_ranked_last_and_p_is_of_permutations(verdict: ModuleType) -> None:
@@ -388,3 +439,5 @@ def test_data_of_a_run_names_its_commit_and_overrides() -> None:
         for arm, run in json.loads(file.read_text())["runs"].items():
             assert run["overrides"], (file.name, arm)
             assert len(run["commit"]) == 40
+            lengths = {sum(value is not None for value in steps) for steps in run["steps"].values()}
+            assert "failed" in run or lengths == {24}, (file.name, arm)
