@@ -55,11 +55,13 @@ def run(args: argparse.Namespace) -> int:
         )
     weights = actor / "huggingface"
     weights.mkdir(exist_ok=True)
+    for file in weights.glob("*.safetensors*"):  # of an export in another type, perhaps in other pieces
+        file.unlink()
     for file in sorted(merged.iterdir(), key=lambda file: file.suffix == ".json"):  # the list of weights after them
         file.replace(weights / file.name)
     merged.rmdir()
     print(f"Weights in Hugging Face format, {dtype}: {weights}")
-    if link_model(run_dir):
+    if link_model(run_dir) and (run_dir / MODEL_LINK).resolve() == weights.resolve():
         print(f"Linked: {run_dir / MODEL_LINK}")
     return 0
 
@@ -75,6 +77,7 @@ def _rollout_dtype(run_dir: Path) -> str:
 
 
 def _checkpoint(given: Path) -> Path:
+    given = given.absolute()
     if given.name.startswith("global_step_"):
         return given
     directory = given / "checkpoints"

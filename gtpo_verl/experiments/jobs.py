@@ -94,7 +94,7 @@ class Jobs:
     def info(self, submission_id: str) -> JobInfo | None:
         """What Ray knows of a job of ours; None if it knows none of this id."""
         try:
-            return _ours(self._call(lambda: self._client.get_job_info(submission_id)))
+            return _ours(self._call(lambda: self._client.get_job_info(submission_id), answered=True))
         except RuntimeError as error:
             if "does not exist" in str(error):
                 return None
@@ -177,7 +177,7 @@ class Jobs:
         with tempfile.TemporaryDirectory(prefix="gtpo-verl-") as place:
             self._start(Path(place), helper, HandOver(action="stop", run_dir=job.run_dir))
         asked = self._wait(helper, time.monotonic() + ASK_TIMEOUT) == "SUCCEEDED"
-        with contextlib.suppress(RuntimeError):  # it has not ended: nothing depends on its entry in the list
+        with contextlib.suppress(UserError):  # it has not ended: nothing depends on its entry in the list
             self._call(lambda: self._client.delete_job(helper))
         return asked
 
@@ -204,7 +204,7 @@ class Jobs:
         marks = {MARK: __version__, "action": task.action, "run_dir": task.run_dir}
         job = {"submission_id": submission_id, "runtime_env": runtime_env, "metadata": marks}
         try:
-            self._call(lambda: self._client.submit_job(entrypoint=ENTRYPOINT, **job), UPLOAD_TIMEOUT)
+            self._call(lambda: self._client.submit_job(entrypoint=ENTRYPOINT, **job), UPLOAD_TIMEOUT, answered=True)
         except RuntimeError as error:
             if f"{submission_id} already exists" in str(error):
                 return False
@@ -212,8 +212,8 @@ class Jobs:
             raise UserError(f"{self.address} refuses the job: {last_line}") from error
         return True
 
-    def _call(self, request: Callable[[], Value], seconds: float = REQUEST_TIMEOUT) -> Value:
-        """Make a request; failures of the connection become one line. A RuntimeError is the cluster's answer."""
+    def _call(self, request: Callable[[], Value], seconds: float = REQUEST_TIMEOUT, *, answered: bool = False) -> Value:
+        """Make a request; a failure is a UserError. answered: not where it is the cluster's answer, a RuntimeError."""
         import requests
         from ray.exceptions import AuthenticationError
 
@@ -224,6 +224,10 @@ class Jobs:
                 f"{self.address} asks for Ray's authentication token, and this machine has none or another: copy "
                 "~/.ray/auth_token from the head node, or set RAY_AUTH_TOKEN_PATH."
             ) from error
+        except RuntimeError as error:
+            if answered:
+                raise
+            raise UserError(f"{self.address}: {first_line(error)}") from error
         except (TimeoutError, OSError, requests.exceptions.RequestException) as error:
             raise UserError(
                 f"no Ray cluster answers at {self.address} ({first_line(error)[:120]}): name its dashboard by "

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from omegaconf import DictConfig
 
+from gtpo_verl.config import parse_overrides
 from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.package import carried_files
+from gtpo_verl.experiments.request import with_absolute_path
 from gtpo_verl.planning.memory import GIB, known_host_memory, machine_memory, total_of
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE
@@ -101,7 +103,8 @@ class LocalLauncher:
             (run_dir / STOP_FILE).touch()
         elif asked < (2 if at_once else 1):  # one signal a call: two at the same moment would be one
             self._asked[run_dir] = asked + 1
-            self._processes[run_dir][0].send_signal(signal.SIGINT)
+            if asked or not (run_dir / STOP_FILE).exists():  # a run that is stopping takes a signal for "at once"
+                self._processes[run_dir][0].send_signal(signal.SIGINT)
 
     def reason(self, run_dir: Path, attempt: int) -> str:
         with (run_dir / LOG_FILE).open(errors="replace") as log:
@@ -131,7 +134,8 @@ class RayLauncher:
         self._jobs = jobs
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
-        task = HandOver(action="train", run_dir=str(run_dir), overrides=tuple(overrides), wait=True)
+        found = tuple(map(with_absolute_path, parse_overrides(overrides)))  # the job runs in a copy without the data
+        task = HandOver(action="train", run_dir=str(run_dir), overrides=found, wait=True)
         return self._jobs.submit(task, job_id(run_dir, attempt), Path.cwd(), carried_files(Path.cwd()))
 
     def is_running(self, run_dir: Path, attempt: int) -> bool:

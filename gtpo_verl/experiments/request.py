@@ -43,7 +43,7 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     ``working_dir``, relative to it. UserError: everything that is wrong.
     """
     run_dir_of(overrides)
-    result = [_with_absolute_path(item) for item in parse_overrides(overrides)]
+    result = [with_absolute_path(item) for item in parse_overrides(overrides)]
     items = parse_overrides(result)
     found = [*_missing(items), *_data(_values(items)), *_not_carried(items, working_dir, carried)]
     if _can_compose():
@@ -91,7 +91,7 @@ def _paths(item: Override) -> list[str]:
     return [] if item.key_or_group not in SHARED or item.is_delete() else _listed(item.value())
 
 
-def _with_absolute_path(item: Override) -> str:
+def with_absolute_path(item: Override) -> str:
     """An override with absolute paths of what lies here."""
     given = _paths(item)
     here = {path: Path(path).expanduser() for path in given if _is_relative(path)}

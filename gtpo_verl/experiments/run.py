@@ -1,6 +1,5 @@
 """Runs a sweep from its command line to its end: checks, directory, launcher, scheduler, and what the user sees."""
 
-import errno
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, gpus_of, local_slots
-from gtpo_verl.experiments.scheduler import Scheduler, cluster_of, unfinished
+from gtpo_verl.experiments.scheduler import FULL, Scheduler, cluster_of, unfinished
 from gtpo_verl.experiments.status import progress_line, statuses, summary, table
 from gtpo_verl.experiments.sweep import check_directory, compose_runs, define, embedded_task, few_seeds, idle_axes
 from gtpo_verl.rules.stages import check
@@ -94,6 +93,8 @@ def train_all(
 
 def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu: str, measured: Path | None) -> int:
     """Print the runs of a sweep, their overrides and their cost; nothing is written, and no model or data is read."""
+    if measured is not None and not measured.is_dir():
+        raise UserError(f"--measured {measured}: no such directory; it must be a run's.")
     console = _console()
     sweep, _ = embedded_task(define(overrides, directory, local=where.local))
     configs = _checked(sweep, console)
@@ -170,7 +171,7 @@ def stop(directory: Path) -> int:
     else:
         cluster = cluster_of(directory)
         launcher = launcher_for([], Where(local=cluster is None, parallel=1, address=cluster))
-        with sweep_lock(directory):
+        with locked(directory):
             Scheduler(sweep, launcher, announce=functools.partial(console.print, markup=False), stops=1).run()
     console.print(table(statuses(directory)))
     return 0
@@ -202,9 +203,10 @@ def locked(directory: Path) -> Iterator[None]:
     """Be the only process that trains the runs in a directory; say in one line that its disk is full."""
     try:
         with sweep_lock(directory):
+            (directory / STOP_FILE).unlink(missing_ok=True)  # of an earlier sweep; one from now on is for this one
             yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         raise UserError(
             f"the disk of {directory} is full: nothing runs any more. Free some space; the same command goes on."

@@ -6,6 +6,7 @@ written before each: whenever this process is killed, the next one finds every a
 
 import errno
 import shutil
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from gtpo_verl.runs.sweep import Sweep
 ATTEMPTS_FILE = "attempts.json"
 POLL = 1.0  # seconds between two looks at the runs
 PATIENCE = 600.0  # seconds that a cluster may be unreachable, and that runs may take to stop after an error
+FULL = (errno.ENOSPC, errno.EDQUOT)
 LEAST_SPACE = 1024**3  # bytes free on the disk, under which the sweep stops while checkpoints can still be saved
 
 
@@ -74,7 +76,7 @@ class Scheduler:
         self.attempts = defaultdict(Attempts, read_attempts(self.sweep.directory))
         self._begun: set[str] = set()  # runs whose attempt the launcher knows
         self._announced_stop = 0  # as `stops`
-        self._trouble: float | None = None  # since when the cluster does not answer
+        self._trouble: float | None = None  # since when the cluster or the disk does not answer
 
     def run(self) -> list[str]:
         """Train until every run is finished or has failed for good, or a stop was asked for; returns the unfinished.
@@ -82,15 +84,16 @@ class Scheduler:
         OSError, UserError: the disk is full, or the cluster does not answer; what runs was stopped first.
         """
         stop_file = self.sweep.directory / STOP_FILE
-        stop_file.unlink(missing_ok=True)
         for state in self.attempts.values():
             if state.failures > self.sweep.retries:  # the same command tries again
                 state.failures = 0
         with handling_signals(self._signal):
             try:
-                while self._step():
+                while True:
                     if stop_file.exists():
                         self.stops = max(self.stops, 1)
+                    if not self._step():
+                        break
                     time.sleep(POLL)
             except BaseException:
                 self._stop_runs()
@@ -112,8 +115,10 @@ class Scheduler:
             else:
                 self._fill(running, waiting)
             self._trouble = None
-        except UserError as error:
-            self._wait_for_cluster(error)
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise
+            self._wait(error)
             return True
         self.show()
         return bool(running or waiting)
@@ -199,8 +204,8 @@ class Scheduler:
         if shutil.disk_usage(self.sweep.directory).free < self.least_space:
             raise OSError(errno.ENOSPC, "little space left")
 
-    def _wait_for_cluster(self, error: UserError) -> None:
-        """A cluster may be away for a while, once it has run something of this sweep."""
+    def _wait(self, error: UserError | OSError) -> None:
+        """A cluster or a shared file system may be away for a while, once something of this sweep has run."""
         now = time.monotonic()
         if self._trouble is None:
             self.announce(f"{error} Waiting for it.")
@@ -227,5 +232,5 @@ class Scheduler:
         write_json(self.sweep.directory / ATTEMPTS_FILE, {"cluster": self.launcher.cluster, "runs": begun})
 
     def _signal(self, signum: int, frame: Any) -> None:
-        """The first one stops the runs after their step, the second at once."""
-        self.stops += 1
+        """The first one stops the runs after their step, Ctrl-C after it at once: a closed terminal signals twice."""
+        self.stops = self.stops + 1 if signum == signal.SIGINT else max(self.stops, 1)

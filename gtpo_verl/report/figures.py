@@ -185,7 +185,7 @@ def _cost(arms: Sequence[Arm]) -> ReportFigure | str:
         for what, title in (("responses", "responses generated"), ("seconds", "time of training")):
             lines = tuple(line for arm in arms if (line := _cost_line(arm, source, what)))
             unit, divisor = what, 1
-            longest = max((float(line.steps.max()) for line in lines), default=0.0)
+            longest = max((float(line.steps.max()) for line in lines if len(line.steps)), default=0.0)
             if what == "seconds" and longest >= 600:
                 unit, divisor = ("minutes", 60) if longest < 4 * 3600 else ("hours", 3600)
                 lines = tuple(replace(line, steps=line.steps / divisor) for line in lines)
@@ -279,7 +279,7 @@ def metric_line(arm: Arm, key: str, smooth: bool = True) -> Line | None:
         if len(steps):
             values = running_mean(raw, smoothing_window(len(raw))) if smooth else raw
             curves.append(dict(zip(steps.astype(np.float64).tolist(), values, strict=True)))
-    if not curves:
+    if not curves or not set.intersection(*map(set, curves)):  # no step that all have
         return None
     line = Line(arm.name, *over_seeds(curves))
     single = len(arm.counted) == 1 and raw is not None and smooth and smoothing_window(len(raw)) > 1

@@ -24,6 +24,7 @@ DIFF_FILE = "code.diff"  # what the working tree changes in the recorded commit
 SAMPLES_FILE = "credit_samples.jsonl"
 SWEEP_FILE = "sweep.json"  # of a directory with a run for each combination of its axes
 STOP_FILE = "STOP"
+VALIDATION = "validation"  # a directory with the samples of each validation, STEP.jsonl
 PHASE_FILE = "phase.json"  # what the trainer does just now
 STEP_FILE = "step.json"  # in a checkpoint: what is logged of its step
 DEEPEST = 100  # levels of a configuration; verl's has eight
@@ -91,17 +92,20 @@ def restore_step(run_dir: Path, checkpoint: Path) -> bool:
 
 def set_aside(run_dir: Path, step: int) -> list[int]:
     """Move what was logged of steps behind ``step``, -1 for all, which are trained again, and lines that a crash has
-    torn, to ``metrics.replaced.jsonl`` and ``groups.replaced.jsonl``; returns the steps whose metrics were moved.
+    torn, to ``metrics.replaced.jsonl`` and its like, validations too; returns the steps whose metrics were moved.
     """
 
     def replaced(value: Any) -> bool:
         later = isinstance(value, dict) and isinstance(value.get("step"), int) and value["step"] > step
         return value is None or later
 
-    metrics, _ = (
+    metrics, *_ = (
         move_json_lines(run_dir / name, (run_dir / name).with_suffix(".replaced.jsonl"), replaced)
-        for name in (METRICS_FILE, GROUPS_FILE)
+        for name in (METRICS_FILE, GROUPS_FILE, SAMPLES_FILE)
     )
+    for file in (run_dir / VALIDATION).glob("*.jsonl"):
+        if file.stem.isdecimal() and int(file.stem) > step:  # its step need not be validated again
+            file.replace(file.with_suffix(".replaced.jsonl"))
     return sorted({value["step"] for value in metrics if value is not None})
 
 

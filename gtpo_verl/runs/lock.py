@@ -42,6 +42,7 @@ class Owner:
     pid: int
     heartbeat: float
     token: str
+    namespace: str = ""  # of the process id: a container's own ids mean nothing outside it
 
     @property
     def is_remote(self) -> bool:
@@ -54,10 +55,18 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        return self.age > LEASE or not (self.is_remote or psutil.pid_exists(self.pid))
+        elsewhere = self.is_remote or self.namespace not in ("", _namespace())
+        return self.age > LEASE or not (elsewhere or psutil.pid_exists(self.pid))
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
 
 
 def live_owner(directory: Path) -> Owner | None:
@@ -100,7 +109,8 @@ class DirectoryLock:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.owner_file = file.with_name(f"{file.name}.json")
-        self._flock = FileLock(file, thread_local=False)  # whichever thread ends the block releases it
+        # whichever thread ends the block releases it
+        self._flock = FileLock(file, thread_local=False, fallback_to_soft=False)
         self._token = uuid.uuid4().hex  # different for every acquisition
         self._released = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="lock-heartbeat", daemon=True)
@@ -108,14 +118,14 @@ class DirectoryLock:
     def acquire(self) -> None:
         """Take the lock, without waiting. LockedError: somebody holds it."""
         locked, former = self._try_flock(), self.owner()
-        remote = former if former is not None and former.is_remote else None
+        remote = former if former is not None and (former.is_remote or locked is None) else None
         dead = remote is not None and remote.is_dead
-        if dead and not locked:
+        if dead and locked is False:
             self.file.unlink(missing_ok=True)  # a new file has a new lock
             locked = self._try_flock()
-        if not locked:
+        if locked is False:
             raise LockedError(self.owner())
-        if remote and not dead:  # flock works within one host here
+        if remote and not dead:  # flock works within one host here, or not at all
             self._flock.release()
             raise LockedError(remote)
         self._record()
@@ -140,23 +150,23 @@ class DirectoryLock:
             self.owner_file.unlink()
         self._flock.release()
 
-    def _try_flock(self) -> bool:
-        """Whether the file is locked now; True also where the file system has no locks and only the record protects."""
+    def _try_flock(self) -> bool | None:
+        """Whether the file is locked now; None where the file system has no locks and only the record protects."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.touch()  # where it cannot be made, filelock would take it for held
         try:
             self._flock.acquire(timeout=0)
         except Timeout:
             return False
-        except NotImplementedError:
-            return True
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:
                 raise
+            return None
         return True
 
     def _record(self) -> None:
-        write_json(self.owner_file, asdict(Owner(socket.gethostname(), os.getpid(), time.time(), self._token)))
+        owner = Owner(socket.gethostname(), os.getpid(), time.time(), self._token, _namespace())
+        write_json(self.owner_file, asdict(owner))
 
     def _is_ours(self) -> bool:
         owner = self.owner()

@@ -294,7 +294,7 @@ def read_metrics(file: Path) -> tuple[dict[int, dict[str, float]], list[str]]:
         dropped += len(abandoned)
         values = {key: value for key, value in data.items() if isinstance(value, int | float)}
         finite = {key: float(value) for key, value in values.items() if abs(value) <= _LARGEST}
-        not_finite += len(values) - len(finite)
+        not_finite += len(values) - len(finite) + len(entry.get("not_finite") or ())
         metrics.setdefault(step, {}).update(finite)
     left_out = {
         f"{_count(torn, 'line')} of {file.name} could not be read (torn by a crash) and left out": torn,

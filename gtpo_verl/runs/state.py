@@ -128,7 +128,7 @@ def _version(file: Path) -> tuple[Path, int, int]:
     return file, found.st_mtime_ns, found.st_size
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _read_progress(file: Path, changed: int, size: int) -> Mapping[str, Any]:
     """What the metrics say of a `RunState`."""
     if not size:
@@ -146,7 +146,7 @@ def _read_progress(file: Path, changed: int, size: int) -> Mapping[str, Any]:
     }
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def _read_steps(file: Path, changed: int, size: int) -> int | None:
     if not size:
         return None

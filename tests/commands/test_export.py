@@ -1,5 +1,6 @@
 """The shards of a checkpoint become a model when somebody asks for it."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,9 @@ def test_what_cannot_be_exported_is_named(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_the_weights_are_those_of_the_shards(tmp_path: Path) -> None:
+def test_the_weights_are_those_of_the_shards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a process of its own; in the precision of the run's rollouts, or as verl's where no run is known."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -40,13 +43,25 @@ def test_the_weights_are_those_of_the_shards(tmp_path: Path) -> None:
     model.config.save_pretrained(folder / "actor" / "huggingface")
     build_tokenizer().save_pretrained(folder / "actor" / "huggingface")
     exact = model.state_dict()
+    other = folder / "actor" / "huggingface" / "model-00001-of-00002.safetensors"
     for dtype in (torch.bfloat16, torch.float32):
+        other.touch()  # of an export in more pieces
         assert main(["export", str(tmp_path)]) == 0
+        assert not other.exists()
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")  # in the type that its config.json names
         assert loaded.dtype == dtype
         for name, weight in loaded.state_dict().items():
             torch.testing.assert_close(weight, exact[name].to(dtype), atol=0, rtol=0)
         (tmp_path / "config.yaml").write_text("actor_rollout_ref: {rollout: {dtype: float32}}")
+
+    later = write_fsdp(tmp_path / "checkpoints", 5)
+    shutil.copytree(folder / "actor" / "huggingface", later / "actor" / "huggingface", dirs_exist_ok=True)
+    capsys.readouterr()
+    monkeypatch.chdir(folder.parent)
+    assert main(["export", folder.name]) == 0
+    printed = capsys.readouterr().out
+    assert "float32" in printed, "the type of the run, which is not the working directory"
+    assert "Linked" not in printed, "the link leads to a later step"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import sys
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -11,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import launchers
-from gtpo_verl.experiments.launchers import LocalLauncher, gpus_of, job_id, local_slots
+from gtpo_verl.experiments.handover import HandOver
+from gtpo_verl.experiments.launchers import LocalLauncher, RayLauncher, gpus_of, job_id, local_slots
 from gtpo_verl.experiments.run import Where
 
 
@@ -48,6 +50,24 @@ def test_on_a_cpu_a_larger_model_leaves_room_for_fewer_runs(monkeypatch: pytest.
     monkeypatch.setattr(launchers.os, "sched_getaffinity", lambda _: range(64))
     assert len(local_slots([unknown], None)) == 20  # 7 GiB each
     assert len(local_slots([unknown, large], None)) == 2  # 68 GiB where responses reach their limit
+
+
+def test_a_job_of_a_sweep_finds_the_data_that_lie_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.parquet").touch()
+    tasks: list[HandOver] = []
+
+    class Jobs:
+        address = "http://cluster"
+
+        def submit(self, task: HandOver, *_: object) -> bool:
+            tasks.append(task)
+            return True
+
+    overrides = ["data.train_files=train.parquet", "algo=gtpo", "data.val_files=[train.parquet]"]
+    RayLauncher(cast(Any, Jobs()), 1).start(tmp_path / "run", 1, overrides)
+    there = str(tmp_path / "train.parquet")
+    assert tasks[0].overrides == (f'data.train_files="{there}"', "algo=gtpo", f'data.val_files=["{there}"]')
 
 
 # A shell in the background has its children ignore Ctrl-C.

@@ -1,5 +1,6 @@
 """The scheduler of a sweep, with child processes that stand for trainings, and whatever the moment it is killed."""
 
+import errno
 import io
 import itertools
 import json
@@ -154,12 +155,55 @@ def test_two_signals_at_the_same_moment_stop_at_once(tmp_path: Path) -> None:
         if [run.state for run in statuses(tmp_path)] == ["running"] and not asked:
             asked.append(True)
             os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
 
     began = time.monotonic()
     assert drive(sweep, lines, places=1, show=interrupt) == ["seed=0"]
     assert time.monotonic() - began < 50  # a step takes longer
     assert "Stopping at once, without a checkpoint." in lines
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_signals_twice_and_the_runs_save(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, "+fake.steps=400", "+fake.seconds=0.1", axes=ONE)
+    lines: list[str] = []
+
+    def close() -> None:
+        if any(run.training.step for run in statuses(tmp_path)):
+            for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGHUP):
+                os.kill(os.getpid(), signum)
+
+    assert drive(sweep, lines, show=close) == ["seed=0"]
+    assert "Stopping at once, without a checkpoint." not in lines
+    assert [run.state for run in statuses(tmp_path)] == ["stopped"]
+
+
+def test_a_stop_that_was_asked_for_before_the_first_run_is_followed(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, axes=ONE)
+    with command.locked(tmp_path):
+        (tmp_path / "STOP").touch()  # while models and data are checked
+        write(sweep)
+        assert Scheduler(sweep, LocalLauncher([{}], program=FAKE), announce=print).run() == ["seed=0"]
+    assert read_attempts(tmp_path) == {}
+    (tmp_path / "STOP").touch()
+    with command.locked(tmp_path):
+        assert not (tmp_path / "STOP").exists(), "one of an earlier sweep"
+
+
+@pytest.mark.slow
+def test_a_shared_disk_that_is_away_for_a_moment_stops_nothing(tmp_path: Path) -> None:
+    away = [OSError(errno.ESTALE, "stale file handle")]
+
+    class Flaky(Scheduler):
+        def _check_space(self) -> None:
+            if away and any(run.training.step for run in statuses(tmp_path)):
+                raise away.pop()
+
+    sweep, lines = fake_sweep(tmp_path, "+fake.seconds=0.3", axes=ONE), list[str]()
+    write(sweep)
+    assert Flaky(sweep, LocalLauncher([{}], program=FAKE), announce=lines.append).run() == []
+    assert [line for line in lines if "stale file handle Waiting" in line]
+    assert starts_of(sweep.run_dir("seed=0")) == [0]
 
 
 @pytest.mark.slow

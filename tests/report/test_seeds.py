@@ -273,6 +273,17 @@ def test_rebound_is_measured_from_the_lowest_point(runs):
     assert entropy_table(arms).rows == (("GTPO", "wrong", "0.900", "0.400", "6", "0.600", "+0.200"),)
 
 
+def test_a_metric_that_no_two_seeds_logged_at_the_same_step_has_no_row(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(2), **BARE)
+    for seed in range(2):
+        line = {"step": seed + 1, "data": {"credit/entropy_correct": 0.5}}
+        with (path / f"algo=gtpo,seed={seed}" / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    _, _, arms = analysed(path)
+    assert not [row for row in entropy_table(arms).rows if row[:2] == ("GTPO", "correct")]
+    write_report([path], path)
+
+
 def test_bands_need_three_seeds_and_common_steps():
     curves = [{0.0: 0.1, 5.0: 0.4, 9.0: 0.9}, {0.0: 0.3, 5.0: 0.6}]
     steps, means, low, high = over_seeds(curves)

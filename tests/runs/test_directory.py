@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gtpo_verl.files import read_json_lines_from
+from gtpo_verl.files import append_json_line, read_json_lines_from
 from gtpo_verl.runs.directory import (
     read_record,
     record_groups,
@@ -27,13 +27,18 @@ def test_steps_that_are_trained_again_are_set_aside(tmp_path: Path) -> None:
     for step in range(4):
         record_metrics(tmp_path, step, {"a": step})
         record_groups(tmp_path, step, {"uid": step})
+        append_json_line(tmp_path / "credit_samples.jsonl", {"step": step, "samples": []})
+    (tmp_path / "validation").mkdir()
+    for step in (0, 2):
+        (tmp_path / "validation" / f"{step}.jsonl").touch()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "da')
     assert set_aside(tmp_path, 3) == []
     (tmp_path / "metrics.replaced.jsonl").unlink()
     assert set_aside(tmp_path, 1) == [2, 3]
     assert set_aside(tmp_path, 1) == []
-    for name in ("metrics", "groups"):
+    assert sorted(file.name for file in (tmp_path / "validation").iterdir()) == ["0.jsonl", "2.replaced.jsonl"]
+    for name in ("metrics", "groups", "credit_samples"):
         kept, moved = (tmp_path / f"{name}{end}" for end in (".jsonl", ".replaced.jsonl"))
         steps = [[json.loads(line)["step"] for line in file.read_text().splitlines()] for file in (kept, moved)]
         assert steps == [[0, 1], [2, 3]]

@@ -1,6 +1,7 @@
 """Locks on directories: a living owner keeps others out, a dead one does not, on this host and on others."""
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -148,6 +149,39 @@ def test_the_heartbeat_goes_on_until_the_lock_is_released_or_taken_over(
     assert "was taken over by process 4242 on node7" in capsys.readouterr().err
     lock.release()
     assert json.loads((tmp_path / "LOCK.json").read_text())["token"] == "theirs"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_where_the_file_system_has_no_locks_the_record_protects(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(error, "no locks")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    monkeypatch.setattr(module, "SETTLE", 0.0)
+    with (
+        training_lock(tmp_path),
+        pytest.raises(UserError, match=f"another training writes to .*process {os.getpid()} on"),
+        training_lock(tmp_path),
+    ):
+        pass
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    write_json(tmp_path / "LOCK.json", asdict(Owner(socket.gethostname(), killed.pid, time.time(), "theirs")))
+    with training_lock(tmp_path):
+        assert json.loads((tmp_path / "LOCK.json").read_text())["pid"] == os.getpid()
+
+
+def test_an_owner_in_a_container_of_this_host_is_judged_by_its_heartbeat(tmp_path: Path) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    for age, alive in ((10.0, True), (module.LEASE + 60, False)):
+        owner = Owner(socket.gethostname(), killed.pid, time.time() - age, "theirs", "pid:[1]")
+        write_json(tmp_path / "LOCK.json", asdict(owner))
+        assert (live_owner(tmp_path) is not None) is alive
+    with training_lock(tmp_path):  # flock reaches a container of this host
+        pass
 
 
 def test_one_process_prepares_a_directory_and_the_other_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.runs.directory import record_metrics
 from gtpo_verl.runs.reader import logged_accuracies, read_metrics, read_run, read_runs
 
 
@@ -347,6 +348,13 @@ def test_a_file_of_another_form_is_named(tmp_path: Path, name: str, content: byt
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_run(tmp_path)
+
+
+def test_values_that_a_run_named_as_not_finite_are_counted(tmp_path: Path) -> None:
+    for step in (1, 2):
+        record_metrics(tmp_path, step, {"a": 1.0, "actor/grad_norm": float("nan"), "b": float("inf")})
+    _, notes = read_metrics(tmp_path / "metrics.jsonl")
+    assert notes == ["4 metric values not finite (NaN, infinite or beyond 1e100) and left out"]
 
 
 def test_absurd_values_and_nested_lines_are_left_out(tmp_path: Path) -> None:
