@@ -16,6 +16,7 @@ from gtpo_verl.config import choices, chosen, compose_config, hydra_app, line_of
 from gtpo_verl.errors import UserError, did_you_mean, first_line
 from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.problems import Problem, errors_of, refuse
+from gtpo_verl.report.design import SEED, START
 from gtpo_verl.rules import overrides as given
 from gtpo_verl.rules.stages import problems
 from gtpo_verl.runs.continuation import changes, refusal
@@ -226,9 +227,9 @@ def few_seeds(sweep: Sweep) -> list[str]:
     """A line where the arms have too few seeds for a test to find a difference."""
     from gtpo_verl.evaluation.paired import least_sign_flip_p  # imports scipy
 
-    seeds = max(1, len(sweep.axes.get("seed", ())))
-    least = least_sign_flip_p(seeds)
-    if len(sweep.runs) == seeds or least <= 0.05:  # one arm, or enough
+    seeds, starts = (max(1, len(sweep.axes.get(key, ()))) for key in (SEED, START))  # both make pairs
+    least = least_sign_flip_p(seeds * starts)
+    if len(sweep.runs) == seeds * starts or least <= 0.05:  # one arm, or enough
         return []
-    arms = f"{seeds} seed{'s' * (seeds > 1)} for each arm"
+    arms = f"{seeds} seed{'s' * (seeds > 1)}{f' from {starts} starts' if starts > 1 else ''} for each arm"
     return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}."]

@@ -191,6 +191,9 @@ def test_too_few_seeds_for_a_test_are_said(seeds: str, said: str | None) -> None
     lines = few_seeds(define(["algo=dapo,gtpo", f"seed={seeds}"]))
     assert [line.startswith(said) for line in lines] == ([True] if said else [])
     assert few_seeds(define(["seed=1,2"])) == []  # one arm: nothing is compared
+    starts = "actor_rollout_ref.model.path=a,b,c"
+    assert few_seeds(define(["algo=dapo,gtpo", "seed=1,2", starts])) == []  # six pairs
+    assert few_seeds(define(["algo=dapo,gtpo", starts]))[0].startswith("1 seed from 3 starts for each arm: ")
 
 
 def test_the_cost_of_a_run_is_that_of_the_plan() -> None:
