@@ -168,8 +168,11 @@ def test_a_closed_terminal_signals_twice_and_the_runs_save(tmp_path: Path) -> No
     sweep = fake_sweep(tmp_path, "+fake.steps=400", "+fake.seconds=0.1", axes=ONE)
     lines: list[str] = []
 
+    closed: list[bool] = []
+
     def close() -> None:
-        if any(run.training.step for run in statuses(tmp_path)):
+        if any(run.training.step for run in statuses(tmp_path)) and not closed:
+            closed.append(True)
             for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGHUP):
                 os.kill(os.getpid(), signum)
 
