@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from gtpo_verl.evaluation.paired import holm
+from gtpo_verl.evaluation.paired import holm, least_sign_flip_p
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.provenance import code_state, run_versions
 from gtpo_verl.runs.reader import read_metrics
@@ -61,12 +61,12 @@ def arms(names: str) -> dict[str, tuple[str, ...]]:
 RATE = "actor_rollout_ref.actor.optim.lr"
 OVER = False  # after 31 December 2026, when parts with fewer whole seeds than `most` end with those they have
 PARTS = {
-    "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117), 8, 6),
+    "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117), most=8, least=6),
     "B": Part(
         arms("psr prob_mask qae polarity_entropy entropy_bonus empg eapo gtpo_v1 gtpo_shuffled w_reinforce"),
         range(101, 107),
-        4,
-        4,
+        most=4,
+        least=4,
     ),
     "C": Part(
         {
@@ -75,9 +75,9 @@ PARTS = {
             for text, factor in (("1/2", 0.5), ("2", 2.0))
         },
         range(101, 109),
-        4,
-        4,
-        ("countdown",),
+        most=4,
+        least=4,
+        tasks=("countdown",),
     ),
 }
 PRIMARY = (("gtpo", "dapo"), ("grpo_s", "dapo"), ("gtpo", "dapo_blame"))  # of part A, on each task
@@ -185,10 +185,9 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
     todo = [each for each in planned(parts, tasks) if each[2] not in read(*each[:2])["runs"]]
     print(f"{len(todo)} runs are left", flush=True)
     for number, (task, seed, arm, overrides) in enumerate(todo):
-        if used(
-            next(name for name, part in PARTS.items() if arm in part.arms), {name: runs_of(name) for name in PARTS}
-        ):
-            continue  # its part has ended
+        part = next(name for name, each in PARTS.items() if arm in each.arms)
+        if used(part, every_run()):
+            continue  # it has ended
         if time.monotonic() > end:
             print(f"{len(todo) - number} runs are left")
             return
@@ -503,6 +502,10 @@ def runs_of(part: str) -> Runs:
     return found
 
 
+def every_run() -> dict[str, Runs]:
+    return {name: runs_of(name) for name in PARTS}
+
+
 def whole(name: str, runs: dict[str, Runs]) -> list[int]:
     """The seeds under which no run of the part is missing, and none of part A, whose DAPO and controls it needs."""
     missing = {seed for part in ("A", name) for (_, seed, _), run in runs[part].items() if run is None}
@@ -523,7 +526,7 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
         primary = contrasts_of(TASKS, PRIMARY, seeds)
         said = verdicts(primary, controls)
         lines += ["Primary contrasts:", "", *lines_of(primary, True, said), ""]
-        least = f"With {len(seeds)} pairs the exact sign-flip p cannot be below {2 / 2 ** len(seeds):.2g}."
+        least = f"With {len(seeds)} pairs the exact sign-flip p cannot be below {least_sign_flip_p(len(seeds)):.2g}."
         power = "What so many pairs can show: [registration](registration.md#amendments-of-28-november-2026)."
         lines += [f"{least} {power}", ""]
         asked = [task for task in TASKS if not unseen(controls, task)]
@@ -550,7 +553,7 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
 
 def page() -> str:
     """verdict.md, from the data alone."""
-    runs = {part: runs_of(part) for part in PARTS}
+    runs = every_run()
     there = {key: run for part in PARTS for key, run in runs[part].items() if run is not None}
     over = {name: used(name, runs) for name in PARTS}
     controls = against_dapo(TASKS, CONTROLS, over["A"])

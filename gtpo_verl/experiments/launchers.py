@@ -102,9 +102,10 @@ class LocalLauncher:
         if run_dir not in self._processes:  # of a sweep that was killed
             (run_dir / STOP_FILE).touch()
         elif asked < (2 if at_once else 1):  # one signal a call: two at the same moment would be one
+            if not (asked or at_once) and (run_dir / STOP_FILE).exists():
+                return  # it is stopping and would take a signal for "at once"; one that starts removes the file
             self._asked[run_dir] = asked + 1
-            if asked or not (run_dir / STOP_FILE).exists():  # a run that is stopping takes a signal for "at once"
-                self._processes[run_dir][0].send_signal(signal.SIGINT)
+            self._processes[run_dir][0].send_signal(signal.SIGINT)
 
     def reason(self, run_dir: Path, attempt: int) -> str:
         with (run_dir / LOG_FILE).open(errors="replace") as log:

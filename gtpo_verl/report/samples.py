@@ -7,7 +7,7 @@ from typing import Any
 from gtpo_verl.files import read_json_lines
 from gtpo_verl.report.results import Arm
 from gtpo_verl.runs.correctness import is_correct
-from gtpo_verl.runs.directory import SAMPLES_FILE
+from gtpo_verl.runs.directory import SAMPLES_FILE, VALIDATION
 from gtpo_verl.runs.reader import Training, threshold_of
 
 SHOWN_PROMPTS = 2  # of the validation, with their responses over time
@@ -96,7 +96,7 @@ def _over_time(arm: Arm) -> dict[str, list[Response]]:
     found: dict[str, list[Response]] = {}
     for step in chosen:
         firsts: dict[str, Response] = {}
-        for _, line in read_json_lines(training.path / "validation" / f"{step}.jsonl"):
+        for _, line in read_json_lines(training.path / VALIDATION / f"{step}.jsonl"):
             if line is not None and line["input"] not in firsts:
                 correct = is_correct(line.get("acc"), threshold_of(training.config))
                 firsts[line["input"]] = Response(step, str(line.get("output", "")), correct)

@@ -118,20 +118,21 @@ class DirectoryLock:
     def acquire(self) -> None:
         """Take the lock, without waiting. LockedError: somebody holds it."""
         locked, former = self._try_flock(), self.owner()
-        remote = former if former is not None and (former.is_remote or locked is None) else None
-        dead = remote is not None and remote.is_dead
+        # whom flock does not tell of: on another host, or where there are no locks
+        other = former if former is not None and (former.is_remote or locked is None) else None
+        dead = other is not None and other.is_dead
         if dead and locked is False:
             self.file.unlink(missing_ok=True)  # a new file has a new lock
             locked = self._try_flock()
         if locked is False:
             raise LockedError(self.owner())
-        if remote and not dead:  # flock works within one host here, or not at all
+        if other and not dead:  # flock works within one host here, or not at all
             self._flock.release()
-            raise LockedError(remote)
+            raise LockedError(other)
         self._record()
-        if remote:
-            age = f"no heartbeat for {remote.age:.0f} s"
-            print(f"Taking over {self.file} from {remote}: {age}.", file=sys.stderr, flush=True)
+        if other:
+            age = f"no heartbeat for {other.age:.0f} s"
+            print(f"Taking over {self.file} from {other}: {age}.", file=sys.stderr, flush=True)
             time.sleep(SETTLE)
             if not self._is_ours():  # of two hosts that take over at once the last to record itself wins
                 self._flock.release()

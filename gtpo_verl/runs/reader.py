@@ -28,6 +28,7 @@ from gtpo_verl.runs.directory import (
     METRICS_FILE,
     RECORD_FILE,
     SWEEP_FILE,
+    VALIDATION,
     flatten,
     read_config,
     read_record,
@@ -224,7 +225,7 @@ def _read_training(directory: Path, metrics_file: Path, name: str) -> Training |
         record |= {"status": "interrupted", "reason": "it was killed, or its machine is gone"}
     with reading(directory / RECORD_FILE):
         notes += changed_settings(record)
-    validations, validation_notes = _read_validations(directory / "validation", metrics, config)
+    validations, validation_notes = _read_validations(directory / VALIDATION, metrics, config)
     return Training(
         name=name,
         path=directory,

@@ -92,6 +92,18 @@ def sleeping(run_dir: Path, handler: str) -> LocalLauncher:
 
 
 @pytest.mark.slow
+def test_a_run_that_is_stopping_gets_no_signal_and_one_that_removes_the_file_does(tmp_path: Path) -> None:
+    launcher = sleeping(tmp_path, "signal.default_int_handler")
+    (tmp_path / "STOP").touch()
+    launcher.stop(tmp_path, 1, at_once=False)
+    time.sleep(0.5)
+    assert launcher.is_running(tmp_path, 1)
+    (tmp_path / "STOP").unlink()
+    launcher.stop(tmp_path, 1, at_once=False)
+    ended(launcher, tmp_path)
+
+
+@pytest.mark.slow
 def test_the_reason_of_a_failed_training_is_the_error_in_its_log(tmp_path: Path) -> None:
     """With the real command, which fails on a wrong override long before it starts Ray."""
     launcher = LocalLauncher([{}])

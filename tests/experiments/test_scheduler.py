@@ -167,7 +167,6 @@ def test_two_signals_at_the_same_moment_stop_at_once(tmp_path: Path) -> None:
 def test_a_closed_terminal_signals_twice_and_the_runs_save(tmp_path: Path) -> None:
     sweep = fake_sweep(tmp_path, "+fake.steps=400", "+fake.seconds=0.1", axes=ONE)
     lines: list[str] = []
-
     closed: list[bool] = []
 
     def close() -> None:
