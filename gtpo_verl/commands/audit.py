@@ -45,11 +45,11 @@ MODEL is a run, a checkpoint or a model, as for gtpo-verl eval; prompts are thos
 training samples (actor_rollout_ref.rollout.temperature and so on).
 
 examples:
-  gtpo-verl audit outputs/gtpo-20260101-120000 --check
-  gtpo-verl audit outputs/gtpo-20260101-120000 --second-stage 12
-  gtpo-verl audit Qwen/Qwen2.5-1.5B data.val_files=data/math-500.parquet trainer.n_gpus_per_node=8
-  gtpo-verl audit outputs/gtpo-20260101-120000 --gradients 192 data.val_files=data/dapo-math-17k.parquet
-  gtpo-verl audit --reanalyse outputs/gtpo-20260101-120000/audit/global_step_20 --methods gtpo,fork20,eapo
+  gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --check
+  gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --second-stage 12
+  gtpo-verl audit Qwen/Qwen2.5-1.5B verifier=boxed data.val_files=data/math-500.parquet trainer.n_gpus_per_node=8
+  gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --gradients 192 data.val_files=data/dapo-math-17k.parquet
+  gtpo-verl audit --reanalyse outputs/gtpo-seed0-20260101-120000/audit/global_step_20 --methods gtpo,fork20,eapo
 
 Ctrl-C keeps what is finished, and the same command goes on. docs/guides/audit.md explains the figures.
 """

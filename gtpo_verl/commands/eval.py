@@ -29,12 +29,13 @@ MODEL is
   a model                       a directory in Hugging Face format, or ORGANISATION/NAME on the hub
 
 examples:
-  gtpo-verl eval outputs/gtpo-20260101-120000               after the training
-  gtpo-verl eval outputs/gtpo-20260101-120000 --before      the model that the training started from
-  gtpo-verl eval outputs/gtpo-20260101-120000 data.val_files=data/aime-2025.parquet \\
+  gtpo-verl eval outputs/gtpo-seed0-20260101-120000          after the training
+  gtpo-verl eval outputs/gtpo-seed0-20260101-120000 --before   the model that the training started from
+  gtpo-verl eval outputs/gtpo-seed0-20260101-120000 data.val_files=data/aime-2025.parquet \\
       actor_rollout_ref.rollout.val_kwargs.n=32
   gtpo-verl eval outputs/task-countdown/model setting=quickstart task=countdown     an embedded task
-  gtpo-verl eval Qwen/Qwen2.5-1.5B setting=default data.val_files=data/math-500.parquet trainer.n_gpus_per_node=8
+  gtpo-verl eval Qwen/Qwen2.5-1.5B setting=default verifier=boxed data.val_files=data/math-500.parquet \\
+      trainer.n_gpus_per_node=8
 
 Every problem is written to problems.jsonl when it is finished. Ctrl-C keeps the finished ones, and repeating the
 command evaluates the rest; it refuses to if a setting has changed on which the responses depend. The number of vLLM

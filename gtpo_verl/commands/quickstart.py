@@ -41,8 +41,8 @@ checkpoints, TensorBoard files, the trained model in Hugging Face format and tra
 far it is, also from another terminal.
 
 The report is there after the first arm and grows with every other. Ctrl-C stops after the current step and writes a
-report of what was trained; the same command resumes the run. Arms train side by side if there are a core and 7 GiB of
-memory for each.
+report of what was trained; the same command resumes the run. Arms train side by side if there are a core and 7.5 GiB
+of memory for each.
 """
 
 

@@ -28,8 +28,9 @@ calls correct become the columns guide_responses and guide_log_probs, which algo
 (docs/guides/mixed-policy.md); one that the limit cut off is never kept.
 
 examples:
-  gtpo-verl traces Qwen/Qwen2.5-32B-Instruct data/dapo-math-17k.parquet verifier=answer trainer.n_gpus_per_node=8
-  gtpo-verl traces outputs/gtpo-20260101-120000 data/train.parquet --samples 4 --output with_traces
+  gtpo-verl traces Qwen/Qwen2.5-32B-Instruct data/dapo-math-17k.parquet verifier=answer \\
+      trainer.n_gpus_per_node=8 actor_rollout_ref.rollout.tensor_model_parallel_size=4
+  gtpo-verl traces outputs/gtpo-seed0-20260101-120000 data/train.parquet --samples 4 --output with_traces
 
 Token ids and log-probabilities are the guide's: the student needs the same tokenizer. Ctrl-C keeps what is
 finished, and the same command goes on.

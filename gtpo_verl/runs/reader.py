@@ -144,7 +144,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read every run, see `read_run`. UserError: none is given, one is given twice, or one cannot be read."""
     if not paths:
         raise UserError(
-            "no run is given: name a run directory, for example `gtpo-verl report outputs/gtpo-20260101-120000`."
+            "no run is given: name a run directory, for example `gtpo-verl report outputs/gtpo-seed0-20260101-120000`."
         )
     resolved = [path.resolve() for path in paths]
     for path, place in zip(paths, resolved, strict=True):
