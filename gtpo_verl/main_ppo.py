@@ -59,6 +59,11 @@ def prepare(config: DictConfig) -> None:
     from gtpo_verl.integrations.entropy_source import entropy_source
     from gtpo_verl.rules import algorithm, rollout
 
+    if OmegaConf.select(config, "algorithm.guide.mode", default="off") != "off":
+        raise UserError(
+            f"algorithm.guide.mode={config.algorithm.guide.mode}: only `gtpo-verl train` gives rows of a group to a "
+            "guide. Train with it, or leave algorithm.guide out."
+        )
     method = algorithm_of(config)
     if method is None:
         _check_estimator(str(config.algorithm.adv_estimator))

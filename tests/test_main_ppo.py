@@ -82,6 +82,7 @@ def test_entropies_of_the_rollout_skip_the_actors_pass() -> None:
         ("algorithm.entropy.source=rolout", "did you mean rollout?"),
         ("algorithm.rollout_correction.bypass_mode=true", "skips the pass that computes the actor's entropies"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "averages over sequences"),
+        ("+algorithm.guide.mode=both", "algorithm.guide.mode=both: only `gtpo-verl train` gives rows"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_starts(given: str, said: str) -> None:

@@ -15,10 +15,12 @@ from verl.trainer.ppo.v1 import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
 from gtpo_verl.data.traces import LOG_PROBS, RESPONSES, traces_of
 from gtpo_verl.errors import UserError, first_line
+from gtpo_verl.integrations.context import overlong
 from gtpo_verl.integrations.guide import CLIENT, FIRST_SESSION, Reserve, as_output, versions_of
 from gtpo_verl.integrations.health import ANSWER_TIMEOUT
 from gtpo_verl.integrations.standalone import guide_of
 from gtpo_verl.integrations.streams import COLUMN, with_stream
+from gtpo_verl.runs.correctness import score
 from gtpo_verl.seeds import derived
 
 _AgentLoopWorker: Any = cast(Any, AgentLoopWorkerTQ).__ray_actor_class__  # verl's name is that of the Ray actor
@@ -84,7 +86,10 @@ class SeededAgentLoopWorker(_AgentLoopWorker):
             await super()._run_agent_loop(with_stream(sampling_params, columns), trajectory, trace=trace, **columns)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
+        of_guide = kwargs["session_id"] >= FIRST_SESSION and outputs[-1].reward_score is None
         await super()._compute_score(outputs, kwargs)
+        if of_guide and overlong(self.config) is not None:  # verl's reward has the penalty, and the score has not
+            outputs[-1].reward_score = score(outputs[-1].extra_fields["reward_extra_info"])
         reserve = self._reserves.get(kwargs["uid"])
         if reserve is not None:
             reserve.judge(kwargs["session_id"], outputs)

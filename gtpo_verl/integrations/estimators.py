@@ -34,13 +34,17 @@ def estimator(entry: Algorithm) -> Estimator:
         """
         context = current_context(entry.name)
         settings, _ = entry.configure(config.get(entry.name) or {})
-        penalty = length_penalty(settings, context.batch, context.overlong, context.lengths)
-        batch = replace(context.batch, length_penalty=penalty)
+        batch, lengths = context.batch, context.lengths
         mask, last = batch.response_mask, context.last_output
         if last is not None:
+            rows = last.unique()
             tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
-            of_last: dict[str, Any] = {name: value[last.unique()] for name, value in tensors.items()}
-            batch = replace(batch, **of_last)
+            of_last: dict[str, Any] = {name: value[rows] for name, value in tensors.items()}
+            batch, lengths = replace(batch, **of_last), None if lengths is None else lengths[rows]
+        penalty = length_penalty(settings, batch, context.overlong, lengths)
+        if batch.guide is not None:  # it is no fault of the policy that its guide's responses are long
+            penalty = penalty.masked_fill(batch.guide, 0)
+        batch = replace(batch, length_penalty=penalty)
         if batch.guide is None:
             out = entry.advantages(batch, settings)
         else:

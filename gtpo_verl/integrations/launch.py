@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
+from hydra.errors import InstantiationException
 from omegaconf import DictConfig
 
 from gtpo_verl.config import IN_RAY_JOB
@@ -66,6 +67,8 @@ def verls_own(config: DictConfig) -> Iterator[Problem]:
     try:
         with redirect_stdout(said):
             validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+    except InstantiationException as error:  # Hydra's, around what a dataclass of verl's or of ours raises
+        yield Problem(f"verl refuses this configuration: {first_line(error.__cause__ or error)}")
     except (AssertionError, ValueError) as error:
         yield Problem(f"verl refuses this configuration: {error}")
     yield from (note(f"verl: {line}") for line in said.getvalue().splitlines() if "checks passed" not in line)

@@ -51,6 +51,8 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
             raise UserError(f"{KEY}.seq_clip_ratio_low must be in [0, 1], got {self.seq_clip_ratio_low}")
         if self.seq_clip_ratio_high < 0:
             raise UserError(f"{KEY}.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
+        if min(self.beta1, self.beta2) < 0:
+            raise UserError(f"{KEY}.beta1 and beta2 must not be negative, got {self.beta1} and {self.beta2}")
 
 
 def guided_ppo_loss(

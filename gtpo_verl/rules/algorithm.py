@@ -14,6 +14,7 @@ from gtpo_verl.runs.guards import read_bounds
 # The estimators that get algorithm.norm_adv_by_std_in_grpo from verl's trainer; the functions of grpo_vectorized and
 # gdpo have a parameter of this name, and the trainer does not pass it.
 READ_NORM_BY_STD = ("grpo", "grpo_passk")
+CLIPS_TOKENS = ("ce_gppo", "aspo", "dcpo_clip", "mixed")  # losses of ours, which do not fall back to `clip_ratio`
 
 
 def method_settings(config: DictConfig) -> Iterator[Problem]:
@@ -29,7 +30,7 @@ def method_settings(config: DictConfig) -> Iterator[Problem]:
 
 
 def loss(config: DictConfig) -> Iterator[Problem]:
-    """A loss of sequences needs the aggregation that averages over them; verl's vanilla loss needs a dual clip."""
+    """A loss of sequences needs the aggregation that averages over them, and those of tokens a clip range."""
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.policy_loss.loss_mode"
     loss, chosen = actor.policy_loss.loss_mode, actor.loss_agg_mode
     ours = (entry for entry in algorithms().values() if entry.loss == entry.name and entry.verl_estimator is None)
@@ -38,7 +39,12 @@ def loss(config: DictConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key}={loss} averages over sequences: set {ACTOR}.loss_agg_mode={needed[loss]} (it is {chosen})."
         )
-    if loss == "vanilla" and not (actor.clip_ratio_c or 0) > 1:
+    if loss in CLIPS_TOKENS:
+        if actor.clip_ratio_low is None or actor.clip_ratio_low > 1:
+            yield Problem(f"{ACTOR}.clip_ratio_low must be from 0 to 1 with {key}={loss}.")
+        if actor.clip_ratio_high is None:
+            yield Problem(f"{ACTOR}.clip_ratio_high must be a number with {key}={loss}.")
+    if loss in ("vanilla", *CLIPS_TOKENS) and not (actor.clip_ratio_c or 0) > 1:
         value = "null" if actor.clip_ratio_c is None else actor.clip_ratio_c
         yield Problem(
             f"{ACTOR}.clip_ratio_c={value} (dual clip) must be above 1 with {key}=vanilla: set it to 1e9 to switch the "

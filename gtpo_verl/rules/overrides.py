@@ -1,12 +1,13 @@
 """Overrides that nothing reads in a run, each with the reason: a table of keys and of when they are idle."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
+from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.config import written
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.algorithm import READ_NORM_BY_STD
@@ -101,6 +102,8 @@ _SWITCHES: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     (f"{CORRECTION}.rollout_rs", None, (f"{CORRECTION}.rollout_rs_",)),
     (f"{ACTOR}.use_kl_loss", False, (f"{ACTOR}.kl_loss_",)),
     ("algorithm.use_kl_in_reward", False, ("algorithm.kl_ctrl.", "algorithm.kl_penalty")),
+    ("algorithm.guide.mode", "off", ("algorithm.guide.",)),
+    ("algorithm.entropy.source", "actor", ("algorithm.entropy.check_every",)),
 )
 _ROWS = (*_TABLE, *(Idle(keys, f"{key}={written(off)}", _is(key, off), but=(key,)) for key, off, keys in _SWITCHES))
 
@@ -123,8 +126,7 @@ def _of_methods(config: DictConfig) -> Iterator[Idle]:
     label = trained.label if trained else f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
     others = tuple(f"algorithm.{method.name}." for method in algorithms().values() if method is not trained)
     yield Idle(others, f"this run trains {label}")
-    if trained and "length_denominator" in {field.name for field in fields(trained.config)}:
+    if trained and issubclass(trained.config, ShapingConfig):
         penalty = f"algorithm.{trained.name}.length_penalty"
-        yield Idle(
-            (f"algorithm.{trained.name}.length_denominator",), f"only {penalty}=soft has a slope", _not(penalty, "soft")
-        )
+        for name, kind in (("length_denominator", "soft"), ("gamma", "grop")):
+            yield Idle((f"algorithm.{trained.name}.{name}",), f"only {penalty}={kind} reads it", _not(penalty, kind))

@@ -43,8 +43,8 @@ def batches(config: DictConfig) -> Iterator[Problem]:
     if actor.use_dynamic_bsz:
         yield from _token_limits(config, parallel)
         return
-    whole = None if rest or batch % mini else per_rank * (batch // mini)
-    yield from _micro_batches(config, None if rest else per_rank, whole)
+    if rest == 0:
+        yield from _micro_batches(config, per_rank)
 
 
 def _token_limits(config: DictConfig, parallel: Parallelism) -> Iterator[Problem]:
@@ -62,17 +62,17 @@ def _token_limits(config: DictConfig, parallel: Parallelism) -> Iterator[Problem
             )
 
 
-def _micro_batches(config: DictConfig, mini_batch: int | None, batch: int | None) -> Iterator[Problem]:
-    """Micro-batches by responses divide a rank's share of the mini-batch and of the batch, where these are known."""
-    for key, rows, what in (
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", mini_batch, "a mini-batch"),
-        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", batch, "the batch"),
-    ):
+def _micro_batches(config: DictConfig, rows: int) -> Iterator[Problem]:
+    """Micro-batches by responses divide a rank's share of a mini-batch: a step may end with one."""
+    keys = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+        keys.append("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu")
+    for key in keys:
         micro = OmegaConf.select(config, key)
         if micro is None:
             yield Problem(f"{key} is not set: set it, or {ACTOR}.use_dynamic_bsz=true.")
-        elif rows is not None and rows % micro:
-            yield Problem(f"each rank's share of {what}, {rows} responses, does not divide by {key}={micro}.")
+        elif rows % micro:
+            yield Problem(f"each rank's share of a mini-batch, {rows} responses, does not divide by {key}={micro}.")
 
 
 def separate_servers(config: DictConfig) -> Iterator[Problem]:

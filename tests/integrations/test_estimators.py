@@ -126,6 +126,37 @@ def test_a_group_relative_penalty_needs_no_overlong_buffer(batch: Batch) -> None
     assert (advantages("gtpo", data, config, context) - advantages("gtpo", data, plain, context)).abs().max() > 1e-4
 
 
+def test_an_earlier_output_of_a_session_is_not_compared_in_a_group_relative_penalty(batch: Batch) -> None:
+    data, correct, entropy = batch
+    config = compose_config(["algorithm.gtpo.length_penalty=grop", "algorithm.gtpo.gamma=0.51"]).algorithm
+    easy = torch.ones_like(correct)
+    easy[::6] = False
+    context = CreditContext(given(data, easy, entropy), lengths=torch.arange(24))
+    plain = advantages("gtpo", data, config, context)
+    again = torch.cat([torch.arange(24), torch.arange(24)])  # each response after a longer output of its session
+    twice = data.select_idxs(again)
+    lengths = torch.cat([torch.arange(24) + 100, torch.arange(24)])
+    several = CreditContext(
+        given(twice, easy[again], entropy[again]), lengths=lengths, last_output=torch.arange(24, 48).repeat(2)
+    )
+    assert torch.equal(advantages("gtpo", twice, config, several)[24:], plain)
+
+
+@pytest.mark.parametrize("name", ["gtpo", "grpo_s", "fork20"])
+def test_a_long_response_of_the_guide_is_not_punished(batch: Batch, name: str) -> None:
+    data, correct, entropy = batch
+    config = compose_config([f"algo={name}"]).algorithm
+    guide = torch.arange(24) % 6 == 3  # one correct row of each group
+    of_guide = given(data, correct, entropy, guide=guide, rewards=torch.where(correct, 1.0, -1.0))
+    overlong = Overlong(12, 6)
+    lengths = torch.full((24,), 3)
+    plain = advantages(name, data, config, CreditContext(of_guide, overlong, lengths))
+    long_guide = advantages(name, data, config, CreditContext(of_guide, overlong, lengths.masked_fill(guide, 12)))
+    long_own = advantages(name, data, config, CreditContext(of_guide, overlong, lengths.masked_fill(~guide, 12)))
+    assert torch.equal(long_guide, plain)
+    assert (long_own - plain).abs().max() > 1e-3
+
+
 def test_another_method_gets_scores_and_penalty_apart(batch: Batch) -> None:
     """An outcome method as another package would bring it: DAPO's advantage from its own function."""
     data, correct, entropy = batch

@@ -26,7 +26,7 @@ from gtpo_verl.errors import ProblemsError, UserError
 from gtpo_verl.integrations import checks
 from gtpo_verl.problems import errors_of, refuse
 from gtpo_verl.rules import model as model_rules
-from gtpo_verl.rules import stages
+from gtpo_verl.rules import overrides, stages
 from gtpo_verl.tasks.model import build_model, build_tokenizer
 
 REWARD = """
@@ -196,6 +196,10 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "processed_logprobs"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "seq-mean-token-mean"),
         ("actor_rollout_ref.actor.clip_ratio_c=null", "must be above 1 with"),
+        ("algo=aspo actor_rollout_ref.actor.clip_ratio_c=null", "must be above 1 with"),
+        ("algo=ce_gppo actor_rollout_ref.actor.clip_ratio_low=null", "clip_ratio_low must be from 0 to 1 with"),
+        ("algo=dcpo_clip actor_rollout_ref.actor.clip_ratio_low=1.5", "clip_ratio_low must be from 0 to 1 with"),
+        ("algo=aspo actor_rollout_ref.actor.clip_ratio_high=null", "clip_ratio_high must be a number with"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, message: str) -> None:
@@ -204,7 +208,7 @@ def test_what_is_wrong_is_said_in_one_line(composed: Composer, change: str, mess
         "reward.reward_model.enable": ["reward.custom_reward_function.path=null"],
     }
     with pytest.raises(UserError) as caught:
-        stages.check(composed(change, *others.get(change.partition("=")[0], [])))
+        stages.check(composed(*change.split(), *others.get(change.partition("=")[0], [])))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -258,11 +262,12 @@ IGNORED = [  # a setting that changes training with the first algorithms and not
 def test_a_setting_of_verls_that_the_estimator_ignores_is_refused(
     composed: Composer, change: str, read: tuple[str, ...], ignored: tuple[str, ...]
 ) -> None:
+    of_reference = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8"  # a KL term needs it
     for name in read:
-        stages.check(composed(change, f"algo={name}"))
+        stages.check(composed(change, of_reference, f"algo={name}"))
     for name in ignored:
         with pytest.raises(UserError) as caught:
-            stages.check(composed(change, f"algo={name}"))
+            stages.check(composed(change, of_reference, f"algo={name}"))
         assert str(caught.value).startswith(f"{change} has no effect with algorithm.adv_estimator=")
         assert "\n" not in str(caught.value)
 
@@ -460,6 +465,32 @@ def test_a_method_without_effect_says_so(changes: list[str], said: str) -> None:
     notes = [problem.message for problem in found]
     about = ("acts on ratios", "dynamic sampling removes", "overlong penalty has no effect")
     assert [said in note for note in notes if any(words in note for words in about)] == [True] * bool(said)
+
+
+@pytest.mark.parametrize(
+    ("override", "unread", "read", "reason"),
+    [
+        ("guide.n_off=4", "guide.mode=off", "guide.mode=mix", "algorithm.guide.mode=off"),
+        ("entropy.check_every=7", "entropy.source=actor", "entropy.source=both", "algorithm.entropy.source=actor"),
+        (
+            "gtpo.gamma=0.8",
+            "gtpo.length_penalty=soft",
+            "gtpo.length_penalty=grop",
+            "only algorithm.gtpo.length_penalty=grop reads it",
+        ),
+        (
+            "gtpo.length_denominator=max",
+            "gtpo.length_penalty=grop",
+            "gtpo.length_penalty=soft",
+            "only algorithm.gtpo.length_penalty=soft reads it",
+        ),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_pointed_out(override: str, unread: str, read: str, reason: str) -> None:
+    given = f"algorithm.{override}"
+    for other, said in ((unread, [f"{given} has no effect: {reason}."]), (read, [])):
+        config = compose_config(["algo=gtpo", f"algorithm.{other}", given])
+        assert [problem.message for problem in overrides.without_effect(config, [given])] == said
 
 
 @pytest.mark.parametrize(("mode", "noted"), [("sync", False), ("colocate_async", True)])

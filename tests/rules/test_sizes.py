@@ -23,7 +23,14 @@ def check_batches(config: DictConfig) -> None:
         ([], {"trainer.n_gpus_per_node": 6}, "does not divide over 6 data-parallel ranks"),
         ([], {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 5}, "32 responses, does not divide by"),
         ([], {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": None}, "is not set"),
-        ([], {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 7}, "64 responses, does not divide by"),
+        ([], {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 7}, "32 responses, does not divide by"),
+        # divides the batch of two mini-batches, and not the one that a step may end with
+        ([], {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 64}, "32 responses, does not divide by"),
+        (
+            ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8"],
+            {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 7},
+            "32 responses, does not divide by actor_rollout_ref.ref.",
+        ),
         (
             [],
             {"actor_rollout_ref.rollout.tensor_model_parallel_size": 3},

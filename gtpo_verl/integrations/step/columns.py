@@ -16,7 +16,7 @@ from gtpo_verl.integrations.estimators import group_ids
 from gtpo_verl.integrations.guide import is_guide
 from gtpo_verl.integrations.transfer_queue import last_outputs, put_rows, real_rows, reward_infos, uid_of
 from gtpo_verl.integrations.vllm import ENTROPIES
-from gtpo_verl.runs.correctness import is_correct, verdict
+from gtpo_verl.runs.correctness import is_correct, score, verdict
 
 _MISSING = {
     "entropy": (
@@ -129,9 +129,8 @@ class Step:
     @cached_property
     def scores(self) -> torch.Tensor | None:
         """(R,) the verifier's scores, without verl's overlong penalty; None where it has none."""
-        if any("score" not in info for info in self.infos):
-            return None
-        return torch.tensor([float(info["score"]) for info in self.infos])
+        found = [value for info in self.infos if (value := score(info)) is not None]
+        return torch.tensor(found) if len(found) == len(self.infos) else None
 
     @cached_property
     def group(self) -> torch.Tensor:

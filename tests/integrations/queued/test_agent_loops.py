@@ -137,7 +137,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> DictConfig:
             f"actor_rollout_ref.rollout.n={N}",
             f"+actor_rollout_ref.rollout.agent.agent_loop_config_path={AGENT_LOOPS}",
             f"reward.custom_reward_function.path={folder / 'reward.py'}",
-            "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=1",  # a penalty of 1 for a response of 64 tokens
             f"trainer.run_dir={folder}",
         ]
     )
@@ -393,6 +393,17 @@ def test_a_row_of_the_guide_has_the_columns_of_an_own_one(run: Callable[..., Row
         name: value for name, value in tags["prompt_0_0"].items() if not name.endswith("_len")
     }, "verl's metrics need the versions of the weights as numbers"
     assert tags[key]["response_len"] == len(tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drop_wrong", [False, True])
+def test_only_own_rows_have_an_overlong_penalty(run: Callable[..., Rows], drop_wrong: bool) -> None:
+    longest = "9+3=12;".ljust(60, ";") + "#12"  # with the end of sequence, which an own response does not get here
+    guide = {"mode": "mix", "ratio": "one", "clip": "none", "drop_wrong": drop_wrong}
+    _, rows, _ = run(SeededAgentLoopWorker, Answers((f"+{longest}", "no", "7")), guide=guide, guide_responses=[longest])
+    rewards = {key: (len(row["responses"]), row["rm_scores"].sum().item()) for key, row in rows.items()}
+    assert rewards[f"prompt_{FIRST_SESSION + 3}_0"] == (64, 63 / 8)
+    assert rewards["prompt_0_0"] == (64, 64 / 8 - 1)
 
 
 @pytest.mark.slow

@@ -49,6 +49,14 @@ def test_columns_are_ragged_and_padding_has_no_part_in_them(tmp_path: Path) -> N
     assert read(step.batch, "rm_scores")[0][0].tolist() == [7.0, 8.0, 0.0]
 
 
+def test_a_number_from_the_reward_function_is_the_score_too(tmp_path: Path) -> None:
+    trainer = run_trainer(tmp_path, "algo=dapo")
+    step = Step(put(trainer, {"a_0_0": Row(2), "a_1_0": Row(1)}), threshold=1.0)
+    step.infos = [{"acc": 0.75}, {"acc": 0.0}]  # verl's of such a function
+    assert step.scores is not None
+    assert step.scores.tolist() == [0.75, 0.0]
+
+
 def test_a_missing_column_is_named(tmp_path: Path) -> None:
     trainer = run_trainer(tmp_path, "algo=dapo")
     step = Step(put(trainer, {"a_0_0": Row(3)}), threshold=1.0)
