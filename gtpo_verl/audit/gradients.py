@@ -15,6 +15,7 @@ import numpy as np
 from scipy import stats
 
 from gtpo_verl.audit.analysis import BASELINE, Figure
+from gtpo_verl.audit.plan import FEWEST_GROUPS
 from gtpo_verl.audit.values import Bools
 from gtpo_verl.files import write_bytes
 from gtpo_verl.runs.statistics import Floats
@@ -22,7 +23,9 @@ from gtpo_verl.runs.statistics import Floats
 METRICS = ("sgd", "adam")
 RELATIVE_TO = (BASELINE, "gtpo")
 DECILES = 10
-FEWEST_STEPS = 8  # of groups, for Adam's metric: its bias in the SNR of a step is -0.10 with three, -0.02 with eight
+FEWEST_STEPS = (
+    8  # of groups, for Adam's metric: without any signal its SNR of a step is -0.10 with three, -0.02 with eight
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +123,8 @@ def figures(products: Products, step: int) -> dict[str, Any]:
     By method and metric: `signal` |E g|², `noise` tr Σ, `snr` of a step, `cosine` with G, `gain` g·G/|G|², and relative
     to each of `RELATIVE_TO`, the groups needed: `own`, tr Σ/|E g|², in the method's own direction; `along`, E|g|²/(E
     g·G)² with the sign of E g·G, along the truth. Not resolved: the interval of |E g|², of |G|² or of E g·G, whichever
-    is divided by, includes 0. Nothing is resolved in Adam's metric with groups of fewer than `FEWEST_STEPS` steps.
+    is divided by, includes 0. Nothing is resolved with fewer than `FEWEST_GROUPS` groups, nor in Adam's metric with
+    those of fewer than `FEWEST_STEPS` steps.
     """
     methods: dict[str, Any] = {name: {} for name in products.names.tolist()}
     truth = {}
@@ -129,10 +133,11 @@ def figures(products: Products, step: int) -> dict[str, Any]:
         truth[metric] = jackknife(found.truth, products.audited)
         for row, name in enumerate(methods):
             methods[name][metric] = figures_of(row, found, products, step, truth[metric].resolved)
-    if products.audited.sum() < FEWEST_STEPS * step:
-        truth["adam"] = Figure(None)
-        for metrics in methods.values():
-            metrics["adam"] = dict.fromkeys(metrics["adam"], Figure(None))
+    for metric, fewest in (("sgd", FEWEST_GROUPS), ("adam", max(FEWEST_GROUPS, FEWEST_STEPS * step))):
+        if products.audited.sum() < fewest:
+            truth[metric] = Figure(None)
+            for metrics in methods.values():
+                metrics[metric] = dict.fromkeys(metrics[metric], Figure(None))
     return {"truth": truth, "methods": methods, "tokens": _by_token(products)}
 
 

@@ -29,7 +29,7 @@ class Method:
         """Whether its credit at ratios of 1 can differ from DAPO's."""
         # clip_cov has DAPO's advantages, and a loss that works on a random 0.02 % of the tokens.
         by_loss = self.entry.compute is DAPO.compute and self.entry.loss == "clip_cov"
-        return not self.entry.needs_several_updates and not by_loss
+        return self.aggregation != DAPO.aggregation or not (self.entry.needs_several_updates or by_loss)
 
 
 def methods(names: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Method]:

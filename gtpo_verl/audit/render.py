@@ -116,13 +116,15 @@ def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Pl
     """The table of signal and noise of gradients; found: of `gradients.figures`."""
     figures = found["methods"]
     name = main_method(figures) or BASELINE
-    value, interval = cell(Figure(*figures[name]["sgd"]["along/dapo"]), ".2f", "")
+    needed = Figure(*figures[name]["sgd"]["along/dapo"])
+    value, interval = cell(needed, ".2f", "")
     sentences = _paragraphs(
         "sentences.txt.j2",
         gradients=True,
         name=label(name, plan),
         value=value,
         interval=interval,
+        decided=not needed.contains(1.0),
         facts=facts,
         unscored=facts["unscored"],
         fewest_steps=FEWEST_STEPS,

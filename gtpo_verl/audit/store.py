@@ -107,7 +107,7 @@ class Store:
         self.facts = dict(facts) if before is None else dict(facts) | {"seconds": before["seconds"]}
         directory.mkdir(parents=True, exist_ok=True)
         if before is None:
-            for name in (ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE):
+            for name in (ROLLOUTS_FILE, VALUES_FILE, BRANCHES_FILE, GRADIENTS_FILE):
                 (directory / name).unlink(missing_ok=True)
         self.rollouts = read_records(directory / ROLLOUTS_FILE, Rollout)
         self.counts = {each.key: each for each in read_records(directory / VALUES_FILE, Count)}
@@ -144,8 +144,12 @@ class Store:
 def reopen(directory: Path) -> Store:
     """An audit that was made before, to compute its figures again. Raises UserError where there is none."""
     facts = read_json(directory / RECORD_FILE)
-    if facts is None or not any((directory / name).is_file() for name in (VALUES_FILE, GRADIENTS_FILE)):
-        raise UserError(f"{directory} holds no audit: --reanalyse takes the directory that an audit was written to.")
+    # of gradients that a stopped command did not measure again the facts are missing
+    finished = {VALUES_FILE: True, GRADIENTS_FILE: facts is not None and "parameters" in facts}
+    if facts is None or not any((directory / name).is_file() and there for name, there in finished.items()):
+        raise UserError(
+            f"{directory} holds no finished audit: --reanalyse takes the directory that one was written to."
+        )
     return Store(directory, facts)
 
 
@@ -179,4 +183,5 @@ def as_facts(plan: Plan) -> dict[str, Any]:
 def plan_of(store: Store) -> Plan:
     """The plan that an audit was sampled by."""
     settings = store.facts["settings"]
-    return Plan(**{item.name: settings[f"--{item.name.replace('_', '-')}"] for item in fields(Plan)})
+    given = {item.name: settings.get(f"--{item.name.replace('_', '-')}") for item in fields(Plan)}
+    return Plan(**{name: number for name, number in given.items() if number is not None})  # older ones lack some

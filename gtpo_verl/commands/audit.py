@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     if args.reanalyse is not None:
         overrides = [*([args.model] if args.model else []), *overrides]
         store = reopen(args.reanalyse.resolve())
+        if plan_of(store).gradients and (args.methods or overrides):
+            raise UserError("gradients are of the methods that were measured: leave out --methods and overrides.")
         return _report(store, plan_of(store), _methods(args.methods, overrides))
     if args.model is None:
         raise UserError("name what to audit: a run, a checkpoint or a model; or --reanalyse DIR.")
@@ -262,7 +264,9 @@ def _report(store: Store, plan: Plan, chosen: Sequence[Method]) -> int:
             "others": int((~products.audited).sum()),
             "wanted": plan.gradients,
             "samples": plan.samples,
-            "unscored": [method.name for method in chosen if not method.scored],
+            "unscored": (store.facts.get("measurement") or {}).get(
+                "unscored", [method.name for method in chosen if not method.scored]
+            ),
         } | {name: store.facts[name] for name in ("step", "parameters", "chosen", "log_prob_difference")}
         store.record({"measurement": facts, "gradients": found})
         table = gradients_table(found, facts, plan)

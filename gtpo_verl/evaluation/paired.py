@@ -29,7 +29,8 @@ class Paired:
     """An arm minus the baseline, paired by seed.
 
     differences: one per seed. mean, interquartile_mean: of them. interval: Student's, of the mean; None where it cannot
-    be estimated (one seed, or no spread). better: probability of improvement, the share of seeds on which the arm is
+    be estimated (one seed, or no spread). It, the t test and what is detectable rest on the spread within starts, where
+    one start has several seeds. better: probability of improvement, the share of seeds on which the arm is
     above the baseline, ties half. t_p, sign_flip_p: two-sided; None as above, or above 20 seeds. skewness: of the
     differences; None below three seeds. detectable: the true difference that the t test would show with probability 0.8
     at this spread, at the level that Holm's procedure asks of the smallest p; detectable_at_most: the same at the upper
@@ -98,11 +99,6 @@ def student_interval(values: Sequence[float]) -> Interval | None:
     return Interval(float(low), float(high))
 
 
-def student_p(differences: Floats) -> Floats:
-    """Two-sided p of Student's paired t test for each data set, shape (..., n) to (...)."""
-    return np.asarray(stats.ttest_1samp(differences, 0.0, axis=-1).pvalue)
-
-
 def sign_flip_p(differences: Floats) -> Floats:
     """Exact two-sided p of the sign-flip test for each data set.
 
@@ -140,23 +136,39 @@ def holm(p_values: ArrayLike) -> Floats:
     return result
 
 
-def detectable_difference(deviation: float, n: int, comparisons: int = 1) -> float:
+def detectable_difference(deviation: float, n: int, comparisons: int = 1, free: int | None = None) -> float:
     """The true difference that a t test over n >= 2 seeds shows with probability `POWER`, by the noncentral t
     distribution, at the level α / comparisons, which Holm's procedure asks of the smallest p; from the standard
-    deviation of the paired differences.
+    deviation of the paired differences and its degrees of freedom, n - 1 by default.
     """
-    critical = stats.t.ppf(1 - ALPHA / comparisons / 2, n - 1)
+    free = n - 1 if free is None else free
+    critical = stats.t.ppf(1 - ALPHA / comparisons / 2, free)
 
     def lacking(shift: float) -> float:
-        return float(stats.nct.sf(critical, n - 1, shift)) - POWER  # in the right direction
+        return float(stats.nct.sf(critical, free, shift)) - POWER  # in the right direction
 
     shift = optimize.brentq(lacking, 0.0, 2 * critical + 2)
     return float(shift * deviation / math.sqrt(n))
 
 
-def deviation_at_most(deviation: float, n: int) -> float:
-    """Upper bound of the 95 % interval of a standard deviation of n normal values, by the chi-square distribution."""
-    return deviation * math.sqrt((n - 1) / float(stats.chi2.ppf(ALPHA / 2, n - 1)))
+def deviation_at_most(deviation: float, free: int) -> float:
+    """Upper bound of the 95 % interval of a standard deviation of normal values with so many degrees of freedom, by the
+    chi-square distribution.
+    """
+    return deviation * math.sqrt(free / float(stats.chi2.ppf(ALPHA / 2, free)))
+
+
+def spread_within(differences: Floats, starts: Sequence[str | None]) -> tuple[float, int]:
+    """Standard deviation of differences (n,) around the mean of their start, and its degrees of freedom; around that of
+    all where no start has two.
+    """
+    _, place = np.unique([str(start) for start in starts], return_inverse=True)
+    if len(set(starts)) == len(differences):
+        place = np.zeros_like(place)
+    counts = np.bincount(place)
+    rest = differences - (np.bincount(place, differences) / counts)[place]
+    free = len(differences) - len(counts)
+    return float(np.sqrt((rest**2).sum() / free)) if free else 0.0, free
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
@@ -164,35 +176,38 @@ def interquartile_mean(values: Sequence[float]) -> float:
     return float(stats.trim_mean(values, 0.25))
 
 
-def paired(differences: Sequence[float], comparisons: int = 1) -> Paired:
+def paired(differences: Sequence[float], comparisons: int = 1, starts: Sequence[str | None] = ()) -> Paired:
     """Everything said of one comparison, before Holm's adjustment, from at least one difference; comparisons: how many
-    the report makes, for `Paired.detectable`.
+    the report makes, for `Paired.detectable`. starts: what the trainings of each difference started from, where that
+    is not one for all.
     """
     values = np.asarray(differences, dtype=np.float64)
-    n = len(values)
-    spread = _has_spread(values)
-    deviation = float(values.std(ddof=1)) if spread else None
-    at_most = deviation_at_most(deviation, n) if deviation else None
+    n, mean = len(values), float(values.mean())
+    deviation, free = spread_within(values, starts or [None] * n)
+    spread, error = deviation > _ROUNDING, deviation / math.sqrt(n)
+    half = float(stats.t.ppf(1 - ALPHA / 2, free)) * error if spread else 0.0
+    at_most = deviation_at_most(deviation, free) if spread else 0.0
     return Paired(
         differences=tuple(values.tolist()),
-        mean=float(values.mean()),
+        mean=mean,
         interquartile_mean=interquartile_mean(values.tolist()),
-        interval=student_interval(values.tolist()),
+        interval=Interval(mean - half, mean + half) if spread else None,
         better=float(((values > _ROUNDING) + 0.5 * (np.abs(values) <= _ROUNDING)).mean()),
-        t_p=float(student_p(values)) if spread else None,
+        t_p=float(2 * stats.t.sf(abs(mean) / error, free)) if spread else None,
         sign_flip_p=float(sign_flip_p(values)) if 1 < n <= MOST_FLIPPED else None,
         skewness=float(stats.skew(values)) if spread and n > 2 else None,
-        detectable=detectable_difference(deviation, n, comparisons) if deviation else None,
-        detectable_at_most=detectable_difference(at_most, n, comparisons) if at_most else None,
+        detectable=detectable_difference(deviation, n, comparisons, free) if spread else None,
+        detectable_at_most=detectable_difference(at_most, n, comparisons, free) if spread else None,
     )
 
 
-def compared(families: Sequence[Sequence[float]]) -> list[Paired]:
+def compared(families: Sequence[Sequence[float]], starts: Sequence[Sequence[str | None]] = ()) -> list[Paired]:
     """One `Paired` for the differences of each comparison, the p values of all adjusted together by Holm's procedure;
-    comparisons that cannot be tested are not counted.
+    comparisons that cannot be tested are not counted. starts: as in `paired`, of each comparison.
     """
-    testable = sum(_has_spread(differences) for differences in families)
-    found = [paired(differences, max(1, testable)) for differences in families]
+    each = list(zip(families, starts or [()] * len(families), strict=True))
+    testable = sum(paired(differences, starts=of).t_p is not None for differences, of in each)
+    found = [paired(differences, max(1, testable), of) for differences, of in each]
     for of, to in (("t_p", "t_holm"), ("sign_flip_p", "sign_flip_holm")):
         known = iter(holm([p for one in found if (p := getattr(one, of)) is not None]).tolist())
         found = [one if getattr(one, of) is None else replace(one, **{to: next(known)}) for one in found]

@@ -248,10 +248,10 @@ def _refuse_differences(
     explained: Sequence[str],
 ) -> None:
     found = {}
-    seeds: dict[Any, set[str | None]] = {}  # of each arm; where they are the same, a seed may have a start of its own
+    seeds: dict[Any, set[str | None]] = {}  # of each arm; where they have some in common, a seed may have its own start
     for training, arm in keys.items():
         seeds.setdefault(arm.identity, set()).add(training.seed)
-    paired = len(set(map(frozenset, seeds.values()))) == 1
+    paired = bool(set.intersection(*seeds.values()))
     for key in sorted({key for one in facts.values() for key in one}):
         if key == SEED or within(key, allow):
             continue

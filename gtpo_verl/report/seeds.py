@@ -87,7 +87,8 @@ def seed_comparisons(
 ) -> list[SeedComparison]:
     """Every arm against its baseline on each data source, over the seeds that both completed; one family for Holm."""
     found = list(_common(pairs, arms, endpoint, unfinished=False))
-    results = compared([_differences(source, steps, common) for _, _, source, steps, common in found])
+    differences = [_differences(source, steps, common) for _, _, source, steps, common in found]
+    results = compared(differences, [_starts(common) for *_, common in found])
     comparisons = []
     for (arm, baseline, source, steps, common), result in zip(found, results, strict=True):
         more = _by_start(source, steps, common), _crossed(source, steps, common)
@@ -101,11 +102,12 @@ def unfinished_comparisons(
     """The comparisons that trainings which failed or were interrupted change, where they count with their last
     validation. In no family of tests: p is not adjusted.
     """
-    return [
-        SeedComparison(arm, baseline, source, steps, tuple(common), paired(_differences(source, steps, common)))
-        for arm, baseline, source, steps, common in _common(pairs, arms, endpoint, unfinished=True)
-        if any(not result.complete for pair in common.values() for result in pair)
-    ]
+    found = []
+    for arm, baseline, source, steps, common in _common(pairs, arms, endpoint, unfinished=True):
+        if any(not result.complete for pair in common.values() for result in pair):
+            result = paired(_differences(source, steps, common), starts=_starts(common))
+            found.append(SeedComparison(arm, baseline, source, steps, tuple(common), result))
+    return found
 
 
 def over_seeds(curves: Sequence[Mapping[float, float]]) -> tuple[Floats, Floats, Floats | None, Floats | None]:
@@ -159,11 +161,15 @@ def _differences(source: str, steps: Sequence[int], pairs: Pairs) -> list[float]
     return [_at(ours, source, steps) - _at(theirs, source, steps) for ours, theirs in pairs.values()]
 
 
+def _starts(pairs: Pairs) -> list[str | None]:
+    return [ours.start for ours, _ in pairs.values()]
+
+
 def _by_start(source: str, steps: Sequence[int], pairs: Pairs) -> dict[str, float]:
     found: dict[str, list[float]] = {}
-    for (ours, _), difference in zip(pairs.values(), _differences(source, steps, pairs), strict=True):
-        if ours.start is not None:
-            found.setdefault(ours.start, []).append(difference)
+    for start, difference in zip(_starts(pairs), _differences(source, steps, pairs), strict=True):
+        if start is not None:
+            found.setdefault(start, []).append(difference)
     return {start: float(np.mean(values)) for start, values in found.items()}
 
 

@@ -142,7 +142,10 @@ def status_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str | None:
         left_out += [f"{one.name} {_end_of(one)}" for one in run.trainings if one.status not in (None, "complete")]
     if not left_out:
         return None
-    consequence = "left out of everything over seeds" if has_seeds(arms) else "shown as far as they came"
+    apart = (
+        "left out of everything over seeds, but the table of unfinished trainings, which has those with a validation"
+    )
+    consequence = apart if has_seeds(arms) else "shown as far as they came"
     return f"Not complete: {'; '.join(left_out)}; {consequence}."
 
 
@@ -201,7 +204,8 @@ def _seed_notes(over_seeds: Sequence[SeedComparison]) -> Iterator[str]:
             each = ", ".join(f"{points(value)} from {start}" for start, value in one.by_start.items())
             yield (
                 f"{one.arm} − {one.baseline} by start: {each}. Trainings from one start share its pretraining: "
-                "intervals and tests are for these starts, unless every seed has its own."
+                "intervals and tests compare seeds within a start, and are for these starts, unless every seed has its "
+                "own."
             )
     for one in tested:
         if one.paired.skewness is not None and abs(one.paired.skewness) >= SKEWED:

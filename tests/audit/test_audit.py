@@ -157,7 +157,7 @@ def test_other_settings_are_refused_and_fresh_discards(finished: Store, tmp_path
     with pytest.raises(UserError, match="model was A, is B"):
         Store(tmp_path, facts_of(model="B"))
     assert Store(tmp_path, facts_of(model="B"), fresh=True).rollouts == []
-    with pytest.raises(UserError, match="holds no audit"):
+    with pytest.raises(UserError, match="holds no finished audit"):
         reopen(tmp_path / "nothing")
 
 
@@ -351,8 +351,8 @@ def test_credit_as_it_enters_the_gradient() -> None:
     assert effective_credit(A, mask, "token-mean") == pytest.approx(A)
     # 3 tokens, 2 responses: A / (2 · length) · 3
     assert effective_credit(A, mask, "seq-mean-token-mean")[:, 0].tolist() == pytest.approx([0.75, -3.0])
-    names = {method.name: method for method in methods(["gtpo", "gspo", "clip_cov", "grpo"])}
-    assert [name for name, method in names.items() if not method.scored] == ["gspo", "clip_cov"]
+    names = {method.name: method for method in methods(["gtpo", "kl_cov", "gspo", "clip_cov", "grpo"])}
+    assert [name for name, method in names.items() if not method.scored] == ["kl_cov", "clip_cov"]
     assert names["gtpo"].settings.entropy_floor == 1e-3  # the preset's
     assert methods(["gtpo"], ["algorithm.gtpo.alpha2=0.5", "data.seed=1"])[1].settings.alpha2 == 0.5
     with pytest.raises(UserError, match=r"--methods gtpoo: no such algorithm; did you mean gtpo"):
@@ -454,7 +454,7 @@ def test_an_audit_of_gradients_samples_groups_alone_and_is_analysed_again(
     assert len(groups) == 24
     assert all(len(group) == 6 and len({each.row for each in group}) == 1 for group in groups)
     assert all(0 < sum(each.correct for each in group) < 6 for group in groups)
-    with pytest.raises(UserError, match="holds no audit"):  # before its gradients are there
+    with pytest.raises(UserError, match="holds no finished audit"):  # before its gradients are there
         reopen(tmp_path)
     rng = np.random.default_rng(0)
     audited, h = np.arange(24) < 20, rng.normal(size=(24, 6)) + 1
@@ -463,7 +463,9 @@ def test_an_audit_of_gradients_samples_groups_alone_and_is_analysed_again(
     }
     products_of(g, h, audited, np.ones(6)).write(tmp_path / "gradients.npz")
     assert plan_of(reopen(tmp_path)) == plan
-    assert main(["audit", "--reanalyse", str(tmp_path), "--methods", "gtpo,kl_cov"]) == 0
+    assert main(["audit", "--reanalyse", str(tmp_path), "--methods", "gtpo"]) == 2
+    assert "leave out --methods" in capsys.readouterr().err
+    assert main(["audit", "--reanalyse", str(tmp_path)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "20 groups of 6 responses with contrast and 4 more in the true gradient" in printed
     assert "For as much progress along the true gradient GTPO needs" in printed
@@ -473,6 +475,9 @@ def test_an_audit_of_gradients_samples_groups_alone_and_is_analysed_again(
     page = (tmp_path / "audit.html").read_text()
     assert "How much signal and how much noise has each gradient?" in page
     assert "Where are signal and noise?" in page
+    Store(tmp_path, facts_of(plan))  # the command again, stopped before it has measured
+    with pytest.raises(UserError, match="holds no finished audit"):
+        reopen(tmp_path)
     assert "Where credit was due" not in page
 
 
@@ -484,7 +489,7 @@ def test_an_audit_of_gradients_samples_groups_alone_and_is_analysed_again(
     [
         ([], "name what to audit"),
         (["nothing/at/all", "--continuations", "6"], "--continuations 6"),
-        (["--reanalyse", "nothing"], "holds no audit"),
+        (["--reanalyse", "nothing"], "holds no finished audit"),
     ],
 )
 def test_what_is_refused_in_one_line(

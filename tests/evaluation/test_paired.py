@@ -19,7 +19,6 @@ from gtpo_verl.evaluation.paired import (
     sign_flip_p,
     student_bounds,
     student_interval,
-    student_p,
 )
 
 RUNS = 20_000
@@ -34,6 +33,10 @@ def draw(name: str, *shape: int) -> np.ndarray:
     return DRAWS[name](np.random.default_rng(7), shape)
 
 
+def student_p(differences: np.ndarray) -> np.ndarray:
+    return stats.ttest_1samp(differences, 0.0, axis=-1).pvalue
+
+
 def test_students_interval_on_a_hand_computed_case():
     # mean 3, s = sqrt(2.5), t(0.975, 4) = 2.776445: half width 2.776445 * sqrt(2.5 / 5)
     interval = student_interval([1, 2, 3, 4, 5])
@@ -45,10 +48,12 @@ def test_students_interval_on_a_hand_computed_case():
 def test_students_interval_and_test_agree_with_scipys_paired_test():
     arm, baseline = draw("normal", 2, 9)
     theirs = stats.ttest_rel(arm, baseline)
-    low, high = student_bounds(arm - baseline)
-    assert float(student_p(arm - baseline)) == pytest.approx(theirs.pvalue)
     expected = theirs.confidence_interval(0.95)
-    assert (float(low), float(high)) == pytest.approx((expected.low, expected.high))
+    bounds = [float(each) for each in student_bounds(arm - baseline)]
+    assert bounds == pytest.approx([expected.low, expected.high])
+    found = paired((arm - baseline).tolist())
+    assert found.t_p == pytest.approx(theirs.pvalue)
+    assert [found.interval.low, found.interval.high] == pytest.approx(bounds)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +111,27 @@ def test_a_comparison_counts_ties_as_half_and_knows_what_it_cannot_say():
     assert (same.interval, same.t_p, same.sign_flip_p) == (None, None, 0.25)
 
 
+def test_seeds_are_compared_within_their_start():
+    # by hand: means 1 and 5, squares around them 2 x 1, over 2 degrees of freedom; mean 3
+    found = paired([0, 2, 5, 5], starts=["A", "A", "B", "B"])
+    half = stats.t.ppf(0.975, 2) * 1 / 2
+    assert [found.interval.low, found.interval.high] == pytest.approx([3 - half, 3 + half])
+    assert found.t_p == pytest.approx(2 * stats.t.sf(3 / 0.5, 2))
+    assert found.detectable == pytest.approx(detectable_difference(1.0, 4, 1, 2))
+    alone = [0.0, 2.0, 5.0, 5.0]
+    assert paired(alone, starts=["A", "B", "C", "D"]) == paired(alone) == paired(alone, starts=["A"] * 4)
+    assert paired([1, 1, 5, 5], starts=["A", "A", "B", "B"]).t_p is None
+
+
+@pytest.mark.parametrize("between", [0.0, 2.0])
+def test_an_interval_within_starts_covers_the_mean_over_these_starts(between: float):
+    starts, effects = ["A"] * 4 + ["B"] * 4, between * np.repeat([1, -1], 4)
+    found = [paired(row, starts=starts) for row in (draw("normal", 2000, 8) + effects).tolist()]
+    covered = np.mean([one.interval.low <= 0 <= one.interval.high for one in found])
+    assert covered == pytest.approx(0.95, abs=0.015)
+    assert np.mean([one.t_p <= 0.05 for one in found]) == pytest.approx(1 - covered)
+
+
 def test_p_values_of_a_report_are_adjusted_together():
     rng = np.random.default_rng(3)
     families = [list(rng.normal(mean, 1, 8)) for mean in (2, 1, 0)]
@@ -154,9 +180,9 @@ def test_the_detectable_difference_is_shown_four_times_in_five(n: int, compariso
 
 
 def test_the_upper_bound_of_a_standard_deviation_covers_as_it_says():
-    assert deviation_at_most(1.0, 8) == pytest.approx(2.0353, abs=1e-4)  # sqrt(7 / 1.68987), of a table of chi-square
+    assert deviation_at_most(1.0, 7) == pytest.approx(2.0353, abs=1e-4)  # sqrt(7 / 1.68987), of a table of chi-square
     drawn = np.random.default_rng(0).standard_normal((20_000, 5)).std(axis=1, ddof=1)
-    assert np.mean([deviation_at_most(float(one), 5) >= 1 for one in drawn]) == pytest.approx(0.975, abs=0.005)
+    assert np.mean([deviation_at_most(float(one), 4) >= 1 for one in drawn]) == pytest.approx(0.975, abs=0.005)
 
 
 def test_the_crossed_interval_by_hand() -> None:

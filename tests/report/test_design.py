@@ -277,6 +277,7 @@ def test_every_seed_may_have_a_start_of_its_own_and_arms_may_not(runs):
     for path in paths:
         edit(path, f"checksums.{START}", f"start {path.name[-1]}", "run.json")
     assert [len(arm.trainings) for arm in designed(*paths).arms] == [2, 2]
+    assert [len(arm.trainings) for arm in designed(*paths[:3]).arms] == [2, 1], "one is not there yet"
     edit(paths[3], f"checksums.{START}", "another", "run.json")
     with pytest.raises(UserError, match=rf"these runs differ in more than the arm and the seed: checksums.{START}"):
         designed(*paths)
