@@ -23,9 +23,7 @@ from gtpo_verl.runs.statistics import Floats
 METRICS = ("sgd", "adam")
 RELATIVE_TO = (BASELINE, "gtpo")
 DECILES = 10
-FEWEST_STEPS = (
-    8  # of groups, for Adam's metric: without any signal its SNR of a step is -0.10 with three, -0.02 with eight
-)
+FEWEST_STEPS = 8  # of groups, for Adam's metric: without signal its SNR of a step is -0.10 with three, -0.02 with eight
 
 
 @dataclass(frozen=True, eq=False)

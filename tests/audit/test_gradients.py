@@ -298,4 +298,15 @@ def test_files_and_tables(exact: Exact, measured: Any, tmp_path: Path, capsys: p
     printed = " ".join(capsys.readouterr().out.split())
     assert "30 groups of 4 responses with contrast and 20 more in the true gradient" in printed
     assert "Asked for were 40 groups" in printed
+    assert "credits of 12 groups at a time, which is a step. Intervals" in printed
     assert all(word in printed for word in ("DAPO, less blame", "n.r.:", "kl_cov", "fir"))
+    print_table(gradients_table(found, facts | {"step": 64}, Plan(prompts=60, gradients=40)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "credits of all of them together, fewer than the 64 of a step. Intervals" in printed
+    figure = found["methods"]["gtpo"]["sgd"]["along/dapo"]
+    for interval, said in (
+        ([0.7, 1.1], "times the groups of DAPO [0.70 to 1.10], which chance alone can give."),
+        ([0.7, 0.9], "times the groups of DAPO [0.70 to 0.90]."),
+    ):
+        figure[:] = [0.8, *interval]
+        assert said in " ".join(gradients_table(found, facts, Plan(prompts=60, gradients=40)).sentences)
