@@ -248,8 +248,8 @@ FAULTS = (
         "rejection",
         "a response that verl rejects leaves the statistics of its group",
         "integrations/estimators.py",
-        "batch = replace(context.batch, length_penalty=penalty)",
-        "batch = replace(context.batch, length_penalty=penalty, response_mask=response_mask)",
+        "batch = replace(batch, length_penalty=penalty)",
+        "batch = replace(batch, length_penalty=penalty, response_mask=response_mask)",
         ("tests/integrations/queued/test_step.py",),
     ),
     Fault(
