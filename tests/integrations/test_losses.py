@@ -16,7 +16,9 @@ from verl.workers.config import ActorConfig, PolicyLossConfig
 import gtpo_verl.integrations.losses as losses_module
 from gtpo_verl.algorithms import algorithm
 from gtpo_verl.algorithms.losses import token_loss
+from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.launch import verls_own
 from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
 
 FEWER = settings(max_examples=30, deadline=None)
@@ -198,11 +200,20 @@ def test_settings_arrive_through_verls_config():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seq_ratio": "harmonic"}, {"seq_clip_ratio_low": 1.5}, {"seq_clip_ratio_high": -0.1}]
+    "changes", [{"seq_ratio": "harmonic"}, {"seq_clip_ratio_low": 1.5}, {"seq_clip_ratio_high": -0.1}, {"beta1": -1.0}]
 )
 def test_impossible_settings(changes):
     with pytest.raises(UserError, match=f"policy_loss.{next(iter(changes))}"):
         GTPOPolicyLossConfig(**changes)
+
+
+def test_hydra_does_not_hide_what_is_impossible():
+    config = compose_config(
+        ["setting=quickstart", "hardware=cpu", "actor_rollout_ref.actor.policy_loss.seq_ratio=harmonic"]
+    )
+    config.actor_rollout_ref.model.path = "model"
+    (problem,) = verls_own(config)
+    assert "refuses this configuration: actor_rollout_ref.actor.policy_loss.seq_ratio must be" in problem.message
 
 
 @pytest.mark.slow
