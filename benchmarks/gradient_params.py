@@ -37,9 +37,8 @@ def products_of(g: np.ndarray, h: np.ndarray, audited: np.ndarray) -> Products:
         gg[:, row], big_g[:, row] = (each * each).sum(1), each @ each.sum(0)
         gh[:, row], big_h[:, row], hg[:, row] = (each * h).sum(1), each @ h.sum(0), h @ each.sum(0)
     of_truth = np.stack([(h * h).sum(1)] * 2), np.stack([h @ h.sum(0)] * 2)
-    by_token = {
-        name: np.ones((*count, 2, DECILES)) for name in ("noise", "signal")
-    }  # which the figures here do not need
+    # by token, which the figures here do not need
+    by_token = {name: np.ones((*count, 2, DECILES)) for name in ("noise", "signal")}
     by_token |= {name: np.ones((2, DECILES)) for name in ("tokens", "norms", "entropies")}
     return Products(np.array(METHODS), audited, gg, big_g, gh, big_h, hg, *of_truth, **by_token)
 

@@ -144,9 +144,9 @@ class Store:
 def reopen(directory: Path) -> Store:
     """An audit that was made before, to compute its figures again. Raises UserError where there is none."""
     facts = read_json(directory / RECORD_FILE)
-    # of gradients that a stopped command did not measure again the facts are missing
-    finished = {VALUES_FILE: True, GRADIENTS_FILE: facts is not None and "parameters" in facts}
-    if facts is None or not any((directory / name).is_file() and there for name, there in finished.items()):
+    # a command that was stopped before its gradients has left those of the one before, without their facts
+    file = GRADIENTS_FILE if facts is not None and "parameters" in facts else VALUES_FILE
+    if facts is None or not (directory / file).is_file():
         raise UserError(
             f"{directory} holds no finished audit: --reanalyse takes the directory that one was written to."
         )

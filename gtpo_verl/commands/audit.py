@@ -96,9 +96,10 @@ def run(args: argparse.Namespace) -> int:
     if args.reanalyse is not None:
         overrides = [*([args.model] if args.model else []), *overrides]
         store = reopen(args.reanalyse.resolve())
-        if plan_of(store).gradients and (args.methods or overrides):
+        plan = plan_of(store)
+        if plan.gradients and (args.methods or overrides):
             raise UserError("gradients are of the methods that were measured: leave out --methods and overrides.")
-        return _report(store, plan_of(store), _methods(args.methods, overrides))
+        return _report(store, plan, _methods(args.methods, overrides))
     if args.model is None:
         raise UserError("name what to audit: a run, a checkpoint or a model; or --reanalyse DIR.")
     given = {field.name: getattr(args, field.name) for field in fields(Plan)}

@@ -142,9 +142,7 @@ def status_text(runs: Sequence[Run], arms: Sequence[Arm]) -> str | None:
         left_out += [f"{one.name} {_end_of(one)}" for one in run.trainings if one.status not in (None, "complete")]
     if not left_out:
         return None
-    apart = (
-        "left out of everything over seeds, but the table of unfinished trainings, which has those with a validation"
-    )
+    apart = "left out of everything over seeds, but for the table of unfinished trainings"
     consequence = apart if has_seeds(arms) else "shown as far as they came"
     return f"Not complete: {'; '.join(left_out)}; {consequence}."
 

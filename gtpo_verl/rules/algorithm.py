@@ -47,7 +47,7 @@ def loss(config: DictConfig) -> Iterator[Problem]:
     if loss in ("vanilla", *CLIPS_TOKENS) and not (actor.clip_ratio_c or 0) > 1:
         value = "null" if actor.clip_ratio_c is None else actor.clip_ratio_c
         yield Problem(
-            f"{ACTOR}.clip_ratio_c={value} (dual clip) must be above 1 with {key}=vanilla: set it to 1e9 to switch the "
+            f"{ACTOR}.clip_ratio_c={value} (dual clip) must be above 1 with {key}={loss}: set it to 1e9 to switch the "
             "dual clip off."
         )
 

@@ -43,8 +43,7 @@ def batches(config: DictConfig) -> Iterator[Problem]:
     if actor.use_dynamic_bsz:
         yield from _token_limits(config, parallel)
         return
-    if rest == 0:
-        yield from _micro_batches(config, per_rank)
+    yield from _micro_batches(config, None if rest else per_rank)
 
 
 def _token_limits(config: DictConfig, parallel: Parallelism) -> Iterator[Problem]:
@@ -62,16 +61,17 @@ def _token_limits(config: DictConfig, parallel: Parallelism) -> Iterator[Problem
             )
 
 
-def _micro_batches(config: DictConfig, rows: int) -> Iterator[Problem]:
-    """Micro-batches by responses divide a rank's share of a mini-batch: a step may end with one."""
+def _micro_batches(config: DictConfig, rows: int | None) -> Iterator[Problem]:
+    """Micro-batches by responses divide a rank's share of a mini-batch, where it is known: a step may end with one."""
     keys = [f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
-    if config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
+    of_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    if of_reference and not config.actor_rollout_ref.ref.log_prob_use_dynamic_bsz:
         keys.append("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu")
     for key in keys:
         micro = OmegaConf.select(config, key)
         if micro is None:
             yield Problem(f"{key} is not set: set it, or {ACTOR}.use_dynamic_bsz=true.")
-        elif rows % micro:
+        elif rows is not None and rows % micro:
             yield Problem(f"each rank's share of a mini-batch, {rows} responses, does not divide by {key}={micro}.")
 
 

@@ -283,6 +283,41 @@ def test_adams_metric_needs_the_groups_of_eight_steps(population: Any) -> None:
     assert figure_of(few, "dapo", "sgd", "noise") == figure_of(enough, "dapo", "sgd", "noise")
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("steps", "snr", "rank", "of_snr", "of_needed"),
+    [(8, 2.9, 20, 0.91, 0.97), (8, 0.5, 20, 0.80, 0.90), (16, 2.9, 100, 0.95, 0.99), (16, 0.5, 20, 0.92, 0.97)],
+)
+def test_adams_metric_is_biased_with_signal_too(
+    steps: int, snr: float, rank: int, of_snr: float, of_needed: float
+) -> None:
+    """The figures of docs/guides/audit.md: measured over true SNR of a step, and groups needed by a method that has
+    half of the baseline's noise, which lies in 2 `rank` of 1,000 directions.
+    """
+    rng, size = np.random.default_rng(0), 1000
+    scale = np.exp(rng.normal(size=size))
+    mean = rng.normal(size=size) * scale
+    first, second = rng.normal(size=(2, rank, size)) * scale * np.sqrt(STEP / snr / rank / 2)
+    spread = np.square(first).sum(0), np.square(second).sum(0)
+    known = backward._adam(torch.tensor(np.sqrt(mean**2 + sum(spread) / STEP))).numpy()
+    signal, noise, half = mean**2 @ known, sum(spread) @ known, spread[0] @ known
+    count = steps * STEP
+    found = []
+    for _ in range(20):
+        shared, rest, other, more = (rng.normal(size=(count, rank)) @ each for each in (first, second) * 2)
+        dapo, less = mean + shared + rest, mean + shared
+        h = np.concatenate([dapo, mean + other + more])
+        rms = np.sqrt(np.square(dapo.reshape(steps, STEP, size).mean(1)).mean(0))
+        padded = {"dapo": np.pad(dapo, ((0, count), (0, 0))), "less": np.pad(less, ((0, count), (0, 0)))}
+        audited = np.arange(2 * count) < count
+        products = products_of(padded, h, audited, backward._adam(torch.tensor(rms)).numpy())
+        of_dapo, of_less = (figures_of(row, moments(products, 1), products, STEP, True) for row in range(2))
+        found.append((of_dapo["snr"].value * noise / signal / STEP, of_less["along/dapo"].value))
+    needed = (signal + half) / (signal + noise)
+    assert np.median([each[0] for each in found]) == pytest.approx(of_snr, abs=0.05)
+    assert np.median([each[1] for each in found]) / needed == pytest.approx(of_needed, abs=0.05)
+
+
 def test_files_and_tables(exact: Exact, measured: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     products, *_ = measured
     products.write(tmp_path / "gradients.npz")

@@ -177,8 +177,8 @@ def test_skewed_differences_are_warned_about(runs):
 def test_failed_and_missing_runs_are_stated_and_left_out_with_their_pair(written: Report):
     assert written.status == (
         "Not complete: algo=dapo,seed=4 logged no step; algo=gtpo,seed=3 failed after step 30 of 60 (UserError: vLLM "
-        "died (server 0)); left out of everything over seeds, but the table "
-        "of unfinished trainings, which has those with a validation."
+        "died (server 0)); left out of everything over seeds, but for the table "
+        "of unfinished trainings."
     )
     (comparison,) = written.over_seeds
     assert comparison.seeds == ("0", "1", "2")

@@ -196,7 +196,7 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs", "processed_logprobs"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "seq-mean-token-mean"),
         ("actor_rollout_ref.actor.clip_ratio_c=null", "must be above 1 with"),
-        ("algo=aspo actor_rollout_ref.actor.clip_ratio_c=null", "must be above 1 with"),
+        ("algo=aspo actor_rollout_ref.actor.clip_ratio_c=null", "policy_loss.loss_mode=aspo: set it to"),
         ("algo=ce_gppo actor_rollout_ref.actor.clip_ratio_low=null", "clip_ratio_low must be from 0 to 1 with"),
         ("algo=dcpo_clip actor_rollout_ref.actor.clip_ratio_low=1.5", "clip_ratio_low must be from 0 to 1 with"),
         ("algo=aspo actor_rollout_ref.actor.clip_ratio_high=null", "clip_ratio_high must be a number with"),
