@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status; returns the exit code: 0, or 1 for a run that failed."""
+    """Print the status; returns the exit code: 1 where the run, the job or a run of the sweep failed, else 0."""
     directory = Path(args.what)
     if (directory / SWEEP_FILE).is_file():
         from gtpo_verl.experiments import run as experiment
@@ -29,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
         from gtpo_verl.experiments.jobs import Jobs
         from gtpo_verl.experiments.status import print_jobs
 
-        print_jobs([Jobs(args.address).known(args.what)])
-        return 0
+        job = Jobs(args.address).known(args.what)
+        print_jobs([job])
+        return int(job.status == "FAILED")
     status = status_of(directory)
     console = Console(soft_wrap=True, highlight=False)
     console.print(Text(f"{directory}: {status.state}", style=STYLES.get(status.state, "bold yellow")), Text(status.why))

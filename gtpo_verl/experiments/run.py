@@ -146,16 +146,16 @@ def cost_of(config: DictConfig, gpu: str, measured: Path | None) -> Cost:
 
 
 def status(directory: Path) -> int:
-    """Show the runs of a sweep: on a terminal until the sweep ends or Ctrl-C, else once."""
+    """Show the runs of a sweep: on a terminal until the sweep ends or Ctrl-C, else once. Returns the exit code, 1 where
+    a run has failed.
+    """
     console = _console()
-    if not console.is_terminal or not live_owner(directory):
-        console.print(table(statuses(directory)))
-        return 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
-            live.update(table(statuses(directory)), refresh=True)
-            if not live_owner(directory):
-                return 0
+            runs = statuses(directory)
+            live.update(table(runs), refresh=True)
+            if not console.is_terminal or not live_owner(directory):
+                return int(any(run.state == "failed" for run in runs))
             time.sleep(REFRESH)
 
 

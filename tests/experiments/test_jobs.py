@@ -137,6 +137,8 @@ def test_a_refused_run_is_one_line_and_a_stopped_one_leaves_nothing(
     wrong = [word for word in overrides if not word.startswith("data.val")] + ["data.val_files=/only/there.parquet"]
     assert main([*command, "--id", "wrong", "--", *wrong]) == 2
     assert capsys.readouterr().err == "error: job wrong failed: data.val_files=/only/there.parquet: no such file.\n"
+    assert main(["status", "wrong", "--address", head.address]) == 1
+    assert "no such file" in capsys.readouterr().out
 
     assert main(["stop", "stopped", "--address", head.address, "--grace", "1"]) == 0
     assert jobs.status("stopped") in ("STOPPED", "FAILED")

@@ -79,6 +79,7 @@ def test_a_failed_run_goes_on_from_its_last_step_and_is_given_up_where_it_gets_n
     assert starts_of(always.run_dir("seed=0")) == [0, 0]
     assert "That was the last attempt" in lines[-1]
     assert [run.state for run in statuses(tmp_path / "always")] == ["failed"]
+    assert (command.status(tmp_path / "once"), command.status(tmp_path / "always")) == (0, 1)
 
 
 @pytest.mark.slow
