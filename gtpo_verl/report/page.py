@@ -219,7 +219,8 @@ def _card(report: Report, arm: Arm) -> list[tuple[str, str, str, str]]:
         interval = (
             f"95 % interval over seeds {words.share_interval(final.interval)}" if final.interval else "no interval"
         )
-        where = f"Mean of {words.seeds_text(len(final.values))} at {words.steps_text(final.steps)}."
+        count = len(final.values)
+        where = f"Mean of {count} training{'s' * (count != 1)} at {words.steps_text(final.steps)}."
         sentence = f"{where} {verdicts.get((final.arm, final.source), '')}".rstrip()
         card.append((final.source, words.percent(final.mean), interval, sentence))
     if results.has_seeds(report.design.arms):

@@ -98,7 +98,7 @@ def seed_basis(arms: Sequence[Arm]) -> str:
     counts = [len(arm.counted) for arm in arms]
     drawn = max(counts) >= BAND_SEEDS
     bands = "bands: 95 % Student's t intervals over seeds" if drawn else f"no bands below {BAND_SEEDS} seeds"
-    return f"Means over {number_range(counts)} seeds · {bands}"
+    return f"Means over {number_range(counts)} trainings · {bands}"
 
 
 def seed_verdict(comparison: SeedComparison) -> str:
@@ -194,7 +194,7 @@ def _seed_notes(over_seeds: Sequence[SeedComparison]) -> Iterator[str]:
         can = "can reject" if least * len(tested) <= ALPHA else "cannot reject, whatever the data"
         adjusted = f", {min(1.0, least * len(tested)):.2g} after Holm for {len(tested)}" if many else ""
         yield (
-            f"With {seeds_text(count)} the exact sign-flip test, which assumes only that differences are symmetric, "
+            f"With {count} pairs the exact sign-flip test, which assumes only that differences are symmetric, "
             f"has p of at least {least:.2g}{adjusted}: at 5 % it {can}. The t test can."
         )
     for one in over_seeds:

@@ -157,7 +157,7 @@ def test_the_report_says_which_tests_can_reject(runs, seeds: int, can: str):
     read, compared, arms = analysed(path)
     text = " ".join(notes(read, compared, seed_comparisons(compared.pairs, arms)))
     assert (
-        f"With {seeds} seeds the exact sign-flip test, which assumes only that differences are symmetric, has p of at "
+        f"With {seeds} pairs the exact sign-flip test, which assumes only that differences are symmetric, has p of at "
         in text
     )
     assert can in text
@@ -217,7 +217,7 @@ def test_intervals_over_seeds_and_over_prompts_are_named_and_apart(written: Repo
 def test_curves_are_drawn_against_cost_and_pass_at_k_over_seeds(written: Report):
     drawn = {figure.name: figure for figure in written.figures}
     assert {"accuracy", "cost", "pass_at_k", "entropy"} <= set(drawn)
-    assert "Means over 4 seeds" in drawn["pass_at_k"].caption
+    assert "Means over 4 trainings" in drawn["pass_at_k"].caption
     assert [panel.title for panel in drawn["cost"].panels] == ["by responses generated", "by time of training"]
 
 
