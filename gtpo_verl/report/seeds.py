@@ -70,9 +70,9 @@ def finals(arms: Sequence[Arm], endpoint: str = "mean") -> list[Final]:
     found = []
     for source in data_sources(arms):
         steps = _steps(arms, source, endpoint)
-        for arm in arms:
+        for arm in arms if steps else ():
             values = {result.seed: _at(result, source, steps) for result in _validated(arm, source)}
-            if not steps or not values:
+            if not values:
                 continue
             numbers = list(values.values())
             deviation = float(np.std(numbers, ddof=1)) if len(numbers) > 1 else None
