@@ -29,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtpo_verl import seeds, versions
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.errors import UserError, choose_from, did_you_mean
 
 if TYPE_CHECKING:
     from hydra._internal.hydra import Hydra
@@ -86,8 +86,7 @@ def known_presets(option: str, names: Sequence[str]) -> list[str]:
     known = choices("algo")
     for name in names:
         if name not in known:
-            hint = did_you_mean(name, known) or "."
-            raise UserError(f"{option} {name}: no such algorithm{hint} Choose from: {', '.join(known)}.")
+            raise UserError(f"{option} {name}: no such algorithm{choose_from(name, known)}")
     return known
 
 
@@ -266,10 +265,8 @@ def _check_options(parsed: Sequence[Override]) -> None:
         known = [f"{directory}/{name}".lstrip("/") for name in names]
         if option not in known:
             known = known or loader.get_group_options(group, overrides=search_path)
-            raise UserError(
-                f"{group}={option}: no such {group}{did_you_mean(option, known) or '.'} Choose one of: "
-                f"{', '.join(known)}{'; ~layout takes none' if group == 'layout' else ''}."
-            )
+            none = " ~layout takes none." if group == "layout" else ""
+            raise UserError(f"{group}={option}: no such {group}{choose_from(option, known)}{none}")
     layout, backend = last.get("layout"), last.get("backend", "fsdp")
     if layout is not None and not layout.startswith(f"{backend}_"):
         raise UserError(f"layout={layout} is not for backend={backend}: its sizes would have no effect there.")

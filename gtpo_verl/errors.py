@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 _PREFIX = "error: "  # of the line in which a command says why it failed
@@ -78,6 +78,11 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """``; did you mean NAME?`` for the known name closest to ``word``, or an empty string where none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def choose_from(word: str, known: Collection[str]) -> str:
+    """What follows "no such name": the name closest to ``word``, where one is close, and all that are known."""
+    return f"{did_you_mean(word, known) or '.'} Choose one of: {', '.join(known)}."
 
 
 def first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.checks import check_batch, check_tokens
 from gtpo_verl.algorithms.config import choice, config_from
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.errors import UserError, choose_from
 
 ENTRY_POINTS = "gtpo_verl.algorithms"
 INPUTS = ("entropy", "rewards", "old_log_probs")
@@ -180,7 +180,7 @@ def algorithm(name: str) -> Algorithm:
     """The method of this name. Raises UserError, with the closest name, where there is none."""
     known = algorithms()
     if name not in known:
-        raise UserError(f"no algorithm {name!r}{did_you_mean(name, known) or '.'} Known are {', '.join(known)}.")
+        raise UserError(f"no algorithm {name!r}{choose_from(name, known)}")
     return known[name]
 
 

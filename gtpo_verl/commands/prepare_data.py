@@ -17,7 +17,7 @@ from gtpo_verl.data import models
 from gtpo_verl.data.prepare import Request, Summary, is_current, prepare
 from gtpo_verl.data.prompts import STYLES
 from gtpo_verl.data.sources import DATASETS, Dataset
-from gtpo_verl.errors import UserError, did_you_mean, first_line
+from gtpo_verl.errors import UserError, choose_from, first_line
 from gtpo_verl.files import check_writable
 from gtpo_verl.tasks import TASKS, set_thread_waiting, task
 from gtpo_verl.tasks.prepare import prepare_task
@@ -101,8 +101,7 @@ def _prepare_dataset(args: argparse.Namespace) -> None:
     known = [*DATASETS, "parquet"]
     if args.name not in known:
         names = [*known, *TASKS, *models.MODELS, f"{GENERATED}GENERATOR", f"{models.PREFIX}FILE"]
-        hint = did_you_mean(args.name, names) or "."
-        raise UserError(f"prepare-data {args.name}: no such name{hint} Known: {', '.join(names)}.")
+        raise UserError(f"prepare-data {args.name}: no such name{choose_from(args.name, names)}")
     if args.style in ANSWERS:
         raise UserError(f"--style {args.style} is for {GENERATED}GENERATOR; data sets have {' and '.join(STYLES)}.")
     dataset = DATASETS.get(args.name)

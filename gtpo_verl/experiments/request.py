@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from gtpo_verl.config import GROUPS, SEARCH_PATH, choices, compose_config, line_of, parse_overrides, prepare, quoted
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.errors import UserError, choose_from
 from gtpo_verl.problems import Problem, refuse
 from gtpo_verl.rules.data import data
 
@@ -75,8 +75,7 @@ def _choices(items: Sequence[Override]) -> Iterator[Problem]:
             continue
         known = choices(group)
         if option not in known:
-            close = did_you_mean(str(option), known) or "."
-            yield Problem(f"{group}={option}: no such {group}{close} Choose one of: {', '.join(known)}.")
+            yield Problem(f"{group}={option}: no such {group}{choose_from(str(option), known)}")
 
 
 # -------------------------------------------------------------------- files

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtpo_verl.config import choices, chosen, compose_config, hydra_app, line_of, prepare, quoted, with_hardware
-from gtpo_verl.errors import UserError, did_you_mean, first_line
+from gtpo_verl.errors import UserError, choose_from, first_line
 from gtpo_verl.experiments.axes import combinations, parse, split
 from gtpo_verl.problems import Problem, errors_of, refuse
 from gtpo_verl.report.design import SEED, START
@@ -107,13 +107,12 @@ def _read_file(settings: Sequence[Override], search_path: Sequence[str]) -> Swee
             found = compose("sweep_of_file" if named else "sweep_settings", overrides=[*search_path, *changes])[GROUP]
         for key in found:
             if key not in known:
-                hint = did_you_mean(str(key), known) or "."
-                raise UserError(f"{line}: a sweep has no key {key}{hint} Known: {', '.join(known)}.")
+                raise UserError(f"{line}: a sweep has no key {key}{choose_from(str(key), known)}")
         values: Any = OmegaConf.to_container(OmegaConf.merge(SweepFile, found))  # interpolations are the runs'
     except MissingConfigException as error:
         options = sorted(error.options or choices(GROUP))
-        hint = did_you_mean(str(error.missing_cfg_file).partition("/")[2], options) or "."
-        raise UserError(f"{line}: no such file{hint} Choose one of: {', '.join(options)}.") from error
+        name = str(error.missing_cfg_file).partition("/")[2]
+        raise UserError(f"{line}: no such file{choose_from(name, options)}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{line}: {first_line(error)}") from error
     file = SweepFile(**values)

@@ -15,7 +15,7 @@ from gtpo_verl.config import files_of
 from gtpo_verl.data.models import tokenizer_faults
 from gtpo_verl.data.table import FORMATS, open_table
 from gtpo_verl.data.traces import check_traces
-from gtpo_verl.errors import UserError, did_you_mean, first_line, raised_in, within
+from gtpo_verl.errors import UserError, choose_from, first_line, raised_in, within
 from gtpo_verl.integrations.weights import weights_fault
 from gtpo_verl.problems import Problem, evaluate, note, refuse
 from gtpo_verl.runs.correctness import verdict
@@ -53,7 +53,7 @@ def names(config: DictConfig) -> Iterator[Problem]:
 def _name(key: str, name: str, known: Iterable[str]) -> Iterator[Problem]:
     words = sorted(str(getattr(item, "value", item)) for item in known)
     if name not in words:
-        yield Problem(f"{key}={name}: no such name{did_you_mean(name, words) or '.'} Known: {', '.join(words)}.")
+        yield Problem(f"{key}={name}: no such name{choose_from(name, words)}")
 
 
 def checkpoint_engine(config: DictConfig) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.errors import UserError, choose_from
 from gtpo_verl.integrations.vllm import ENTROPIES
 
 
@@ -30,8 +30,5 @@ def entropy_source(config: DictConfig) -> EntropySource:
     """The source of a run, by default the actor; raises UserError where there is none of this name."""
     name = str(OmegaConf.select(config, "algorithm.entropy.source", default="actor"))
     if name not in SOURCES:
-        raise UserError(
-            f"algorithm.entropy.source={name}: no such source{did_you_mean(name, SOURCES) or '.'} "
-            f"Choose one of: {', '.join(SOURCES)}."
-        )
+        raise UserError(f"algorithm.entropy.source={name}: no such source{choose_from(name, SOURCES)}")
     return SOURCES[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from gtpo_verl.config import check_path_in_job, chosen
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.errors import UserError, choose_from
 from gtpo_verl.files import check_writable, obstacle
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.problems import Problem, warning
@@ -108,8 +108,7 @@ def loggers(config: DictConfig) -> Iterator[Problem]:
     for name in [chosen] if isinstance(chosen, str) else chosen or ():
         key = f"trainer.logger={name}"
         if name not in LOGGERS:
-            hint = did_you_mean(str(name), LOGGERS) or "."
-            yield Problem(f"{key}: verl has no such logger{hint} Known: {', '.join(LOGGERS)}.")
+            yield Problem(f"{key}: verl has no such logger{choose_from(str(name), LOGGERS)}")
             continue
         package, login = LOGGERS[name]
         if package is not None and importlib.util.find_spec(package) is None:

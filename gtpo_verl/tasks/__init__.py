@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gtpo_verl.errors import UserError, did_you_mean
+from gtpo_verl.errors import UserError, choose_from
 
 TASKS = ("sums", "countdown")  # each a package, whose module `task` has the EmbeddedTask as TASK
 
@@ -115,7 +115,7 @@ def set_thread_waiting() -> None:
 def task(name: str) -> EmbeddedTask:
     """The embedded task of this name. Raises UserError: there is none."""
     if name not in TASKS:
-        raise UserError(f"no embedded task {name!r}{did_you_mean(name, TASKS) or '.'} Known: {', '.join(TASKS)}.")
+        raise UserError(f"no embedded task {name!r}{choose_from(name, TASKS)}")
     found: EmbeddedTask = importlib.import_module(f"{__name__}.{name}.task").TASK
     return found
 

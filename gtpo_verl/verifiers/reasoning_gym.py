@@ -11,7 +11,7 @@ import warnings
 from functools import lru_cache
 from typing import Any
 
-from gtpo_verl.errors import UserError, did_you_mean, first_line
+from gtpo_verl.errors import UserError, choose_from, did_you_mean, first_line
 from gtpo_verl.verifiers.answer import ANSWER, last_box
 
 with warnings.catch_warnings():  # its requirements compile with warnings
@@ -64,9 +64,7 @@ def generator(name: str, settings: str, seed: int) -> Any:
     given, known = json.loads(settings), factory.DATASETS[name][1].__dataclass_fields__
     for key in given:
         if key not in known:
-            raise UserError(
-                f"{key}: {name} has no such setting{did_you_mean(key, known) or '.'} It has: {', '.join(known)}."
-            )
+            raise UserError(f"{key}: {name} has no such setting{choose_from(key, known)}")
     try:
         return factory.create_dataset(name, **given, seed=seed)
     except Exception as error:  # each generator checks its settings in its own way, most by assertions

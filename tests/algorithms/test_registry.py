@@ -137,8 +137,9 @@ def test_another_package_brings_a_method_by_an_entry_point(other_package) -> Non
     torch.testing.assert_close(
         algorithm("sign").advantages(FULL).advantages, (2 * REWARDS.float())[:, None].expand(6, 5)
     )
-    from gtpo_verl.config import compose_config  # its settings are keys of a run
+    from gtpo_verl.config import _defaults, compose_config  # its settings are keys of a run
 
+    _defaults.cache_clear()  # another test of this process may have composed before there was the method
     assert compose_config(["algorithm.sign.scale=3"]).algorithm.sign.scale == 3
     with pytest.raises(UserError, match=r"did you mean algorithm\.sign\.scale"):
         compose_config(["algorithm.sign.scal=3"])
