@@ -10,6 +10,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl import config as composing
+from gtpo_verl.algorithms import algorithms
 from gtpo_verl.config import compose_config, prepare
 
 Run = Callable[..., DictConfig]
@@ -18,12 +19,12 @@ _hydras = composing.compose
 
 
 @cache
-def _pickled(name: str, overrides: tuple[str, ...]) -> bytes:
+def _pickled(name: str, overrides: tuple[str, ...], methods: tuple[str, ...]) -> bytes:
     return pickle.dumps(_hydras(name, overrides=list(overrides)))
 
 
 def _compose(name: str, overrides: list[str]) -> Any:
-    return pickle.loads(_pickled(name, tuple(overrides)))
+    return pickle.loads(_pickled(name, tuple(overrides), tuple(algorithms())))
 
 
 composing.compose = _compose  # type: ignore[assignment]
