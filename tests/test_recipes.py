@@ -294,26 +294,34 @@ esac
 """
 
 
-def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_path: Path) -> None:
-    """With stand-ins for `ray`, `srun` and `gtpo-verl`, of which the last goes on until it is asked to stop."""
+def under_slurm(directory: Path, tool: str = CLUSTER_TOOL) -> tuple[subprocess.Popen[str], Path]:
+    """The script with stand-ins for `ray`, `srun` and `gtpo-verl`, and the file of their calls."""
     for name in ("ray", "srun", "gtpo-verl"):
-        tool = tmp_path / name
-        tool.write_text(CLUSTER_TOOL)
-        tool.chmod(0o755)
-    calls = tmp_path / "calls"
+        (directory / name).write_text(tool)
+        (directory / name).chmod(0o755)
     slurm = {"SUBMIT_DIR": str(ROOT), "JOB_NAME": "gtpo", "JOB_ID": "7", "NNODES": "2"}
     environment = {
         **os.environ,
         **{f"SLURM_{name}": value for name, value in slurm.items()},
         "SLURMD_NODENAME": "n1",
-        "CALLS": str(calls),
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CALLS": str(directory / "calls"),
+        "PATH": f"{directory}:{os.environ['PATH']}",
     }
-    script = subprocess.Popen(["bash", str(ROOT / "scripts" / "slurm.sbatch"), "algo=gtpo"], env=environment)
+    command = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), "algo=gtpo"]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), directory / "calls"
+
+
+def wait_for(words: set[str], calls: Path) -> None:
     deadline = time.monotonic() + 60
-    while not {"srun", "submit"} <= set((calls.read_text() if calls.exists() else "").split()):
+    while not words <= set((calls.read_text() if calls.exists() else "").split()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_path: Path) -> None:
+    """The last stand-in goes on until it is asked to stop."""
+    script, calls = under_slurm(tmp_path)
+    wait_for({"srun", "submit"}, calls)
     script.send_signal(signal.SIGUSR1)
     assert script.wait(timeout=60) == 3  # the training's exit code
     lines = calls.read_text().splitlines()
@@ -323,6 +331,31 @@ def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_pa
     (submitted,) = [line for line in lines if line.startswith("submit --environment")]
     assert submitted.endswith("--id gtpo-7 trainer.nnodes=2 algo=gtpo hardware=gpu")
     assert lines[-2:] == ["stop gtpo-7 --grace 780", "ray stop token"]
+
+
+def test_under_slurm_a_request_to_stop_that_fails_does_not_end_the_training(tmp_path: Path) -> None:
+    script, calls = under_slurm(tmp_path, CLUSTER_TOOL.replace('touch "$CALLS.stopped"', "exit 2"))
+    wait_for({"srun", "submit"}, calls)
+    script.send_signal(signal.SIGUSR1)
+    wait_for({"stop"}, calls)
+    (tmp_path / "calls.stopped").touch()  # the training goes on, to its end
+    assert script.wait(timeout=60) == 3
+    assert "warning: the job was not stopped" in script.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("tool", "code"),
+    [
+        ('case "$0 $*" in *srun*) exit 1 ;; *"list nodes"*) printf \'{"node_id": "a"}\' ;; esac\n', 1),
+        (CLUSTER_TOOL.replace("exit 3", "kill -KILL $$").replace('[ -e "$CALLS.stopped" ]', "true"), 137),
+    ],
+    ids=["a node does not join", "the launcher is killed"],
+)
+def test_under_slurm_what_fails_ends_the_script(tmp_path: Path, tool: str, code: int) -> None:
+    script, _ = under_slurm(tmp_path, tool if tool.startswith("#!") else f"#!/bin/bash\n{tool}")
+    _, said = script.communicate(timeout=60)
+    assert script.returncode == code
+    assert ("error: not all of the 2 nodes have joined" in said) == (code == 1)
 
 
 def test_the_options_of_the_slurm_script_stand_before_its_first_command() -> None:
