@@ -249,7 +249,7 @@ def _metrics(ratio: torch.Tensor, A: torch.Tensor, mask: torch.Tensor, low: Epsi
             "clipfrac": _mean(below + above, mask),
             "clipfrac_low": _mean(below, mask),
             "clipfrac_high": _mean(above, mask),
-            "ratio_mean": _mean(ratio, mask),
+            "ratio_mean": 1 + _mean(ratio - 1, mask),
             "ratio_spread": _mean((ratio - 1).square(), mask).sqrt(),
         }
 

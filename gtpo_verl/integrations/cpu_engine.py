@@ -91,6 +91,8 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
         self.compute_entropy_from_logits = entropies(self.compute_entropy_from_logits)
 
     def forward_backward_batch(self, data: TensorDict, loss_function: Callable, forward_only: bool = False) -> Any:
+        if not self._shares:
+            return super().forward_backward_batch(data, loss_function, forward_only)
         with temporarily(transformer_impl, "prepare_micro_batches", by_prompt):
             return super().forward_backward_batch(data, loss_function, forward_only)
 
@@ -98,7 +100,7 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         self._layout = None
         lengths = prompt_lengths(micro_batch)
-        if lengths is None or not self._can_share(inputs, micro_batch):
+        if lengths is None or not self._shares or not _can_share(inputs, micro_batch):
             return inputs, arguments
         tokens = micro_batch["input_ids"]
         self._layout = layout = SharedPrompts.of(tokens.values(), tokens.offsets().tolist(), lengths)
@@ -110,14 +112,12 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
             arguments[name] = arguments[name][layout.predicting]
         return inputs, arguments
 
-    def _can_share(self, inputs: dict[str, Any], micro_batch: TensorDict) -> bool:
+    @property
+    def _shares(self) -> bool:
+        """Whether the model can compute shared prompts; an adapter around it hides `logits_to_keep`."""
         config = self.module.config
         return (
-            set(inputs) == {"input_ids", "attention_mask", "position_ids"}
-            and inputs["attention_mask"] is None  # removed padding
-            and inputs["position_ids"].dim() == 2
-            and not tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False)
-            and config._attn_implementation == "sdpa"
+            config._attn_implementation == "sdpa"
             and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
             and "logits_to_keep" in inspect.signature(self.module.forward).parameters
         )
@@ -127,6 +127,15 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
         if self._layout is None:
             return super()._gather_and_unpad_packed(tensor, pad_size)
         return tensor.new_zeros(self._layout.total).index_copy(0, self._layout.predicting, tensor)
+
+
+def _can_share(inputs: dict[str, Any], micro_batch: TensorDict) -> bool:
+    return (
+        set(inputs) == {"input_ids", "attention_mask", "position_ids"}
+        and inputs["attention_mask"] is None  # removed padding
+        and inputs["position_ids"].dim() == 2
+        and not tu.get_non_tensor_data(data=micro_batch, key="distillation_use_topk", default=False)
+    )
 
 
 def entropies(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -24,7 +24,6 @@ from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE, err, say
 
 RESUME = "The same command resumes from the last checkpoint."
-CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`
 RAY_TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # variables in which Ray takes one
 
 
@@ -114,7 +113,9 @@ def joined_cluster(config: DictConfig) -> str | None:
         return f"ray_kwargs.ray_init.address={address}"
     if variable:
         return f"RAY_ADDRESS={variable}"
-    return str(CURRENT_CLUSTER) if CURRENT_CLUSTER.exists() else None
+    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    written = Path(temporary, "ray", "ray_current_cluster")  # by `ray start`
+    return str(written) if written.exists() else None
 
 
 def run_job(config: DictConfig, *, wait: bool = False, memory: float = 0.0) -> None:

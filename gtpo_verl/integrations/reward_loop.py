@@ -1,5 +1,5 @@
-"""verl's reward workers, which wait for no reward without a limit and say what is wrong with one; an audit's responses
-are scored many in one call.
+"""verl's reward workers, which wait for no reward without a limit, say what is wrong with one, and judge the last
+output of a session as it is; an audit's responses are scored many in one call.
 """
 
 import asyncio
@@ -101,6 +101,21 @@ def _with_number(result: Any) -> Any:
     return result
 
 
+def last_output(outputs: DataProto) -> DataProto:
+    """The last output of a session, the one that a reward manager judges, as a batch of its own.
+
+    verl pads the outputs of a session at their ends, prompt and response together, and its managers take the end of the
+    padded mask for that of the response: beside a longer output they would judge a part of it, or nothing.
+    """
+    if len(outputs) == 1:
+        return outputs
+    last = outputs[-1:]
+    prompt, response = (int(last.non_tensor_batch[name][0]) for name in ("prompt_len", "response_len"))
+    lengths = {"prompts": prompt, "responses": response}
+    columns = {name: column[..., : lengths.get(name, prompt + response)] for name, column in last.batch.items()}
+    return DataProto(batch=TensorDict(columns, batch_size=1), non_tensor_batch=last.non_tensor_batch)
+
+
 class BoundedRewardLoopWorker(RewardLoopWorker):
     """verl's reward worker with ``guards.reward_timeout`` and a :class:`RewardError` for what is no reward."""
 
@@ -116,7 +131,7 @@ class BoundedRewardLoopWorker(RewardLoopWorker):
         """
         try:
             async with asyncio.timeout(self._limit) as limit:
-                return await super().compute_score(data)
+                return await super().compute_score(last_output(data))
         except TimeoutError as error:
             if not limit.expired():
                 raise

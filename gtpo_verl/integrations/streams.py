@@ -55,9 +55,10 @@ def assign_streams(prompts: TensorDict, config: DictConfig, partition_id: str, n
     """Give each of B prompts, on their way to the agent loops, the seed of its responses, as a column (B,) int64: they
     are the same wherever a prompt has the same of B names, and the model is the same.
 
-    Without ``trainer.seed_requests`` there is no such column, and vLLM draws from one stream for all requests.
+    Without ``trainer.seed_requests`` there is no such column, and vLLM draws from one stream for all requests; nor is
+    there for another engine, whose requests have no ``seed``.
     """
-    if not config.trainer.seed_requests:
+    if not config.trainer.seed_requests or config.actor_rollout_ref.rollout.name != "vllm":
         return
     prompts[COLUMN] = torch.tensor([derived(config.seed, partition_id, name) for name in names], dtype=torch.int64)
 

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from verl.utils.torch_functional import entropy_from_logits_with_chunking
 
-from gtpo_verl.integrations.cpu_engine import SharedPrompts, bins_of, entropies
+from gtpo_verl.integrations.cpu_engine import CpuFSDPEngine, SharedPrompts, bins_of, entropies
 from gtpo_verl.tasks import model as tiny
 
 
@@ -63,6 +64,15 @@ def test_micro_batches_hold_every_row_once_within_the_limit(limit: int) -> None:
             size = len(SharedPrompts.of(torch.cat(parts), ends, [lengths[row] for row in chosen]).kept)
             assert size <= limit or len(chosen) == 1
         assert limit < 1000 or len(bins) == 1
+
+
+def test_a_model_in_an_adapter_shares_no_prompts() -> None:
+    """It would compute the prompts of every row, of which a micro-batch is to hold few."""
+    engine = CpuFSDPEngine.__new__(CpuFSDPEngine)
+    engine.module = tiny.build_model(258, seed=1)
+    assert engine._shares
+    engine.module = get_peft_model(engine.module, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert not engine._shares
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
+from ray._common.utils import get_ray_address_file
 from ray.exceptions import NodeDiedError, RayActorError, RayTaskError
 
 from gtpo_verl.errors import StepGivenUpError, UserError
@@ -176,14 +177,19 @@ def test_a_cluster_keeps_its_own_numbers_of_cpus_and_devices(monkeypatch: pytest
     assert own.ray_kwargs.ray_init.num_cpus == 32
 
 
+@pytest.mark.parametrize("place", ["RAY_TMPDIR", "TMPDIR"])
 @pytest.mark.parametrize(
     ("address", "variable", "joins"),
     [(None, None, True), (None, "", True), (None, "local", False), ("local", "head:1", False)],
 )
 def test_a_cluster_of_this_machine_is_joined_where_ray_would_join_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None, variable: str | None, joins: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str | None, variable: str | None, joins: bool, place: str
 ) -> None:
-    monkeypatch.setattr(launch, "CURRENT_CLUSTER", tmp_path)  # it is there
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv(place, str(tmp_path))
+    file = Path(get_ray_address_file(None))
+    file.parent.mkdir()
+    file.touch()  # as `ray start` writes it
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)

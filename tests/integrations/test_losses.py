@@ -145,6 +145,13 @@ def test_metrics_have_verls_names_and_are_numbers():
         assert all(isinstance(value, float) for value in metrics.values())
 
 
+def test_the_ratio_of_a_micro_batch_without_own_tokens_is_1():
+    """verl averages over micro-batches."""
+    new, old, advantages, mask = batch(2)
+    _, metrics = run("mixed", actor(), new, old, advantages, torch.zeros_like(mask))
+    assert (metrics["actor/ratio_mean"], metrics["actor/ratio_spread"]) == (1, 0)
+
+
 def test_the_betas_of_ce_gppo_come_from_its_settings():
     """With both 0 it has the gradient of the clipped loss."""
     gradients = []

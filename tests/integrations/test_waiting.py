@@ -7,12 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
+from tensordict import TensorDict
+from torch.nn.utils.rnn import pad_sequence
 from verl.experimental.reward_loop.reward_loop import RewardLoopWorker
+from verl.experimental.reward_loop.reward_manager.dapo import DAPORewardManager
+from verl.protocol import DataProto
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from gtpo_verl.errors import StepGivenUpError, UserError
-from gtpo_verl.integrations.reward_loop import BoundedRewardLoopWorker, Scorable
+from gtpo_verl.integrations.reward_loop import BoundedRewardLoopWorker, Scorable, last_output
 from gtpo_verl.integrations.step import health
 from gtpo_verl.integrations.step.health import STOP_PATIENCE, BoundedWait, Health
 
@@ -134,3 +139,32 @@ def test_a_reward_function_that_never_returns_fails_its_response_alone(monkeypat
     assert first == last == {"reward_score": 1.0}
     assert isinstance(hung, TimeoutError)
     assert "guards.reward_timeout=0.2" in str(hung)
+
+
+@pytest.mark.parametrize("lengths", [[(4, 6)], [(4, 6), (8, 3)], [(10, 10), (2, 8)], [(3, 4), (12, 4)]])
+def test_of_several_outputs_the_last_response_is_judged_as_it_is(lengths: list[tuple[int, int]]) -> None:
+    """By verl's manager, from rows that are padded as its agent loops pad them."""
+    judged = []
+    prompts, responses = ([torch.arange(n) + 1 for n in column] for column in zip(*lengths, strict=True))
+    masks = [torch.ones(prompt + response, dtype=torch.int64) for prompt, response in lengths]
+    columns = {"prompts": prompts, "responses": responses, "attention_mask": masks}
+    padded = {name: pad_sequence(rows, batch_first=True) for name, rows in columns.items()}
+    rows = {"data_source": "x", "reward_model": {"ground_truth": "g"}}
+    outputs = DataProto(
+        batch=TensorDict(padded, batch_size=len(lengths)),
+        non_tensor_batch={
+            **{name: np.array([value] * len(lengths)) for name, value in rows.items()},
+            "prompt_len": np.array([prompt for prompt, _ in lengths]),
+            "response_len": np.array([response for _, response in lengths]),
+        },
+    )
+    words = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids.tolist())))
+    buffer = {"overlong_buffer_cfg": {"enable": False}, "max_resp_len": 64}
+
+    async def judge() -> None:
+        config = OmegaConf.create({"reward": {"reward_kwargs": buffer}})
+        manager = DAPORewardManager(config, words, lambda solution_str, **_: judged.append(solution_str) or 1.0)
+        await manager.run_single(last_output(outputs))
+
+    asyncio.run(judge())
+    assert judged == [" ".join(map(str, range(1, lengths[-1][1] + 1)))]
