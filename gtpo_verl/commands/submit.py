@@ -127,19 +127,26 @@ def follow(jobs: Jobs, name: str) -> int:
 
 
 def variables(given: Iterable[str], script: Path | None) -> dict[str, str]:
-    """The variables for a job: the exports of a script, then those given as NAME or NAME=VALUE. Raises UserError: a
-    variable is not set here, or acts only when a process starts.
+    """The variables for a job: the exports of a script, then those given as NAME or NAME=VALUE. What acts only when a
+    process starts is left to the nodes, whose own script exports it before `ray start`. Raises UserError: a variable is
+    not set here, or is given and acts only when a process starts.
     """
-    found = exports(script) if script else {}
+    exported = exports(script) if script else {}
+    found = {name: value for name, value in exported.items() if not _acts_early(name)}
+    if left := sorted(exported.keys() - found.keys()):
+        print(f"note: {', '.join(left)} of {script}: the nodes' own is used, from before `ray start`.", flush=True)
     for item in given:
         name, separator, value = item.partition("=")
         if not separator and name not in os.environ:
             raise UserError(f"--env {name}: it is not set here.")
         found[name] = value if separator else os.environ[name]
-    early = sorted(name for name in found if name.startswith("LD_") or name in ("PATH", "PYTHONPATH"))
-    if early:
+    if early := sorted(filter(_acts_early, found)):
         raise UserError(f"{', '.join(early)}: set it on the nodes before `ray start`; it acts when a process starts.")
     return found
+
+
+def _acts_early(name: str) -> bool:
+    return name.startswith("LD_") or name in ("PATH", "PYTHONPATH")
 
 
 def exports(script: Path) -> dict[str, str]:

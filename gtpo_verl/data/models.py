@@ -122,8 +122,10 @@ def tokenizer_faults(configuration: Any, tokenizer: Any, template: str | None) -
             "chats, or set actor_rollout_ref.model.custom_chat_template."
         )
     size = getattr(configuration, "vocab_size", None)
-    if isinstance(size, int) and size < len(tokenizer):
-        yield f"its tokenizer has {len(tokenizer)} tokens, and the model {size}: they do not belong together."
+    # tokens that were added to it may have no embedding, such as the one for images in Gemma 3's models of text alone
+    used = max(tokenizer.vocab_size, (tokenizer.eos_token_id or 0) + 1)
+    if isinstance(size, int) and size < used:
+        yield f"its tokenizer has {used} tokens, and the model {size}: they do not belong together."
 
 
 def _header(file: Path) -> tuple[str, int]:

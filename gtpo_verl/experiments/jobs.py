@@ -8,6 +8,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 import time
 import uuid
@@ -30,6 +31,7 @@ REQUEST_TIMEOUT = 60.0  # seconds
 UPLOAD_TIMEOUT = 600.0  # seconds
 ASK_TIMEOUT = 120.0  # seconds that the job which asks a training to stop may take
 POLL = 1.0  # seconds between two looks at a job
+PATIENCE = 600.0  # seconds that a cluster may not answer while a job of it is followed
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 KILL_AFTER = 120  # seconds from Ray's signal to its SIGKILL
 # Modules of Ray that report every file which they pack and upload.
@@ -139,12 +141,12 @@ class Jobs:
     def follow(self, submission_id: str) -> Iterator[str]:
         """The log of a job from its beginning, as text that arrives, until the job ends.
 
-        A connection that is lost is made again, and what was already given is not repeated. UserError: the cluster does
-        not answer any more; the job may go on.
+        A connection that is lost is made again, and what was already given is not repeated. UserError: the cluster has
+        not answered for `PATIENCE`; the job may go on.
         """
         from aiohttp import ClientError
 
-        given = 0
+        given, lost = 0, None
         while True:
             passed = 0
             # the connection's failures, not the job's: its status says more
@@ -155,9 +157,17 @@ class Jobs:
                     if fresh:
                         given += len(fresh)
                         yield fresh
-            status = self.status(submission_id)
-            if status is None or status in ENDED:
-                return
+            try:
+                status, lost = self.status(submission_id), None
+            except UserError as error:
+                if lost is None:
+                    print(f"{error} Waiting for it.", file=sys.stderr, flush=True)
+                lost = lost or time.monotonic()
+                if time.monotonic() - lost > PATIENCE:
+                    raise
+            else:
+                if status is None or status in ENDED:
+                    return
             time.sleep(POLL)
 
     def _tail(self, submission_id: str) -> Iterator[str]:

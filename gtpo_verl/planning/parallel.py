@@ -48,19 +48,31 @@ def parallelism(config: DictConfig) -> Parallelism:
         wanted = actor.fsdp_config.fsdp_size
         shard = gpus if wanted < 0 or wanted >= gpus else wanted
     rollout = engine.tensor_model_parallel_size * engine.data_parallel_size * engine.pipeline_model_parallel_size
-    key = "actor_rollout_ref.actor"
+    servers = 0  # devices of the engines that `separate_async` has beside the trainer's, or instead of them
+    if config.trainer.v1.trainer_mode == "separate_async":
+        servers = (engine.nnodes or 0) * (engine.n_gpus_per_node or 0)
+    hybrid = config.actor_rollout_ref.hybrid_engine or not servers
+    key, of_rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ulysses, share = f"{key}.fsdp_config.ulysses_sequence_parallel_size", f"{key}.fsdp_config.fsdp_size"
     sizes = f"{tensor} × {pipeline} × {context}"
-    for size, what, remedy in (
-        (tensor * pipeline * context, f"one copy of the model takes {sizes} GPUs", f"{key}.megatron.*"),
-        (sequence, f"{ulysses}={sequence} takes so many GPUs", "it"),
-        (shard, f"{share}={shard} takes so many GPUs", "it"),
-        (rollout, f"one rollout engine takes {rollout} GPUs", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
+    engine_takes = f"one rollout engine takes {rollout} GPUs", f"{of_rollout}.tensor_model_parallel_size"
+    for size, there, section, what, remedy in (
+        (
+            tensor * pipeline * context,
+            gpus,
+            "trainer",
+            f"one copy of the model takes {sizes} GPUs",
+            f"{key}.megatron.*",
+        ),
+        (sequence, gpus, "trainer", f"{ulysses}={sequence} takes so many GPUs", "it"),
+        (shard, gpus, "trainer", f"{share}={shard} takes so many GPUs", "it"),
+        *([(rollout, gpus, "trainer", *engine_takes)] if hybrid else []),
+        *([(rollout, servers, of_rollout, *engine_takes)] if servers else []),
     ):
-        if size < 1 or gpus % size:
+        if size < 1 or there % size:
             raise UserError(
-                f"{what}, of which {gpus} is not a multiple: change {remedy}, or the number of GPUs with "
-                "trainer.nnodes and trainer.n_gpus_per_node."
+                f"{what}, of which {there} is not a multiple: change {remedy}, or the number of GPUs with "
+                f"{section}.nnodes and {section}.n_gpus_per_node."
             )
     return Parallelism(
         gpus=gpus,
@@ -73,5 +85,5 @@ def parallelism(config: DictConfig) -> Parallelism:
         shard=shard,
         rollout=rollout,
         rollout_tensor=engine.tensor_model_parallel_size,
-        replicas=gpus // rollout,
+        replicas=(gpus if hybrid else servers) // rollout,
     )

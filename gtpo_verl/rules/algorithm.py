@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
+from gtpo_verl.config import written
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.problems import Problem, note
@@ -30,14 +31,26 @@ def method_settings(config: DictConfig) -> Iterator[Problem]:
 
 
 def loss(config: DictConfig) -> Iterator[Problem]:
-    """A loss of sequences needs the aggregation that averages over them, and those of tokens a clip range."""
+    """A loss of sequences needs the aggregation that averages over them and advantages of sequences, those of tokens a
+    clip range, and a mean by a length needs the length.
+    """
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.policy_loss.loss_mode"
-    loss, chosen = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    loss, chosen, method = actor.policy_loss.loss_mode, actor.loss_agg_mode, algorithm_of(config)
     ours = (entry for entry in algorithms().values() if entry.loss == entry.name and entry.verl_estimator is None)
     needed = {entry.loss: entry.aggregation for entry in ours if entry.level == "sequence"}
     if chosen != needed.get(loss, chosen):
         yield Problem(
             f"{key}={loss} averages over sequences: set {ACTOR}.loss_agg_mode={needed[loss]} (it is {chosen})."
+        )
+    if loss in needed and method is not None and method.level == "token":
+        yield Problem(
+            f"{key}={loss} takes one advantage a response, and algorithm.adv_estimator={method.estimator} gives every "
+            f"token its own: set {key}={method.loss}."
+        )
+    if chosen == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None:
+        yield Problem(
+            f"{ACTOR}.loss_agg_mode={chosen} divides by the length of the longest response of each micro-batch: set "
+            f"{ACTOR}.loss_scale_factor, for instance to data.max_response_length={config.data.max_response_length}."
         )
     if loss in CLIPS_TOKENS:
         if actor.clip_ratio_low is None or actor.clip_ratio_low > 1:
@@ -53,7 +66,7 @@ def loss(config: DictConfig) -> Iterator[Problem]:
 
 
 def ignored(config: DictConfig) -> Iterator[Problem]:
-    """Settings of verl that change other estimators, and that the one in use does not read."""
+    """Settings of verl that belong to other estimators, and that the one in use does not read or lacks."""
     settings, chosen = config.algorithm, algorithm_of(config)
     name = f"algorithm.adv_estimator={settings.adv_estimator}"
     if settings.use_kl_in_reward and chosen is not None and chosen.verl_estimator is None:
@@ -63,6 +76,13 @@ def ignored(config: DictConfig) -> Iterator[Problem]:
         )
     if not settings.norm_adv_by_std_in_grpo and settings.adv_estimator not in READ_NORM_BY_STD:
         yield Problem(f"algorithm.norm_adv_by_std_in_grpo=false has no effect with {name}: set it to true.")
+    needed = settings.adv_estimator == "gae"
+    if config.critic.enable not in (None, needed):
+        yield Problem(
+            f"critic.enable={written(config.critic.enable)} does not go with {name}: "
+            + ("gae needs a critic." if needed else "verl would train a critic that nothing reads.")
+            + f" Set it to {written(needed)}."
+        )
     if settings.use_pf_ppo and settings.adv_estimator != "gae":
         yield Problem(f"algorithm.use_pf_ppo=true has no effect with {name}: only gae reads it. Set it to false.")
 
@@ -73,6 +93,11 @@ def verdicts(config: DictConfig) -> Iterator[Problem]:
         yield Problem(
             "reward.reward_model.enable=true without a reward function gives scores and no verdict (`acc`): name a "
             "function that asks the reward model with reward.custom_reward_function.path=FILE.py and .name=FUNCTION."
+        )
+    if config.reward.reward_model.enable and not config.reward.reward_model.enable_resource_pool:
+        yield Problem(
+            "reward.reward_model.enable=true on the actor's devices gets no ground truth from verl, and gives no "
+            "verdict: set reward.reward_model.enable_resource_pool=true, with its nnodes and n_gpus_per_node."
         )
 
 
@@ -138,7 +163,8 @@ def dynamic_sampling(config: DictConfig) -> Iterator[Problem]:
     if age == 0 and settings.enable and settings.max_num_gen_batches and mode != "sync":
         yield note(
             f"trainer.v1.trainer_mode={mode} has no budget for dynamic sampling: {GROUPS}.max_num_gen_batches and "
-            "on_budget have no effect, and prompts without contrast are replaced without limit."
+            "on_budget have no effect, and prompts without contrast are replaced without limit. verl's filter compares "
+            "`acc` as it is there, not whether it reaches algorithm.correct_threshold."
         )
     if age == 0:
         return

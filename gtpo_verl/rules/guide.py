@@ -20,6 +20,7 @@ _NEEDED: tuple[tuple[str, str, Any, str], ...] = (
     ("mode", "distillation.enabled", False, "it has a loss of its own"),
     ("mode", f"{ROLLOUT}.enable_rollout_routing_replay", False, "no rollout has routed the guide's tokens"),
     ("mode", f"{ROLLOUT}.agent.agent_loop_manager_class", None, "this project's own gives rows to the guide"),
+    ("mode", "algorithm.use_kl_in_reward", False, "its KL term would be of the denominators of the guide's ratios"),
     ("ratio", f"{ROLLOUT}.top_p", 1.0, _WHOLE),
     ("ratio", f"{ROLLOUT}.top_k", -1, _WHOLE),
     ("ratio", f"{ROLLOUT}.calculate_log_probs", True, _WHOLE),
@@ -85,11 +86,6 @@ def _run(config: DictConfig, guide: GuideConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key} does not go with algorithm.entropy.source=rollout (no rollout has measured the guide's rows): set "
             "it to both or actor."
-        )
-    if guide.adv_scope == "on_only" and config.algorithm.use_kl_in_reward:
-        yield Problem(
-            "algorithm.guide.adv_scope=on_only does not read the KL term of algorithm.use_kl_in_reward=true: set it to "
-            "false, or adv_scope=union."
         )
 
 

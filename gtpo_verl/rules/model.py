@@ -94,9 +94,12 @@ def _files(key: str, directory: Path, tokenizer: Path) -> Iterator[Problem]:
         yield Problem(f"{key}: its config.json is not readable: copy the model again.")
     if tokenizer.is_dir() and not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
         yield Problem(f"{tokenizer} has no tokenizer: copy it there, or set actor_rollout_ref.model.tokenizer_path.")
-    indices = [*directory.glob("*.safetensors.index.json"), *directory.glob("*.bin.index.json")]
-    listed = {name for index in indices for name in ((_json(index) or {}).get("weight_map") or {}).values()}
-    weights = listed | {file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)}
+    weights: set[str] = set()
+    for kind in ("safetensors", "bin"):  # an index of the latter may lie beside weights of the former
+        if not weights:
+            indices = directory.glob(f"*.{kind}.index.json")
+            weights = {name for index in indices for name in ((_json(index) or {}).get("weight_map") or {}).values()}
+            weights |= {file.name for file in directory.glob(f"*.{kind}")}
     if not weights:
         yield Problem(f"{key} has no weights (*.safetensors or *.bin): copy them there.")
     for name in sorted(weights):

@@ -85,12 +85,17 @@ _TABLE = (
         _is("algorithm.entropy.source", "rollout"),
     ),
     Idle(
+        (f"{CORRECTION}.rollout_",),
+        f"the rollout's log-probs are not kept: {ROLLOUT}.calculate_log_probs=true keeps them",
+        _not(f"{ROLLOUT}.calculate_log_probs", True),
+    ),
+    Idle(
         (f"{CORRECTION}.loss_type",),
         "only verl's policy loss bypass_mode reads it",
         _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
     ),
     Idle((f"{ACTOR}.grad_clip",), f"verl reads {ACTOR}.optim.clip_grad"),
-    Idle(("critic.",), "none of the estimators has a critic", _not("algorithm.adv_estimator", "gae")),
+    Idle(("critic.",), "none of the estimators has a critic", _is("critic.enable", False), but=("critic.enable",)),
     Idle(("reward_model.", "custom_reward_function.", "sandbox_fusion."), "verl's current trainer reads reward.*"),
 )
 # What belongs to a switch: keys, or prefixes of them, that nothing reads where it has this value.

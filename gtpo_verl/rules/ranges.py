@@ -104,6 +104,7 @@ TRAINING: Table = (
     (Kind(whole(1), "it must be a whole number, at least 1"), GROUPS, "max_inflight_gen_batches"),
     (one_of("train_smaller", "stop"), GROUPS, "on_budget"),
     (one_of("auto", "disable", "resume_path"), "trainer", "resume_mode"),
+    (one_of("sync", "colocate_async", "separate_async"), "trainer.v1", "trainer_mode"),
 )
 # Of the actor's engine, in its own section.
 _FSDP: Table = (

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from omegaconf import DictConfig, OmegaConf
 
+from gtpo_verl.config import written
+from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.planning.parallel import Parallelism, parallelism
 from gtpo_verl.problems import Problem
 from gtpo_verl.rules.ranges import ACTOR, OVERLONG, ROLLOUT
@@ -27,6 +29,12 @@ def group(config: DictConfig) -> Iterator[Problem]:
 def batches(config: DictConfig) -> Iterator[Problem]:
     """Batches divide over mini-batches, ranks and micro-batches; what follows from another wrong size is not judged."""
     actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    of_rollout = config.actor_rollout_ref.rollout.log_prob_use_dynamic_bsz
+    if of_rollout != actor.use_dynamic_bsz:
+        yield Problem(
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz={written(of_rollout)} differs from {ACTOR}.use_dynamic_bsz="
+            f"{written(actor.use_dynamic_bsz)}: verl takes one for both. Remove the override."
+        )
     batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
     if batch % mini:
         yield Problem(
@@ -88,6 +96,16 @@ def separate_servers(config: DictConfig) -> Iterator[Problem]:
             )
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     updates = config.trainer.v1.separate_async.parameter_sync_step
+    fsdp, source = config.actor_rollout_ref.actor.fsdp_config, entropy_source(config)
+    offloaded = config.actor_rollout_ref.actor.strategy != "megatron" and (fsdp.param_offload or fsdp.offload_policy)
+    compares = not source.skips_actor_pass or config.algorithm.entropy.check_every > 0
+    if offloaded and updates > 1 and compares and config.trainer.device != "cpu":
+        yield Problem(
+            f"{ACTOR}.fsdp_config.param_offload or offload_policy does not go with {updates} updates a step of "
+            "trainer.v1.trainer_mode=separate_async: verl saves the weights before each without a copy where they are "
+            "on the CPU, and would lose all updates but the last. Switch it off, or take old log-probs from the "
+            "rollout (algorithm.entropy.source=rollout with check_every=0)."
+        )
     if batch % mini == 0 and updates * mini != batch:
         yield Problem(
             f"trainer.v1.separate_async.parameter_sync_step={updates}: it must be {batch // mini}, the updates of a "

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.config import check_path_in_job, chosen
 from gtpo_verl.errors import UserError, choose_from
@@ -62,6 +62,15 @@ def checkpoint(config: DictConfig) -> Iterator[Problem]:
     run_dir = Path(trainer.run_dir)
     if message := refusal(changes(run_dir, config), list(trainer.allow_changes)):
         yield Problem(f"trainer.run_dir={run_dir}: {message}")
+
+
+def saves_whole(config: DictConfig) -> Iterator[Problem]:
+    """Checkpoints are completed: verl's V1 trainers never finish what Megatron saves in the background."""
+    key = "actor_rollout_ref.actor.checkpoint.async_save"
+    if config.actor_rollout_ref.actor.strategy == "megatron" and OmegaConf.select(config, key):
+        yield Problem(
+            f"{key}=true: no checkpoint would be completed, as verl's trainer never waits for one. Remove it."
+        )
 
 
 def find_start(config: DictConfig) -> Start:
@@ -126,4 +135,4 @@ def check_output(directory: Path) -> Path:
     return directory.resolve()
 
 
-RULES = (run_dir, checkpoint, loggers)
+RULES = (run_dir, checkpoint, saves_whole, loggers)

@@ -193,18 +193,22 @@ def training_lock(run_dir: Path) -> Iterator[None]:
     """
     lock, stop = DirectoryLock(run_dir / LOCK_FILE), run_dir / STOP_FILE
     deadline = time.monotonic() + GRACE
+    seen: float | None = None  # the first heartbeat of an owner on another host
 
     def wait(error: LockedError) -> str:
+        nonlocal seen
         if stop.exists() and time.monotonic() <= deadline:
             return f"Waiting for {error}, which is stopping in {run_dir}."
-        since = ""
-        if error.owner is not None and error.owner.is_remote:
-            since = (
-                f" Its last heartbeat was {error.owner.age:.0f} s ago; a new training may start {LEASE:.0f} s after it."
+        owner = error.owner
+        if owner is not None and owner.is_remote and seen in (None, owner.heartbeat):
+            seen = owner.heartbeat
+            return (
+                f"Waiting to see whether {error} lives: its last heartbeat was {owner.age:.0f} s ago, and after "
+                f"{LEASE:.0f} s it is taken for dead."
             )
         raise UserError(
             f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {stop}` from "
-            f"elsewhere, or choose another trainer.run_dir.{since}"
+            f"elsewhere, or choose another trainer.run_dir."
         ) from None
 
     with _held(lock, wait, lambda line: print(line, file=sys.stderr, flush=True)):

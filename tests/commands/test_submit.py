@@ -16,7 +16,7 @@ from gtpo_verl.cli import main
 from gtpo_verl.commands.submit import exports, follow, variables
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import jobs
-from gtpo_verl.experiments.jobs import JobInfo
+from gtpo_verl.experiments.jobs import JobInfo, Jobs
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["trainer.run_dir=/shared/run", "data.train_files=/a.parquet", "data.val_files=/b.parquet"]
@@ -50,6 +50,46 @@ def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch)
         variables(["NOT_SET"], None)
     with pytest.raises(UserError, match="LD_PRELOAD: set it on the nodes"):
         variables(["LD_PRELOAD=/x.so"], None)
+
+
+def test_what_acts_before_a_process_starts_is_left_to_the_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A site's script may load modules or activate an environment; `ray_node.sh` sources it before Ray starts."""
+    script = tmp_path / "environment.sh"
+    script.write_text("export PATH=/site/bin:$PATH LD_LIBRARY_PATH=/site/lib NCCL_DEBUG=INFO\n")
+    assert variables([], script) == {"NCCL_DEBUG": "INFO"}
+    assert capsys.readouterr().out.startswith(f"note: LD_LIBRARY_PATH, PATH of {script}: the nodes' own is used")
+
+
+class SilentCluster:
+    """Ray's client of a cluster that does not answer for so many requests."""
+
+    def __init__(self, silent: int) -> None:
+        self.silent = silent
+
+    def tail_job_logs(self, name: str) -> Any:
+        raise RuntimeError("connection lost")
+
+    def get_job_info(self, name: str) -> Any:
+        self.silent -= 1
+        if self.silent >= 0:
+            raise ConnectionError("refused")
+        raise RuntimeError("Job a does not exist")
+
+
+def test_a_job_is_followed_across_a_cluster_that_does_not_answer_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jobs, "POLL", 0.0)
+    followed = Jobs.__new__(Jobs)
+    followed.address, followed._client = "http://head:8265", SilentCluster(3)
+    assert list(followed.follow("a")) == []
+    assert capsys.readouterr().err.count("Waiting for it.") == 1
+    monkeypatch.setattr(jobs, "PATIENCE", -1.0)
+    followed._client = SilentCluster(3)
+    with pytest.raises(UserError, match="no Ray cluster answers"):
+        list(followed.follow("a"))
 
 
 @pytest.mark.parametrize("words", [["--list"], ["--logs", "a"]])

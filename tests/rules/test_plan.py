@@ -151,6 +151,8 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # override; what mak
     ("reward.reward_kwargs.max_resp_len=16384", {"reward.reward_kwargs.overlong_buffer_cfg.enable": False}, {}),
     ("algorithm.gtpo.length_denominator=max", {"algorithm.gtpo.length_penalty": "grop"}, {}),
     ("algorithm.gamma=0.99", {}, {"algorithm.adv_estimator": "gae"}),
+    ("algorithm.rollout_correction.rollout_rs=token_k1", {f"{ROLLOUT}.calculate_log_probs": False}, {}),
+    ("critic.optim.lr=1e-5", {}, {"algorithm.adv_estimator": "gae", "critic.enable": True}),
     ("algorithm.pf_ppo.weight_pow=3", {}, {"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "gae"}),
     ("algorithm.rollout_correction.rollout_is_threshold=3", {}, {"algorithm.rollout_correction.rollout_is": "token"}),
     (

@@ -175,6 +175,16 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0", "penalty_factor=0: it must be above 0"),
         ("reward.reward_manager.name=naive", "applies no overlong penalty: set it to dapo"),
         ("reward.reward_model.enable=true", "without a reward function gives scores and no verdict"),
+        ("reward.reward_model.enable=true", "set reward.reward_model.enable_resource_pool=true"),
+        ("critic.enable=true", "verl would train a critic that nothing reads. Set it to false"),
+        ("algorithm.adv_estimator=gae", "gae needs a critic. Set it to true"),
+        ("trainer.v1.trainer_mode=async", "choose sync, colocate_async or separate_async"),
+        ("actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true", "verl takes one for both. Remove the override"),
+        (
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            "loss_scale_factor, for instance to data.max",
+        ),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "gives every token its own: set"),
         ("data.max_response_length=0", "must be from 1 to"),
         ("algorithm.gtpo.negatives=inverted", "negatives"),
         ("algorithm.gtpo.clip_kappa=20", "clip_kappa"),
@@ -352,8 +362,9 @@ def test_a_guide_that_can_be_passes(composed: Composer) -> None:
     stages.check(composed("algo=dapo_mixed", "algorithm.guide.mode=off"))
     on_only = "algorithm.guide.adv_scope=on_only"
     stages.check(composed(*GUIDED, on_only))
-    with pytest.raises(UserError, match=r"adv_scope=on_only does not read the KL term"):
-        stages.check(composed(*GUIDED, on_only, "algorithm.use_kl_in_reward=true"))
+    for more in ([], [on_only]):
+        with pytest.raises(UserError, match=r"use_kl_in_reward=True \(its KL term would be of the denominators"):
+            stages.check(composed(*GUIDED, *more, "algorithm.use_kl_in_reward=true"))
 
 
 def test_the_guides_responses_are_read_with_the_models_tokenizer(composed: Composer, tmp_path: Path) -> None:
@@ -639,13 +650,27 @@ def test_an_engine_of_gpus_is_not_asked_of_the_cpu_stack(
     [
         ("actor_rollout_ref.rollout.nnodes=0", "actor_rollout_ref.rollout.nnodes=0"),
         ("trainer.v1.separate_async.parameter_sync_step=3", "it must be 2"),
+        (
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+            r"takes 4 GPUs, of which 2 .*change.*rollout\.n_gpus",
+        ),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload=true", "would lose all updates but the last"),
     ],
 )
 def test_sizes_that_servers_of_their_own_need(composed: Composer, change: str, message: str) -> None:
-    updates = "trainer.v1.separate_async.parameter_sync_step=2"  # of a batch of 64 in mini-batches of 32
-    stages.check(composed(*SEPARATE, updates))
+    own = (
+        "trainer.v1.separate_async.parameter_sync_step=2",  # of a batch of 64 in mini-batches of 32
+        *("hardware=gpu", "actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.n_gpus_per_node=2"),
+    )
+    stages.check(composed(*SEPARATE, *own))
     with pytest.raises(UserError, match=message):
-        stages.check(composed(*SEPARATE, updates, change))
+        stages.check(composed(*SEPARATE, *own, change))
+
+
+def test_engines_on_devices_of_their_own_may_be_larger_than_the_trainer(composed: Composer) -> None:
+    own = ("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.n_gpus_per_node=4")
+    updates = "trainer.v1.separate_async.parameter_sync_step=2"
+    stages.check(composed(*SEPARATE, updates, *own, "actor_rollout_ref.rollout.tensor_model_parallel_size=4"))
 
 
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
@@ -893,6 +918,28 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(composed: Compos
     build_model(200, 0, **shape).save_pretrained(model)
     with pytest.raises(UserError, match="its tokenizer has 258 tokens, and the model 200"):
         refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
+
+
+def test_a_token_that_was_added_may_have_no_embedding(composed: Composer, tmp_path: Path) -> None:
+    """As the one for images in Gemma 3's models of text alone."""
+    model = tmp_path / "model"
+    tokenizer = build_tokenizer()
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    build_model(len(tokenizer), 0, **shape).save_pretrained(model)
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(model)
+    refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
+
+
+def test_an_index_of_other_weights_may_lie_beside_those_that_are_loaded(composed: Composer, tmp_path: Path) -> None:
+    """`hf download --exclude '*.bin'` leaves it."""
+    model = write_model(tmp_path / "model")
+    index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00002.bin"}}
+    (model / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    stages.check(composed(f"actor_rollout_ref.model.path={model}"))
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"pytorch_model-00001-of-00002\.bin is missing"):
+        stages.check(composed(f"actor_rollout_ref.model.path={model}"))
 
 
 def test_weights_of_another_configuration_are_refused_before_ray_starts(composed: Composer, tmp_path: Path) -> None:

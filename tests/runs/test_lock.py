@@ -96,13 +96,15 @@ def test_the_grace_period_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_a_living_owner_on_another_host_counts_where_flock_does_not_reach_it(tmp_path: Path) -> None:
+def test_a_living_owner_on_another_host_counts_where_flock_does_not_reach_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_owner(tmp_path / "LOCK", age=10)
-    with (
-        pytest.raises(UserError, match=r"process 4242 on node7.* heartbeat was 1\d s ago; .* 300 s after it"),
-        training_lock(tmp_path),
-    ):
+    monkeypatch.setattr(module.time, "sleep", lambda _: write_owner(tmp_path / "LOCK", age=0))  # its next heartbeat
+    with pytest.raises(UserError, match=r"another training writes to .*process 4242 on node7"), training_lock(tmp_path):
         pass
+    said = r"Waiting to see whether process 4242 on node7.* lives: .* 1\d s ago, and after 300 s it is taken for dead"
+    assert re.match(said, capsys.readouterr().err)
     assert json.loads((tmp_path / "LOCK.json").read_text())["token"] == "theirs"
 
 
@@ -123,6 +125,15 @@ def test_a_dead_owner_on_another_host_is_replaced(
             training_lock(tmp_path),
         ):
             pass
+
+
+def test_an_owner_whose_host_is_gone_is_waited_for_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "SETTLE", 0.0)
+    write_owner(tmp_path / "LOCK", age=module.LEASE - 1)
+    with training_lock(tmp_path):
+        assert re.search(r"Waiting to see .*\nTaking over .* no heartbeat for 30\d s", capsys.readouterr().err)
 
 
 def test_of_two_hosts_that_take_over_at_once_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
