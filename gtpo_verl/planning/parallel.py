@@ -54,16 +54,10 @@ def parallelism(config: DictConfig) -> Parallelism:
     hybrid = config.actor_rollout_ref.hybrid_engine or not servers
     key, of_rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ulysses, share = f"{key}.fsdp_config.ulysses_sequence_parallel_size", f"{key}.fsdp_config.fsdp_size"
-    sizes = f"{tensor} × {pipeline} × {context}"
+    copy_takes = f"one copy of the model takes {tensor} × {pipeline} × {context} GPUs"
     engine_takes = f"one rollout engine takes {rollout} GPUs", f"{of_rollout}.tensor_model_parallel_size"
     for size, there, section, what, remedy in (
-        (
-            tensor * pipeline * context,
-            gpus,
-            "trainer",
-            f"one copy of the model takes {sizes} GPUs",
-            f"{key}.megatron.*",
-        ),
+        (tensor * pipeline * context, gpus, "trainer", copy_takes, f"{key}.megatron.*"),
         (sequence, gpus, "trainer", f"{ulysses}={sequence} takes so many GPUs", "it"),
         (shard, gpus, "trainer", f"{share}={shard} takes so many GPUs", "it"),
         *([(rollout, gpus, "trainer", *engine_takes)] if hybrid else []),

@@ -96,8 +96,10 @@ def separate_servers(config: DictConfig) -> Iterator[Problem]:
             )
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     updates = config.trainer.v1.separate_async.parameter_sync_step
-    fsdp, source = config.actor_rollout_ref.actor.fsdp_config, entropy_source(config)
-    offloaded = config.actor_rollout_ref.actor.strategy != "megatron" and (fsdp.param_offload or fsdp.offload_policy)
+    source, offloaded = entropy_source(config), False
+    if config.actor_rollout_ref.actor.strategy != "megatron":
+        fsdp = config.actor_rollout_ref.actor.fsdp_config
+        offloaded = fsdp.param_offload or fsdp.offload_policy
     compares = not source.skips_actor_pass or config.algorithm.entropy.check_every > 0
     if offloaded and updates > 1 and compares and config.trainer.device != "cpu":
         yield Problem(

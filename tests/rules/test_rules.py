@@ -24,9 +24,9 @@ from tokenizers.normalizers import Lowercase
 from gtpo_verl.config import GROUPS, compose_config, prepare
 from gtpo_verl.errors import ProblemsError, UserError
 from gtpo_verl.integrations import checks
-from gtpo_verl.problems import errors_of, refuse
+from gtpo_verl.problems import errors_of, evaluate, refuse
 from gtpo_verl.rules import model as model_rules
-from gtpo_verl.rules import overrides, stages
+from gtpo_verl.rules import overrides, stages, start
 from gtpo_verl.tasks.model import build_model, build_tokenizer
 
 REWARD = """
@@ -665,6 +665,12 @@ def test_sizes_that_servers_of_their_own_need(composed: Composer, change: str, m
     stages.check(composed(*SEPARATE, *own))
     with pytest.raises(UserError, match=message):
         stages.check(composed(*SEPARATE, *own, change))
+
+
+def test_megatron_saves_no_checkpoint_in_the_background(composed: Composer) -> None:
+    key = "actor_rollout_ref.actor.checkpoint.async_save"
+    problems = evaluate(start.RULES, composed("hardware=gpu", "backend=megatron", f"{key}=true"))
+    assert [problem.message for problem in problems if problem.message.startswith(f"{key}=true: no checkpoint would")]
 
 
 def test_engines_on_devices_of_their_own_may_be_larger_than_the_trainer(composed: Composer) -> None:
