@@ -27,7 +27,7 @@ export RAY_JOB_STOP_WAIT_TIME_S="${RAY_JOB_STOP_WAIT_TIME_S:-1800}"
 case "${PYTORCH_CUDA_ALLOC_CONF:-}${PYTORCH_ALLOC_CONF:-}" in
 *expandable_segments:True*)
     echo "error: PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which vLLM cannot sleep: unset it." >&2
-    exit 1
+    return 1 # to whoever sources this: a login shell stays open, and the scripts end
     ;;
 esac
 

@@ -95,6 +95,7 @@ _TABLE = (
         _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
     ),
     Idle((f"{ACTOR}.grad_clip",), f"verl reads {ACTOR}.optim.clip_grad"),
+    Idle(("trainer.use_v1",), "this command trains with verl's V1 trainers alone"),
     Idle(("critic.",), "none of the estimators has a critic", _is("critic.enable", False), but=("critic.enable",)),
     Idle(("reward_model.", "custom_reward_function.", "sandbox_fusion."), "verl's current trainer reads reward.*"),
 )

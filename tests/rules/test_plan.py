@@ -226,7 +226,10 @@ def test_a_setting_without_effect_is_named_with_the_reason(
 
 @pytest.mark.parametrize(
     "override",
-    [f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.clip_ratio=0.1", "critic.optim.lr=1e-5", "+custom_reward_function.path=x.py"],
+    [
+        *(f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.clip_ratio=0.1", "critic.optim.lr=1e-5"),
+        *("+custom_reward_function.path=x.py", "trainer.use_v1=false"),
+    ],
 )
 def test_keys_that_no_run_here_reads(run: Run, override: str) -> None:
     assert any(
