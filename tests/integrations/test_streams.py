@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from verl.utils.tensordict_utils import get_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
@@ -23,9 +23,14 @@ from gtpo_verl.integrations.vllm.client import EntropyFullyAsyncClient
 from gtpo_verl.seeds import derived, seed_process
 
 
+def run_with(seed: int, *, seed_requests: bool = True, engine: str = "vllm") -> DictConfig:
+    rollout = {"rollout": {"name": engine}}
+    return OmegaConf.create({"seed": seed, "trainer": {"seed_requests": seed_requests}, "actor_rollout_ref": rollout})
+
+
 def prompts(seed: int, names: list[str], partition: str = "train") -> list[int]:
     batch = get_tensordict({"uid": names})
-    assign_streams(batch, OmegaConf.create({"seed": seed, "trainer": {"seed_requests": True}}), partition, names)
+    assign_streams(batch, run_with(seed), partition, names)
     return [int(value) for value in batch[streams.COLUMN]]
 
 
@@ -37,9 +42,10 @@ def test_a_prompts_seed_follows_from_run_partition_and_name_alone() -> None:
     assert derived(1, "a") == 1515775267073163690, "a run could not be repeated with another version"
 
 
-def test_without_seed_requests_no_prompt_has_a_seed() -> None:
+@pytest.mark.parametrize("config", [run_with(1, seed_requests=False), run_with(1, engine="sglang")])
+def test_without_seed_requests_or_vllm_no_prompt_has_a_seed(config: DictConfig) -> None:
     batch = get_tensordict({"uid": ["a", "b"]})
-    assign_streams(batch, OmegaConf.create({"seed": 1, "trainer": {"seed_requests": False}}), "train", ["a", "b"])
+    assign_streams(batch, config, "train", ["a", "b"])
     assert streams.COLUMN not in list(batch.keys())
 
 

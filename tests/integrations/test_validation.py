@@ -108,7 +108,8 @@ def test_buffer_and_agents_are_unchanged_after_a_validation() -> None:
     agents: Any = Agents()
     prompt = [{"role": "user", "content": "1?"}]
     columns = {"uid": ["u", "v"], "raw_prompt": [prompt] * 2, "reward_model": [{"ground_truth": "1"}] * 2}
-    config = OmegaConf.create({"seed": 0, "trainer": {"seed_requests": True}})
+    rollout = {"rollout": {"name": "vllm"}}
+    config = OmegaConf.create({"seed": 0, "trainer": {"seed_requests": True}, "actor_rollout_ref": rollout})
     with recorded(buffer, agents, config) as found:
         assert agents.generate_sequences(get_tensordict(columns)) == 2
         assert buffer.sample(batch_size=2) == (batch, {"seen": 2})
