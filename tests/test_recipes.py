@@ -287,7 +287,7 @@ def test_a_documented_launch_line_composes_and_plans_without_an_error(line: str)
 CLUSTER_TOOL = """#!/bin/bash
 case "$*" in
 "list nodes"*) printf '[{"node_id": "a"}, {"node_id": "b"}]' ;;
-"stop "*) echo "$@" >>"$CALLS"; touch "$CALLS.stopped" ;;
+"stop "*) echo "$@" >>"$CALLS"; touch "$CALLS.stopped"; sleep 0.5 ;;
 submit*) echo "$@" >>"$CALLS"; until [ -e "$CALLS.stopped" ]; do sleep 0.05; done; exit 3 ;;
 *) echo "${0##*/} $*" "$RAY_AUTH_MODE" >>"$CALLS" ;;
 esac

@@ -208,7 +208,7 @@ def training_lock(run_dir: Path) -> Iterator[None]:
             )
         raise UserError(
             f"another training writes to {run_dir}: {error}. Stop it with Ctrl-C, or with `touch {stop}` from "
-            f"elsewhere, or choose another trainer.run_dir."
+            "elsewhere, or choose another trainer.run_dir."
         ) from None
 
     with _held(lock, wait, lambda line: print(line, file=sys.stderr, flush=True)):
