@@ -158,6 +158,23 @@ def test_a_recipe_composes_and_plans_without_an_error(recipe: str, tools: Path) 
     assert plan.parallel.gpus == gpus
 
 
+@pytest.mark.slow
+def test_the_asynchronous_recipes_make_as_many_updates_as_the_paper_with_as_long_a_warm_up(tools: Path) -> None:
+    """verl counts the warm-up in steps where a step is one call of the actor, and in updates in `separate_async`."""
+    found = {}
+    for recipe in ("dapo_paper_32b", "dapo_32b_async", "dapo_32b_fully_async"):
+        overrides = overrides_of(recipe, tools)
+        config = compose_config(overrides)
+        prepare(config, overrides)
+        updates = config.data.train_batch_size // config.actor_rollout_ref.actor.ppo_mini_batch_size
+        asynchronous = config.trainer.v1.trainer_mode == "separate_async"
+        assert not asynchronous or config.trainer.v1.separate_async.parameter_sync_step == updates
+        warm_up = config.actor_rollout_ref.actor.optim.lr_warmup_steps * (1 if asynchronous else updates)
+        steps = (config.trainer.total_training_steps, config.trainer.save_freq, config.trainer.test_freq)
+        found[recipe] = (warm_up, *(step * updates for step in steps))
+    assert set(found.values()) == {(320, 6400, 80, 80)}, found
+
+
 def test_more_overrides_go_through_as_they_are(tools: Path) -> None:
     words = ["data.train_files=/a path/x.parquet", "trainer.logger=[console,wandb]"]
     for recipe in ("gtpo_32b", "gtpo_small", LADDER):
@@ -373,6 +390,8 @@ def test_the_run_of_the_kuberay_template_composes_and_gets_the_nodes_that_it_wan
     assert words[:3] == ["python", "-m", "gtpo_verl.train"]
     config = compose_config(words[3:])
     cluster = spec["rayClusterSpec"]
+    pins = (ROOT / "gtpo_verl" / "gpu_constraints.txt").read_text().splitlines()
+    assert f"ray=={cluster['rayVersion']}" in pins
     (group,) = cluster["workerGroupSpecs"]
     assert 1 + group["replicas"] == config.trainer.nnodes
     for node in (cluster["headGroupSpec"], group):

@@ -31,7 +31,7 @@ REQUEST_TIMEOUT = 60.0  # seconds
 UPLOAD_TIMEOUT = 600.0  # seconds
 ASK_TIMEOUT = 120.0  # seconds that the job which asks a training to stop may take
 POLL = 1.0  # seconds between two looks at a job
-PATIENCE = 600.0  # seconds that a cluster may not answer while a job of it is followed
+PATIENCE = 600.0  # seconds that a cluster may not answer while a job of it is followed, or a sweep's runs are
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 KILL_AFTER = 120  # seconds from Ray's signal to its SIGKILL
 # Modules of Ray that report every file which they pack and upload.
@@ -146,7 +146,8 @@ class Jobs:
         """
         from aiohttp import ClientError
 
-        given, lost = 0, None
+        given = 0
+        lost: float | None = None  # since when the cluster does not answer
         while True:
             passed = 0
             # the connection's failures, not the job's: its status says more
@@ -162,7 +163,7 @@ class Jobs:
             except UserError as error:
                 if lost is None:
                     print(f"{error} Waiting for it.", file=sys.stderr, flush=True)
-                lost = lost or time.monotonic()
+                    lost = time.monotonic()
                 if time.monotonic() - lost > PATIENCE:
                     raise
             else:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.experiments.jobs import PATIENCE
 from gtpo_verl.experiments.launchers import Launcher
 from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.runs.directory import STOP_FILE
@@ -25,7 +26,6 @@ from gtpo_verl.runs.sweep import Sweep
 
 ATTEMPTS_FILE = "attempts.json"
 POLL = 1.0  # seconds between two looks at the runs
-PATIENCE = 600.0  # seconds that a cluster may be unreachable, and that runs may take to stop after an error
 FULL = (errno.ENOSPC, errno.EDQUOT)
 LEAST_SPACE = 1024**3  # bytes free on the disk, under which the sweep stops while checkpoints can still be saved
 
@@ -214,7 +214,7 @@ class Scheduler:
             raise error
 
     def _stop_runs(self) -> None:
-        """Stop what runs, gracefully; nothing is recorded any more."""
+        """Stop what runs, gracefully, within `PATIENCE`; nothing is recorded any more."""
         self.stops = max(self.stops, 1)
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and self.stops < 3:

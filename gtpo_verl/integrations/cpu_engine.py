@@ -100,7 +100,7 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
         inputs, arguments = super().prepare_model_inputs(micro_batch)
         self._layout = None
         lengths = prompt_lengths(micro_batch)
-        if lengths is None or not self._shares or not _can_share(inputs, micro_batch):
+        if lengths is None or not self._shares or not _is_plain(inputs, micro_batch):
             return inputs, arguments
         tokens = micro_batch["input_ids"]
         self._layout = layout = SharedPrompts.of(tokens.values(), tokens.offsets().tolist(), lengths)
@@ -129,7 +129,8 @@ class CpuFSDPEngine(FSDPEngineWithLMHead):
         return tensor.new_zeros(self._layout.total).index_copy(0, self._layout.predicting, tensor)
 
 
-def _can_share(inputs: dict[str, Any], micro_batch: TensorDict) -> bool:
+def _is_plain(inputs: dict[str, Any], micro_batch: TensorDict) -> bool:
+    """Whether a micro-batch is packed text and nothing else."""
     return (
         set(inputs) == {"input_ids", "attention_mask", "position_ids"}
         and inputs["attention_mask"] is None  # removed padding

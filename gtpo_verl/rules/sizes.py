@@ -1,4 +1,4 @@
-"""Rules of sizes: groups, batches over ranks, lengths, and the servers of `separate_async`."""
+"""Rules of sizes: groups, batches over ranks, lengths, and the servers and updates of `separate_async`."""
 
 from collections.abc import Iterator
 
@@ -96,22 +96,26 @@ def separate_servers(config: DictConfig) -> Iterator[Problem]:
             )
     batch, mini = config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size
     updates = config.trainer.v1.separate_async.parameter_sync_step
-    source, offloaded = entropy_source(config), False
-    if config.actor_rollout_ref.actor.strategy != "megatron":
-        fsdp = config.actor_rollout_ref.actor.fsdp_config
-        offloaded = fsdp.param_offload or fsdp.offload_policy
-    compares = not source.skips_actor_pass or config.algorithm.entropy.check_every > 0
-    if offloaded and updates > 1 and compares and config.trainer.device != "cpu":
-        yield Problem(
-            f"{ACTOR}.fsdp_config.param_offload or offload_policy does not go with {updates} updates a step of "
-            "trainer.v1.trainer_mode=separate_async: verl saves the weights before each without a copy where they are "
-            "on the CPU, and would lose all updates but the last. Switch it off, or take old log-probs from the "
-            "rollout (algorithm.entropy.source=rollout with check_every=0)."
-        )
     if batch % mini == 0 and updates * mini != batch:
         yield Problem(
             f"trainer.v1.separate_async.parameter_sync_step={updates}: it must be {batch // mini}, the updates of a "
             f"step (data.train_batch_size / {ACTOR}.ppo_mini_batch_size)."
+        )
+
+
+def offload(config: DictConfig) -> Iterator[Problem]:
+    """`separate_async` saves the weights before each update, for old log-probs: FSDP's must not be on the CPU then."""
+    actor, updates = config.actor_rollout_ref.actor, config.trainer.v1.separate_async.parameter_sync_step
+    if config.trainer.v1.trainer_mode != "separate_async" or updates == 1 or actor.strategy == "megatron":
+        return
+    reads_actor = not entropy_source(config).skips_actor_pass or config.algorithm.entropy.check_every > 0
+    offloaded = actor.fsdp_config.param_offload or actor.fsdp_config.offload_policy
+    if offloaded and reads_actor and config.trainer.device != "cpu":  # `cpu_platform` copies
+        yield Problem(
+            f"{ACTOR}.fsdp_config.param_offload or offload_policy does not go with {updates} updates a step of "
+            "trainer.v1.trainer_mode=separate_async: verl saves weights that are on the CPU without a copy, and would "
+            "lose all updates but the last. Switch it off, or take old log-probs from the rollout "
+            "(algorithm.entropy.source=rollout with check_every=0)."
         )
 
 
@@ -144,4 +148,4 @@ def lengths(config: DictConfig) -> Iterator[Problem]:
         )
 
 
-RULES = (group, batches, separate_servers, lengths)
+RULES = (group, batches, separate_servers, offload, lengths)

@@ -20,6 +20,7 @@ _hydras = composing.compose
 
 @cache
 def _pickled(name: str, overrides: tuple[str, ...], methods: tuple[str, ...]) -> bytes:
+    """The methods decide which keys there are."""
     return pickle.dumps(_hydras(name, overrides=list(overrides)))
 
 
