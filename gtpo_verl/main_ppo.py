@@ -57,7 +57,7 @@ def prepare(config: DictConfig) -> None:
     from gtpo_verl.algorithms import algorithm_of
     from gtpo_verl.integrations.context import overlong
     from gtpo_verl.integrations.entropy_source import entropy_source
-    from gtpo_verl.rules import algorithm, rollout
+    from gtpo_verl.rules import algorithm, rollout, sizes
 
     if OmegaConf.select(config, "algorithm.guide.mode", default="off") != "off":
         raise UserError(
@@ -93,8 +93,9 @@ def prepare(config: DictConfig) -> None:
         )
     if entropy_source(config).skips_actor_pass:
         config.algorithm.rollout_correction.bypass_mode = True  # verl's name for "old log-probs are the rollout's"
-    rules = (algorithm.method_settings, algorithm.loss, algorithm.ignored, algorithm.verdicts, rollout.entropies)
-    refuse(evaluate(rules, config))
+    of_method = (algorithm.method_settings, algorithm.loss, algorithm.ignored, algorithm.verdicts)
+    of_length = (algorithm.overlong_penalty, sizes.lengths)
+    refuse(evaluate((*of_method, *of_length, algorithm.without_effect, rollout.entropies), config))
 
 
 def _check_estimator(name: str) -> None:

@@ -83,11 +83,39 @@ def test_entropies_of_the_rollout_skip_the_actors_pass() -> None:
         ("algorithm.rollout_correction.bypass_mode=true", "skips the pass that computes the actor's entropies"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s", "averages over sequences"),
         ("+algorithm.guide.mode=both", "algorithm.guide.mode=both: only `gtpo-verl train` gives rows"),
+        ("algorithm.gtpo.max_length=30000", "there is no setting 'max_length'"),
     ],
 )
 def test_what_does_not_go_together_is_refused_before_anything_starts(given: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         prepare(composed("algorithm.adv_estimator=gtpo", given))
+
+
+PENALTY = [
+    f"+reward.reward_kwargs.overlong_buffer_cfg.{item}" for item in ("enable=true", "len=64", "penalty_factor=1")
+]
+LIMIT, LENGTHS = "data.max_response_length=512", "+reward.reward_kwargs.max_resp_len=512"
+MANAGER = "reward.reward_manager.name=dapo"
+
+
+def test_the_penalty_for_length_is_the_same_for_every_estimator_or_refused() -> None:
+    """verl's own estimators get it from the reward manager alone, ours from its settings too."""
+    method = "algorithm.adv_estimator=fork20"
+    prepare(composed(method, *PENALTY, LIMIT, LENGTHS, MANAGER))
+    with pytest.raises(UserError, match=r"reward_manager\.name=naive applies no overlong penalty"):
+        prepare(composed(method, *PENALTY, LIMIT, LENGTHS))
+    for others in ([], [LENGTHS]):
+        with pytest.raises(UserError, match=r"differs from data\.max_response_length=2048"):
+            prepare(composed(method, *PENALTY, "data.max_response_length=2048", MANAGER, *others))
+
+
+def test_advantages_of_grpo_s_in_another_loss_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(composed("algorithm.adv_estimator=grpo_s"))
+    assert (
+        "note: GRPO-S is published with actor_rollout_ref.actor.policy_loss.loss_mode=grpo_s" in capsys.readouterr().out
+    )
+    prepare(composed("algorithm.adv_estimator=gtpo"))
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
@@ -179,9 +207,6 @@ def test_what_is_compared_sees_a_change() -> None:
     assert changed == {"environment", "attributes", "filters", "random"}
 
 
-SOFT = "++reward.reward_kwargs.overlong_buffer_cfg"
-
-
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
 def test_there_is_a_length_penalty_where_verls_overlong_buffer_is_on_and_nowhere_else(name: str) -> None:
     """The lengths are the run's: a method's own are those of another setting."""
@@ -191,7 +216,6 @@ def test_there_is_a_length_penalty_where_verls_overlong_buffer_is_on_and_nowhere
     assert config.algorithm[name].length_penalty == "none"
     with pytest.raises(UserError, match="length_penalty=soft takes its lengths from reward"):
         prepare(composed(*given))
-    buffer = (f"{SOFT}.enable=true", f"{SOFT}.len=64", f"{SOFT}.penalty_factor=1.0", f"{SOFT}.log=false")
-    config = composed(given[0], *buffer, "++reward.reward_kwargs.max_resp_len=512")
+    config = composed(given[0], *PENALTY, LIMIT, LENGTHS, MANAGER)
     prepare(config)
     assert config.algorithm[name].length_penalty == "soft"

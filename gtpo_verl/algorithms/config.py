@@ -6,7 +6,7 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -16,8 +16,6 @@ Config = TypeVar("Config")
 
 USUAL_SUMS = (1.0, 1.1)  # of base reward and entropy weight: the total is conserved; the late experiments of 2508.04349
 LOWEST_FLOOR = 1e-30  # nats; sums of its inverse stay far from the end of float32
-# A field that a run does not list under `algorithm.<name>`, because it keeps the value elsewhere.
-GIVEN_BY_RUN = {"given_by_run": True}
 
 Mean = Literal["arithmetic", "geometric"]
 GroupOrBatch = Literal["group", "batch"]
@@ -67,7 +65,7 @@ def config_from(kind: type[Config], mapping: Mapping[str, Any]) -> Config:
 
 def run_settings(kind: type) -> dict[str, Any]:
     """The keys of a run under `algorithm.<name>`, with their defaults: the dataclass is the only place of a default."""
-    return {item.name: item.default for item in fields(kind) if not item.metadata.get("given_by_run")}
+    return {item.name: item.default for item in fields(kind)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,6 @@ class ShapingConfig(Settings):
     length_penalty: which penalty `length_penalty_for` computes; the advantage functions apply the tensor they are
     given.
     length_denominator: of the soft penalty, `cache` (L1, DAPO eq. 13) or `max` (L2, as the early eq. 14 prints it).
-    max_length, cache_length: L2 and L1 of the soft penalty, in tokens.
     gamma: γ1 of the group-relative penalty, in (0.5, 1].
     """
 
@@ -106,8 +103,6 @@ class ShapingConfig(Settings):
     preserve_sign: bool = False
     length_penalty: Literal["none", "soft", "grop"] = "none"
     length_denominator: Literal["cache", "max"] = "cache"
-    max_length: int = field(default=20480, metadata=GIVEN_BY_RUN)
-    cache_length: int = field(default=4096, metadata=GIVEN_BY_RUN)
     gamma: float = 0.75
 
     def __post_init__(self) -> None:
@@ -119,21 +114,12 @@ class ShapingConfig(Settings):
                 f"entropy_floor must be above 0 (wrong responses use 1/H), at least {LOWEST_FLOOR:g}, got "
                 f"{self.entropy_floor}"
             )
-        check_lengths(self.max_length, self.cache_length)
         check_gamma(self.gamma)
 
     @property
     def compares_batch(self) -> bool:
         """Whether the entropies of all groups are compared."""
         return self.scope == "batch"
-
-
-def check_lengths(max_length: int, cache_length: int) -> None:
-    """Refuse lengths of the soft penalty that make no ramp: 0 < cache_length <= max_length."""
-    check("max_length", max_length, int)
-    check("cache_length", cache_length, int)
-    if cache_length > max_length:
-        raise ValueError(f"cache_length must not exceed max_length, got {cache_length} > {max_length}")
 
 
 def check_gamma(gamma: float) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.checks import check_bool, check_group_type
-from gtpo_verl.algorithms.config import ShapingConfig, check_gamma, check_lengths, choice
+from gtpo_verl.algorithms.config import ShapingConfig, check, check_gamma, choice
 from gtpo_verl.algorithms.groups import response_lengths
 
 
@@ -26,7 +26,10 @@ def soft_overlong_penalty(
     Source: DAPO (arXiv 2503.14476) eq. 13; arXiv 2508.04349, early eq. 14.
     """
     choice("denominator", denominator, ("cache", "max"))
-    check_lengths(max_length, cache_length)
+    check("max_length", max_length, int)
+    check("cache_length", cache_length, int)
+    if cache_length > max_length:
+        raise ValueError(f"cache_length must not exceed max_length, got {cache_length} > {max_length}")
     exact = lengths if lengths.is_floating_point() else lengths.double()
     free = max_length - cache_length  # L2 - L1
     slope = (free - exact) / (cache_length if denominator == "cache" else max_length)
@@ -73,14 +76,20 @@ def group_relative_overlong_penalty(
 
 
 def length_penalty_for(
-    config: ShapingConfig, lengths: torch.Tensor, correct: torch.Tensor, group: torch.Tensor
+    config: ShapingConfig,
+    lengths: torch.Tensor,
+    correct: torch.Tensor,
+    group: torch.Tensor,
+    max_length: int = 20480,
+    cache_length: int = 4096,
 ) -> torch.Tensor | None:
     """The penalty that `config.length_penalty` names, for the `length_penalty` argument of the advantage functions.
 
-    lengths (B,), correct (B,) and group (B,) as in `group_relative_overlong_penalty`. Returns (B,), or None for `none`.
+    lengths (B,), correct (B,) and group (B,) as in `group_relative_overlong_penalty`; max_length and cache_length, of
+    the soft penalty, as in `soft_overlong_penalty`. Returns (B,), or None for `none`.
     """
     if config.length_penalty == "soft":
-        return soft_overlong_penalty(lengths, config.max_length, config.cache_length, config.length_denominator)
+        return soft_overlong_penalty(lengths, max_length, cache_length, config.length_denominator)
     if config.length_penalty == "grop":
         return group_relative_overlong_penalty(lengths, correct, group, config.gamma)
     return None

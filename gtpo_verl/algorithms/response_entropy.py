@@ -84,7 +84,8 @@ def _empg(batch: Batch, config: EMPGConfig) -> AdvantageOutput:
     whole = mask.any(1, keepdim=True)
     H = response_means(entropies(batch), mask)
     low, high = H[whole].aminmax()
-    h = (H - low) / (high - low) if high > low else torch.zeros_like(H)
+    differ = high - low > 16 * torch.finfo(H.dtype).eps * high  # else by the rounding of the means
+    h = (H - low) / (high - low) if differ else torch.zeros_like(H)
     g = (-config.k * h).exp()
     A = response_means(A0, mask) * g / g[whole].mean()
     return output(torch.where(mask, A - A[whole].mean(), 0.0), A0, batch)

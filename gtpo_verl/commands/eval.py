@@ -88,6 +88,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print_summary(summaries)
     print_changes(changes)
+    (output / "pass_at_k.png").unlink(missing_ok=True)  # of an earlier evaluation
     drawn = [summary for summary in summaries if len(summary.pass_at) > 1]
     if drawn:
         from gtpo_verl.report.pass_at_k import pass_at_k_png

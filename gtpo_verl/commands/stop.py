@@ -2,11 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gtpo_verl.commands.options import declare
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.directory import RECORD_FILE, SWEEP_FILE
 from gtpo_verl.runs.lock import GRACE, ask_to_stop
+
+if TYPE_CHECKING:
+    from gtpo_verl.experiments.jobs import Jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,11 +27,9 @@ def run(args: argparse.Namespace) -> int:
 
         return experiment.stop(directory)
     if is_job(args.what):
-        from gtpo_verl.experiments.jobs import Jobs
         from gtpo_verl.experiments.status import print_jobs
 
-        jobs = Jobs(args.address)
-        jobs.known(args.what)
+        jobs = jobs_with(args.what, args.address)
         print(f"Stopping {args.what}: up to {args.grace:g} s for its step and checkpoint.", flush=True)
         jobs.stop(args.what, grace=args.grace)
         print_jobs([jobs.known(args.what)])
@@ -43,3 +45,15 @@ def run(args: argparse.Namespace) -> int:
 def is_job(name: str) -> bool:
     """Whether a word means a job: it is no path, and nothing here is called so."""
     return not Path(name).exists() and len(Path(name).parts) == 1
+
+
+def jobs_with(name: str, address: str | None) -> "Jobs":
+    """The jobs of a cluster. Raises UserError: it does not answer, or has no job of this name."""
+    from gtpo_verl.experiments.jobs import Jobs
+
+    try:
+        jobs = Jobs(address)
+        jobs.known(name)
+    except UserError as error:
+        raise UserError(f"{name} is no directory here, and as a job: {error}") from error
+    return jobs

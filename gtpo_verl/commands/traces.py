@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     subject = find_subject(args.model)
     overrides = overrides_of(args)
     config = configuration(subject, [*overrides, f"data.val_files={source}"])
-    config.data.filter_overlong_prompts = False  # rows are known by their number in the file
+    # rows are known by their number in the file
+    config.data.filter_overlong_prompts = False
+    config.data.val_max_samples = -1
     check_evaluation(config, overrides)
 
     export_environment(config)

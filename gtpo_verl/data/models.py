@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from gtpo_verl.errors import UserError, first_line
-from gtpo_verl.files import read_json, sha256_of, write_json
+from gtpo_verl.files import read_json, reading, sha256_of, write_json
 
 PREFIX = "gguf:"
 MANIFEST = "gtpo_verl_source.json"  # in the model directory: where its weights come from
@@ -58,8 +58,9 @@ def prepare_model(name: str, directory: Path, source: str | None = None, revisio
         wanted = {"repository": known.repository, "revision": revision}
     else:
         wanted = {"sha256": known.sha256 if known else sha256_of(file)}
-    if read_json(directory / MANIFEST) == wanted:
-        return False
+    with reading(directory / MANIFEST):
+        if read_json(directory / MANIFEST) == wanted:
+            return False
     if directory.exists() and any(directory.iterdir()):
         raise UserError(f"{directory} exists and is another model: choose another --output, or remove it.")
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -70,8 +71,7 @@ def prepare_model(name: str, directory: Path, source: str | None = None, revisio
         else:
             convert(_gguf_of(known, source, Path(scratch)) if known else file, made)
         write_json(made / MANIFEST, wanted)
-        shutil.rmtree(directory, ignore_errors=True)  # an empty one
-        made.rename(directory)
+        made.rename(directory)  # which is not there, or empty
     return True
 
 

@@ -3,13 +3,14 @@
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gtpo_verl import __version__
 from gtpo_verl.data.prompts import restyle, unwrap, wrap
-from gtpo_verl.data.sources import Dataset, Row, read
+from gtpo_verl.data.sources import Dataset, Row, is_missing, read
 from gtpo_verl.data.table import ParquetFile
 from gtpo_verl.data.traces import RESPONSES
 from gtpo_verl.errors import UserError, first_line
@@ -65,13 +66,18 @@ def prepare(request: Request) -> "Summary":
     should be, or no problem is left.
     """
     dataset, files, commit = request.dataset, list(request.files), None
+    if request.output.exists() and (_facts(request) or {}).get("output", {}).get("file") != request.output.name:
+        raise UserError(
+            f"{request.output} exists, and was not written by prepare-data: remove it, or choose another --output."
+        )
     if not files:
         assert dataset is not None
         files, commit = download(dataset, request.revision)
     columns = {name: getattr(request, name) for name in ("problem_column", "answer_column", "guide_column")}
     aime = dataset is not None and dataset.aime
     rows = (row for file in files for row in _with_progress(file, read(file, **columns, aime=aime)))
-    seen = {loose_key(row.problem) for file in request.against for row in read(file)}
+    others = (row for file in request.against for row in read(file, request.problem_column, answers=False))
+    seen = {loose_key(row.problem) for row in others}
     prepared, summary = select(rows, seen, conflicts=request.conflicts)
     if not prepared:
         raise UserError(f"{request.name}: no problem is left of {summary.rows} rows; nothing was written.")
@@ -93,7 +99,7 @@ def prepare(request: Request) -> "Summary":
 
 def is_current(request: Request) -> bool:
     """Whether the output was prepared by the same request from the same files, and has not changed since."""
-    facts = read_json(request.manifest)
+    facts = _facts(request)
     if facts is None or not request.output.is_file():
         return False
     inputs = [_checksum(file) for file in request.files]
@@ -101,6 +107,15 @@ def is_current(request: Request) -> bool:
     same_inputs = facts["inputs"] == inputs or not inputs
     wanted = (request.options(), [_checksum(file) for file in request.against], _checksum(request.output))
     return same_inputs and (facts["request"], facts["against"], facts["output"]) == wanted
+
+
+def _facts(request: Request) -> dict[str, Any] | None:
+    """The manifest of the last time; None where there is none, or another file of its name."""
+    with suppress(ValueError):
+        found = read_json(request.manifest)
+        if isinstance(found, dict) and {"request", "inputs", "against", "output"} <= set(found):
+            return found
+    return None
 
 
 def download(dataset: Dataset, revision: str) -> tuple[list[Path], str]:
@@ -143,25 +158,26 @@ class Summary:
 
 
 def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list[Row], Summary]:
-    """Keep the first row of every problem (white space and Unicode composition do not count), except for what is
-    rejected; ``seen``: loose keys of the problems to leave out.
+    """Keep the first row of every problem (white space and Unicode composition do not count, system messages do),
+    except for what is rejected; ``seen``: loose keys of the problems to leave out, under any system message.
     """
     summary = Summary()
-    first: dict[str, Row] = {}
-    times: dict[str, int] = {}
-    conflicting: set[str] = set()
+    first: dict[tuple[str, str], Row] = {}
+    times: dict[tuple[str, str], int] = {}
+    conflicting: set[tuple[str, str]] = set()
     for row in rows:
         summary.rows += 1
-        if row.answer is None or (isinstance(row.answer, str) and not row.answer.strip()):
+        if is_missing(row.answer):
             summary.without_answer += 1
             continue
-        key = " ".join(unicodedata.normalize("NFC", row.problem).split())
+        problem = " ".join(unicodedata.normalize("NFC", row.problem).split())
+        key = (problem, row.system)
         times[key] = times.get(key, 0) + 1
         if first.setdefault(key, row).answer != row.answer:
             conflicting.add(key)
-    overlapping = {key for key in first if seen and loose_key(key) in seen}
+    overlapping = {key for key in first if seen and loose_key(key[0]) in seen}
     summary.overlapping, summary.conflicting = len(overlapping), len(conflicting)
-    summary.conflict_examples = sorted(key[:100] for key in conflicting)[:3]
+    summary.conflict_examples = sorted(problem[:100] for problem, _ in conflicting)[:3]
     dropped = overlapping | (conflicting if conflicts == "drop" else set())
     kept = [key for key in first if key not in dropped]
     summary.problems = len(kept)

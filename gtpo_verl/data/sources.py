@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,16 @@ DATASETS = {
 
 @dataclass
 class Row:
-    """One row: the problem, its answer, its identifier in the source; ``prompt`` and ``rest`` (all its columns) of a
-    row in verl's schema only; ``guide``: responses of a guiding policy, None where there is no column of them.
+    """One row: the problem, which is the whole dialogue where there is one, its answer, its identifier in the source;
+    ``prompt``, ``system`` (its messages of that role) and ``rest`` (all its columns) of a row in verl's schema only;
+    ``guide``: responses of a guiding policy, None where there is no column of them.
     """
 
     problem: str
     answer: Any
     identity: str | None
-    prompt: list[dict[str, str]] | None = None
+    prompt: list[dict[str, Any]] | None = None
+    system: str = ""
     rest: dict[str, Any] = field(default_factory=dict)
     guide: list[Any] | None = None
 
@@ -61,8 +64,10 @@ def read(
     *,
     aime: bool = False,
     guide_column: str | None = None,
+    answers: bool = True,
 ) -> Iterator[Row]:
     """Read the rows of a parquet or JSONL file, one at a time; ``guide_column`` has responses of a guiding policy.
+    Without ``answers`` the problems alone are wanted, and the columns named may be those of another file.
 
     Raises UserError: the file has another format or is incomplete; a row does not match the layout.
     """
@@ -70,7 +75,7 @@ def read(
     for number, values in enumerate(_records(file)):
         place = f"{file}, row {number}"
         if number == 0:
-            columns = _columns(file, list(values), problem_column, answer_column)
+            columns = _columns(file, list(values), problem_column, answer_column, answers=answers)
             if columns:
                 wanted = f"the columns {columns[0]} and {columns[1]}"
         try:
@@ -90,9 +95,11 @@ def read(
 
 
 def _columns(
-    file: Path, columns: Sequence[str], problem: str | None, answer: str | None
-) -> tuple[str, str, str | None] | None:
+    file: Path, columns: Sequence[str], problem: str | None, answer: str | None, *, answers: bool
+) -> tuple[str, str | None, str | None] | None:
     """The columns of the problem, the answer and the identifier, the first two perhaps given; None: verl's schema."""
+    if not answers:
+        problem, answer = problem if problem in columns else None, None
     if problem is None and answer is None and {"prompt", "reward_model"} <= set(columns):
         return None
     for option, name in (("--problem-column", problem), ("--answer-column", answer)):
@@ -100,7 +107,7 @@ def _columns(
             raise UserError(f"{option} {name}: {file} has no such column; it has {', '.join(columns)}.")
     problem = problem or _find(columns, PROBLEM_COLUMNS)
     answer = answer or _find(columns, ANSWER_COLUMNS)
-    if problem is None or answer is None:
+    if problem is None or (answer is None and answers):
         raise UserError(
             f"{file} has neither verl's columns (prompt, reward_model) nor a problem and an answer: name them with "
             f"--problem-column and --answer-column. It has {', '.join(columns)}."
@@ -125,7 +132,7 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                values = json.loads(line.decode("utf-8"))
+                values = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:  # a replacement would be in prompts and answers
                 raise UserError(f"{file}, line {number} is not UTF-8 ({error.reason}): convert the file.") from error
             except (ValueError, RecursionError) as error:
@@ -136,20 +143,29 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _from_verl(values: dict[str, Any]) -> Row:
-    prompt = [{"role": str(message["role"]), "content": str(message["content"])} for message in values["prompt"]]
-    question = next((message["content"] for message in reversed(prompt) if message["role"] == "user"), None)
-    if question is None:
+    # a parquet file has every field that any message has
+    prompt = [{name: value for name, value in message.items() if value is not None} for message in values["prompt"]]
+    for message in prompt:
+        if not isinstance(message["content"], str):
+            raise TypeError(f"a content is {type(message['content']).__name__}, and not text")
+    last = max((number for number, message in enumerate(prompt) if message["role"] == "user"), default=None)
+    if last is None:
         raise TypeError("prompt has no message of role user")
+    texts = [
+        unwrap(message["content"])[0] if number == last else message["content"] for number, message in enumerate(prompt)
+    ]
+    system = [text for message, text in zip(prompt, texts, strict=True) if message["role"] == "system"]
+    dialogue = [text for message, text in zip(prompt, texts, strict=True) if message["role"] != "system"]
     index = (values.get("extra_info") or {}).get("index")
-    identity = None if index is None else str(index)
-    return Row(unwrap(question)[0], values["reward_model"]["ground_truth"], identity, prompt, dict(values))
+    identity, truth = None if index is None else str(index), values["reward_model"]["ground_truth"]
+    return Row("\n".join(dialogue), truth, identity, prompt, "\n".join(system), dict(values))
 
 
-def _from_columns(values: dict[str, Any], problem: str, answer: str, identity: str | None) -> Row:
+def _from_columns(values: dict[str, Any], problem: str, answer: str | None, identity: str | None) -> Row:
     if not isinstance(values[problem], str):
         raise TypeError(f"{problem} is {type(values[problem]).__name__}")
     name = values.get(identity) if identity else None
-    return Row(values[problem].strip(), _text(values[answer]), None if name is None else str(name))
+    return Row(values[problem].strip(), _text(values[answer]) if answer else "", None if name is None else str(name))
 
 
 def _responses(values: dict[str, Any], column: str, place: str) -> list[Any]:
@@ -167,8 +183,15 @@ def _responses(values: dict[str, Any], column: str, place: str) -> list[Any]:
 
 
 def _text(answer: Any) -> str:
-    if answer is None:
+    if is_missing(answer):
         return ""
+    if not isinstance(answer, str | Number):
+        raise TypeError(f"an answer is {type(answer).__name__}, and neither text nor a number")
     if isinstance(answer, float) and answer.is_integer():
         answer = int(answer)  # a column of integers with missing values is read as floats
     return str(answer).strip()
+
+
+def is_missing(answer: Any) -> bool:
+    """Whether an answer is none: null, NaN, as tables without null have it, or text without a character."""
+    return answer is None or answer != answer or (isinstance(answer, str) and not answer.strip())

@@ -87,7 +87,7 @@ class JsonFile:
         if text.startswith("["):
             self._rows = json.loads(text)
         else:
-            self._rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            self._rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         if not all(isinstance(row, dict) for row in self._rows):
             raise ValueError("a row is no object")
         columns = list(self._rows[0]) if self._rows else []

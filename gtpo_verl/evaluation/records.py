@@ -142,6 +142,11 @@ def open_evaluation(directory: Path, facts: Mapping[str, Any], *, fresh: bool) -
         problems.unlink(missing_ok=True)
     elif record.is_file() and problems.is_file():
         same_settings(directory, "an evaluation", _recorded_settings(directory), facts["settings"])
+        former = read_json(record)
+        if other := differences(former.get("versions") or {}, facts.get("versions") or {}):
+            print(f"note: this evaluation goes on with other versions ({other}); --fresh begins it anew.", flush=True)
+        attempt = {name: former.get(name) for name in ("created", "command", "versions", "hardware")}
+        facts = {**facts, "earlier": [*former.get("earlier", []), attempt]}
     write_json(record, facts)
     return ProblemFile(problems)
 
@@ -155,7 +160,7 @@ def changes_since(
     directory: Path, settings: Mapping[str, Any], samples: Sequence[Sample], *, limit: int, threshold: float
 ) -> dict[str, Figure]:
     """The change in accuracy, by data source, from the evaluation in ``directory`` to ``samples``; empty where there is
-    none, or where it has other settings (another model aside).
+    none, where it lacks a problem of these, or where it has other settings (another model aside).
     """
     if not (directory / PROBLEMS_FILE).is_file():
         return {}
@@ -163,4 +168,8 @@ def changes_since(
     now = json.loads(json.dumps(settings))
     if differences(_recorded_settings(directory) | other_model, now | other_model):
         return {}
-    return paired_changes(ProblemFile(directory / PROBLEMS_FILE).samples(limit=limit, threshold=threshold), samples)
+    before = ProblemFile(directory / PROBLEMS_FILE).samples(limit=limit, threshold=threshold)
+    if lacking := {sample.problem for sample in samples} - {sample.problem for sample in before}:
+        print(f"note: {directory} lacks {len(lacking)} of these problems, so the change since then is not shown.")
+        return {}
+    return paired_changes(before, samples)

@@ -29,8 +29,10 @@ def print_summary(summaries: Iterable[SourceSummary]) -> None:
 def print_changes(changes: Mapping[str, Figure]) -> None:
     """Print the change of each data source since before the training."""
     for source, figure in changes.items():
-        value, interval = _cells(figure, share=True)
-        print(f"{source}: {value} since before the training, 95 % interval {interval}, paired by problem")
+        low, high = figure.low, figure.high
+        interval = "no spread" if low is None or high is None else f"{100 * low:+.1f} to {100 * high:+.1f}"
+        change = f"{100 * figure.value:+.1f} points since before the training"
+        print(f"{source}: {change}, 95 % interval {interval}, paired by problem")
 
 
 def _cells(figure: Figure, share: bool) -> tuple[str, str]:

@@ -38,8 +38,9 @@ _OF_ROLLOUT = (
 )
 IGNORED = (
     *(f"actor_rollout_ref.rollout.{key}" for key in _OF_ROLLOUT),
-    # the training data, and the batches and order in which validation rows are read
-    *("data.train_*", "data.*batch_size", "data.shuffle", "data.validation_shuffle"),
+    # the training data, and the batches and order in which validation rows are read (not `data.shuffle`, by which
+    # `data.val_max_samples` chooses them)
+    *("data.train_*", "data.*batch_size", "data.validation_shuffle"),
     *("data.dataloader_num_workers", "data.filter_overlong_prompts_workers"),
     # compared by content below: the validation files and the model
     *("data.val_files", "actor_rollout_ref.model.path"),

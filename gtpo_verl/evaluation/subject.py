@@ -1,6 +1,7 @@
 """What ``gtpo-verl eval`` evaluates: a run, a checkpoint or a model, and the configuration to evaluate it with."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def _of_run(directory: Path, *, before: bool) -> Subject:
 
 
 def _of_checkpoint(directory: Path) -> Subject:
-    directory = directory.resolve()
+    directory = Path(os.path.abspath(directory))  # not resolved: RUN/checkpoints may be a link to another disk
     model = hf_weights(directory)
     if model is None:
         command, merged = merging(directory)

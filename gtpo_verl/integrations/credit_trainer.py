@@ -90,6 +90,10 @@ class CreditTrainer(PPOTrainer):
             metrics.update(self.guide.metrics(self.update))
         return batch
 
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self.credit.without_truncated(self.update, metrics):
+            return super()._update_actor(batch, metrics)
+
 
 def credit_trainer_class(trainer_mode: str) -> type[CreditTrainer]:
     """verl's trainer of this mode with credit assignment."""

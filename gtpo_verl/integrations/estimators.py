@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from omegaconf import DictConfig
 
-from gtpo_verl.algorithms import Algorithm, algorithms
+from gtpo_verl.algorithms import Algorithm, algorithms, response_lengths
 from gtpo_verl.algorithms.mixed_policy import guide_config, guided_advantages
 from gtpo_verl.integrations.context import current_context, length_penalty
 
@@ -41,10 +41,10 @@ def estimator(entry: Algorithm) -> Estimator:
             tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
             of_last: dict[str, Any] = {name: value[rows] for name, value in tensors.items()}
             batch, lengths = replace(batch, **of_last), None if lengths is None else lengths[rows]
-        penalty = length_penalty(settings, batch, context.overlong, lengths)
-        if batch.guide is not None:  # it is no fault of the policy that its guide's responses are long
-            penalty = penalty.masked_fill(batch.guide, 0)
-        batch = replace(batch, length_penalty=penalty)
+        if batch.guide is not None:  # the guide's responses have no penalty, and are no measure of the policy's
+            lengths = response_lengths(batch.response_mask) if lengths is None else lengths
+            lengths = lengths.masked_fill(batch.guide, 0)
+        batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong, lengths))
         if batch.guide is None:
             out = entry.advantages(batch, settings)
         else:

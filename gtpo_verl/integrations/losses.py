@@ -17,6 +17,7 @@ from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 from verl.workers.config import ActorConfig, PolicyLossConfig
 
 from gtpo_verl.algorithms import losses as surrogates
+from gtpo_verl.algorithms.config import NotNegative, ZeroToOne, check
 from gtpo_verl.algorithms.grpo_s import GRPO_S
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.temporarily import bound
@@ -47,12 +48,14 @@ class GTPOPolicyLossConfig(PolicyLossConfig):
     def __post_init__(self) -> None:
         if self.seq_ratio not in ("arithmetic", "geometric"):
             raise UserError(f"{KEY}.seq_ratio must be arithmetic or geometric, got {self.seq_ratio!r}")
-        if not 0 <= self.seq_clip_ratio_low <= 1:
-            raise UserError(f"{KEY}.seq_clip_ratio_low must be in [0, 1], got {self.seq_clip_ratio_low}")
-        if self.seq_clip_ratio_high < 0:
-            raise UserError(f"{KEY}.seq_clip_ratio_high must not be negative, got {self.seq_clip_ratio_high}")
-        if min(self.beta1, self.beta2) < 0:
-            raise UserError(f"{KEY}.beta1 and beta2 must not be negative, got {self.beta1} and {self.beta2}")
+        kinds = dict.fromkeys(("seq_clip_ratio_high", "beta1", "beta2"), NotNegative) | {
+            "seq_clip_ratio_low": ZeroToOne
+        }
+        try:
+            for name, kind in kinds.items():
+                check(f"{KEY}.{name}", getattr(self, name), kind)
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
 
 def guided_ppo_loss(

@@ -185,8 +185,7 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
             return batch
         if self.guide.on:
             self.guide.mark(batch)
-        with self.credit.without_truncated(self.update, metrics):
-            batch = super()._update_actor(batch, metrics)
+        batch = super()._update_actor(batch, metrics)
         self.not_finite.update(self.global_steps, self.update, metrics)
         return batch
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import algorithm_of, algorithms
+from gtpo_verl.algorithms.mixed_policy import GUIDED_LOSSES
 from gtpo_verl.config import written
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.entropy_source import entropy_source
@@ -42,7 +43,7 @@ def loss(config: DictConfig) -> Iterator[Problem]:
         yield Problem(
             f"{key}={loss} averages over sequences: set {ACTOR}.loss_agg_mode={needed[loss]} (it is {chosen})."
         )
-    if loss in needed and method is not None and method.level == "token":
+    if (loss in needed or loss == "geo_mean") and method is not None and method.level == "token":
         yield Problem(
             f"{key}={loss} takes one advantage a response, and algorithm.adv_estimator={method.estimator} gives every "
             f"token its own: set {key}={method.loss}."
@@ -52,7 +53,8 @@ def loss(config: DictConfig) -> Iterator[Problem]:
             f"{ACTOR}.loss_agg_mode={chosen} divides by the length of the longest response of each micro-batch: set "
             f"{ACTOR}.loss_scale_factor, for instance to data.max_response_length={config.data.max_response_length}."
         )
-    if loss in CLIPS_TOKENS:
+    guided = OmegaConf.select(config, "algorithm.guide.mode", default="off") != "off"
+    if loss in CLIPS_TOKENS or (guided and GUIDED_LOSSES.get(loss) in CLIPS_TOKENS):
         if actor.clip_ratio_low is None or actor.clip_ratio_low > 1:
             yield Problem(f"{ACTOR}.clip_ratio_low must be from 0 to 1 with {key}={loss}.")
         if actor.clip_ratio_high is None:
@@ -110,7 +112,7 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
 def overlong_penalty(config: DictConfig) -> Iterator[Problem]:
     """All algorithms get the same soft overlong penalty."""
     settings, manager, chosen = OmegaConf.select(config, OVERLONG), config.reward.reward_manager, algorithm_of(config)
-    if not settings.enable:
+    if not (settings and settings.enable):  # verl's own configuration has no such section
         name = chosen.name if chosen else ""
         if config.algorithm.get(name, {}).get("length_penalty") == "soft":
             yield Problem(
@@ -118,9 +120,9 @@ def overlong_penalty(config: DictConfig) -> Iterator[Problem]:
                 f"{OVERLONG}.enable=true, or algorithm.{name}.length_penalty=none."
             )
         return
-    if (settings.penalty_factor or 0) <= 0:
+    if (settings.get("penalty_factor") or 0) <= 0:
         yield Problem(
-            f"{OVERLONG}.penalty_factor={settings.penalty_factor}: it must be above 0; {OVERLONG}.enable=false "
+            f"{OVERLONG}.penalty_factor={settings.get('penalty_factor')}: it must be above 0; {OVERLONG}.enable=false "
             "switches the penalty off."
         )
     if manager.source == "register" and manager.name != "dapo":
@@ -135,6 +137,12 @@ def without_effect(config: DictConfig) -> Iterator[Problem]:
     actor, chosen = config.actor_rollout_ref.actor, algorithm_of(config)
     if chosen is None:
         return
+    objective = (actor.policy_loss.loss_mode, actor.loss_agg_mode)
+    if chosen.verl_estimator is None and objective != (chosen.loss, chosen.aggregation):
+        yield note(
+            f"{chosen.label} is published with {ACTOR}.policy_loss.loss_mode={chosen.loss} and {ACTOR}.loss_agg_mode="
+            f"{chosen.aggregation}: this run takes its advantages alone, with {objective[0]} and {objective[1]}."
+        )
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if chosen.needs_several_updates and updates == 1 and not entropy_source(config).skips_actor_pass:
         yield note(
@@ -147,7 +155,8 @@ def without_effect(config: DictConfig) -> Iterator[Problem]:
             f"{chosen.label} trains on groups of one polarity too, and dynamic sampling removes them: set "
             f"{GROUPS}.enable=false."
         )
-    if chosen.trains_without_contrast and "rewards" not in chosen.needs and OmegaConf.select(config, OVERLONG).enable:
+    penalised = OmegaConf.select(config, f"{OVERLONG}.enable")
+    if chosen.trains_without_contrast and "rewards" not in chosen.needs and penalised:
         yield note(f"{chosen.label} reads the verdict alone: the overlong penalty has no effect on it.")
 
 

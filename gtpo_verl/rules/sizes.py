@@ -121,30 +121,31 @@ def offload(config: DictConfig) -> Iterator[Problem]:
 
 def lengths(config: DictConfig) -> Iterator[Problem]:
     """The engine holds the longest sequence, and the overlong penalty grows up to the limit of a response."""
-    reward, limit = config.reward.reward_kwargs, config.data.max_response_length
-    overlong, longest = reward.overlong_buffer_cfg, longest_sequence(config)
+    reward, limit = config.reward.get("reward_kwargs") or {}, config.data.max_response_length
+    overlong, longest = reward.get("overlong_buffer_cfg") or {}, longest_sequence(config)
     engine = config.actor_rollout_ref.rollout.max_model_len
     if engine is not None and engine < longest:
         yield Problem(
             f"{ROLLOUT}.max_model_len={engine} is shorter than {PROMPT_AND_RESPONSE} = {longest}: raise it, or set it "
             "to null."
         )
-    if not overlong.enable:
+    if not overlong.get("enable"):
         return
-    if reward.max_resp_len != limit:
+    of_reward, length = reward.get("max_resp_len"), overlong.get("len")
+    if of_reward != limit:
         why = (
             "the full penalty would never be reached"
-            if reward.max_resp_len > limit
+            if (of_reward or 0) > limit
             else "verl's DAPO reward would go beyond the full penalty, and GTPO's and GRPO-S's would not"
         )
         yield Problem(
-            f"reward.reward_kwargs.max_resp_len={reward.max_resp_len} differs from data.max_response_length={limit}: "
-            f"{why}. Remove the override; max_resp_len follows the limit."
+            f"reward.reward_kwargs.max_resp_len={of_reward} differs from data.max_response_length={limit}: {why}. It "
+            "follows the limit in `gtpo-verl train` unless it is overridden; set it to the same."
         )
-    if overlong.len is not None and not 0 < overlong.len <= limit:
+    if not isinstance(length, int) or not 0 < length <= limit:
         yield Problem(
-            f"{OVERLONG}.len={overlong.len} must be between 1 and data.max_response_length={limit}: it is the number "
-            "of tokens before the limit over which the penalty grows."
+            f"{OVERLONG}.len={length} must be a whole number from 1 to data.max_response_length={limit}: the tokens "
+            "before the limit over which the penalty grows."
         )
 
 

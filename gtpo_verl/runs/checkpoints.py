@@ -262,9 +262,11 @@ def check_folder(folder: Path, layout: Layout) -> None:
 
 
 def prune(directory: Path, keep: int | None) -> list[int]:
-    """Remove the oldest checkpoints up to the tracked one but for the last ``keep``, None or 0 for all; their steps."""
+    """Remove the oldest checkpoints up to the tracked one but for the last ``keep``; their steps. None, 0 and negative
+    numbers keep all, as in verl.
+    """
     latest = tracked_step(directory)
-    if not keep or latest is None:
+    if keep is None or keep <= 0 or latest is None:
         return []
     old = [step for step in checkpoints(directory) if step <= latest][:-keep]
     for step in old:

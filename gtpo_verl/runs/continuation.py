@@ -5,7 +5,7 @@ What a run was trained with is its ``config.yaml`` and the checksums in ``run.js
 
 import fnmatch
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ FREE = (
     *("*.max_num_batched_tokens", "*.max_num_seqs", "*.enable_chunked_prefill", "*.enable_prefix_caching"),
     *("*.enable_sleep_mode", "*.disable_log_stats", "*.layered_summon", "*.multi_stage_wake_up", "*.poll_interval"),
 )
+# Of these, what is taken from a checkpoint, and what changes Megatron's loss.
+_NOT_FREE = ("*.checkpoint.load_contents", *(f"*.override_transformer_config.{name}" for name in ("*dropout", "moe_*")))
 
 # What verl takes from the checkpoint, with the state of optimizer and scheduler, whatever the command says.
 RESTORED = ("*.optim.lr", "*.optim.weight_decay", "*.optim.betas")
@@ -56,7 +58,12 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 def decides(key: str) -> bool:
     """Whether a dotted key decides what is trained."""
-    return not is_bookkeeping(key) and not any(fnmatch.fnmatchcase(key, pattern) for pattern in FREE)
+    free = _matches(key, FREE) and not _matches(key, _NOT_FREE)
+    return not is_bookkeeping(key) and not free
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def changes(run_dir: Path, config: DictConfig, *, contents: bool = True) -> Changes:
@@ -100,7 +107,7 @@ def _follows(key: str, text: Mapping[str, Any], found: Collection[str]) -> bool:
 
 def refusal(found: Changes, allowed: Collection[str]) -> str | None:
     """What is said of changes that make another training of it and are not ``allowed``, by key or section, or None."""
-    restored = {key: found[key] for key in found if any(fnmatch.fnmatchcase(key, pattern) for pattern in RESTORED)}
+    restored = {key: found[key] for key in found if _matches(key, RESTORED)}
     if restored:
         return (
             f"{in_words(restored)}: verl restores optimizer and schedule from the checkpoint, so the change would have "

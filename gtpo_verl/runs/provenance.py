@@ -58,9 +58,9 @@ def code_state(root: Path = _PACKAGE.parent) -> tuple[dict[str, str | None], str
     ``diff`` is a SHA-256 of the changes, None without any. Both are None outside of a checkout, as in a wheel, whose
     version says what it is; for the package of a job `keep_code_state` has said where it is from.
     """
-    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
-    inside = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    if commit is None or inside is None or Path(inside).resolve() != root.resolve():
+    commit = (_output("git", "-C", str(root), "rev-parse", "HEAD") or "").strip()
+    inside = (_output("git", "-C", str(root), "rev-parse", "--show-toplevel") or "").rstrip("\n")
+    if not commit or not inside or Path(inside).resolve() != root.resolve():
         kept = read_json(root / _CODE[0] / KEPT_FILE) or {"code": {"commit": None, "diff": None}, "changes": ""}
         return kept["code"], kept["changes"]
     places = [place for place in _CODE if (root / place).exists()]
@@ -134,9 +134,9 @@ def _combined(lines: Iterable[str]) -> str:
 
 
 def _output(*command: str, accept: tuple[int, ...] = (0,)) -> str | None:
-    """What a program prints, without the newline at its end; None where it is not installed or fails."""
+    """What a program prints; None where it is not installed or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.rstrip("\n") if done.returncode in accept else None
+    return done.stdout if done.returncode in accept else None

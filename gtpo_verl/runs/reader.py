@@ -10,7 +10,9 @@ is left out with a note, and only the logged mean of each data source is known.
 
 import hashlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +55,8 @@ UNKNOWN_SOURCE = "unknown"  # as verl names the source of rows without one
 _LARGEST = 1e100  # of a metric; what is above, such as ±1e308, overflows in differences and axes
 _LAST_STEP = 10**12
 _THRESHOLD = "algorithm.correct_threshold"
+_KEY = re.compile(r"(?P<session>.+_\d+)_\d+")  # of a line in verl's dump, uid_session_output
+_SAMPLES = "actor_rollout_ref.rollout.val_kwargs.n"
 _LOGGED_ACCURACY = (
     re.compile(r"^val/(?P<source>.+)/mean@(?P<samples>\d+)$"),  # this package's: the share of correct samples
     re.compile(r"^val-core/(?P<source>.+)/acc/mean@(?P<samples>\d+)$"),  # verl's: the mean of acc
@@ -317,6 +321,7 @@ def _read_validations(
     notes: list[str] = []
     unassigned = []
     partial_credit = 0
+    read: dict[int, list[_Sample]] = {}
     for step, file in sorted(files.items()):
         if step > last_step:
             notes.append(f"validation of step {step} left out: the metrics end at step {last_step}")
@@ -327,7 +332,16 @@ def _read_validations(
             unassigned.append(str(step))
             continue
         partial_credit += sum(sample.acc not in (0, 1, None) for sample in samples)
-        for validation in _by_source(samples, step, threshold):
+        read[step] = samples
+    known = {sample.prompt: sample for samples in read.values() for sample in samples}
+    per_prompt = int(config.get(_SAMPLES) or 1)
+    for step, samples in read.items():
+        lost, left = _that_never_came(samples, known.values(), metrics.get(step, {}), per_prompt)
+        if lost:
+            notes.append(f"{_count(len(lost), 'sample')} of the validation of step {step} that failed counted as wrong")
+        if left:
+            notes.append(f"{_count(left, 'sample')} of the validation of step {step} that failed left out")
+        for validation in _by_source([*samples, *lost], step, threshold):
             validations.setdefault(validation.source, []).append(validation)
     if unassigned:
         notes.append(
@@ -353,6 +367,7 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
     """The samples of a validation, none where no sample has a verdict; ``default``: the logged data sources."""
     fallback = UNKNOWN_SOURCE if not default else default[0] if len(default) == 1 else None
     samples = []
+    sessions = set()
     torn = without = 0
     for number, line in read_json_lines(file):
         if line is None:
@@ -360,6 +375,12 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
             continue
         if not isinstance(line, dict) or "input" not in line:
             raise UserError(f"{file}, line {number}: expected a validation sample as verl dumps it, with input and acc")
+        if match := _KEY.fullmatch(str(line.get("uid"))):
+            if (
+                match["session"] in sessions
+            ):  # a later output: all have the verdict of the session, the first its prompt
+                continue
+            sessions.add(match["session"])
         acc = line.get("acc")
         if not isinstance(acc, int | float | None):
             raise UserError(f"{file}, line {number}: acc is {acc!r}, expected the verifier's verdict, a number")
@@ -382,6 +403,32 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
         # verl counts a sample whose generation or verification failed as wrong, and so do we
         notes.append(f"{_count(without, 'sample')} of the validation of step {step} without a verdict counted as wrong")
     return samples, notes
+
+
+def _that_never_came(
+    samples: Sequence[_Sample], known: Collection[_Sample], logged: Mapping[str, float], per_prompt: int
+) -> tuple[list[_Sample], int]:
+    """The samples of a validation that failed, of which verl writes no line, as wrong ones; and how many of them belong
+    to no prompt that is known.
+
+    known: a sample of each prompt of the run. logged: metrics of the step. per_prompt: samples asked for.
+    """
+    lost, left = [], 0
+    came = Counter(sample.prompt for sample in samples)
+    for source in {sample.source for sample in known}:
+        failed = int(logged.get(f"val/{source}/failed_samples", 0))
+        if not failed:
+            continue
+        missing = []
+        for sample in known:
+            if sample.source == source:  # a prompt that the data repeats has several times the number of samples
+                wanted = per_prompt * max(math.ceil(came[sample.prompt] / per_prompt), 1)
+                missing += [sample._replace(acc=None)] * (wanted - came[sample.prompt])
+        if len(missing) == failed:
+            lost += missing
+        else:
+            left += failed
+    return lost, left
 
 
 def _by_source(samples: Sequence[_Sample], step: int, threshold: float) -> Iterator[Validation]:

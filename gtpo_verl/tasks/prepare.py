@@ -22,7 +22,7 @@ import numpy as np
 
 from gtpo_verl import __version__
 from gtpo_verl.errors import UserError
-from gtpo_verl.files import read_json, write_json
+from gtpo_verl.files import read_json, reading, write_json
 from gtpo_verl.runs.lock import preparing
 from gtpo_verl.runs.statistics import cluster_standard_error
 from gtpo_verl.tasks import EmbeddedTask, Task, task_of
@@ -57,8 +57,11 @@ def prepare_task(task: EmbeddedTask, directory: Path, *, seed: int = 0) -> Task:
     if (found := _load(directory, key)) is not None:
         console.print(f"Task: reusing {directory} (baseline accuracy {found.baseline:.3f})")
         return found
-    if directory.exists() and not (directory / MANIFEST).is_file() and any(directory.iterdir()):
-        raise UserError(f"{directory} exists and is not a prepared task; choose another directory or remove it")
+    if directory.exists() and any(directory.iterdir()) and not _replaceable(directory):
+        raise UserError(
+            f"{directory} exists and is not a prepared task, or holds other files too: choose another directory, or "
+            "remove it."
+        )
 
     with preparing(directory, announce=lambda line: console.print(f"Task: {line}")):
         for leftover in directory.parent.glob(f".{directory.name}.unfinished-*"):  # of one that was killed
@@ -76,6 +79,17 @@ def prepare_task(task: EmbeddedTask, directory: Path, *, seed: int = 0) -> Task:
     assert made is not None
     console.print(f"Task: ready in {directory}")
     return made
+
+
+def _replaceable(directory: Path) -> bool:
+    """Whether a directory holds a prepared task, of whatever parameters, and nothing else."""
+    try:
+        manifest = read_json(directory / MANIFEST) or {}
+    except ValueError:
+        return False
+    task = Task(directory)
+    own = {MANIFEST, *(path.name for path in (task.model_path, task.train_file, task.val_file))}
+    return {"key", "parameters"} <= set(manifest) and {path.name for path in directory.iterdir()} <= own
 
 
 def use_embedded_prompts(config: "DictConfig") -> None:
@@ -272,5 +286,6 @@ def _key(task: EmbeddedTask, parameters: dict[str, Any]) -> str:
 
 def _load(directory: Path, key: str) -> Task | None:
     """Return the task in ``directory``, or None where there is none or it has another key."""
-    manifest = read_json(directory / MANIFEST)
+    with reading(directory / MANIFEST):
+        manifest = read_json(directory / MANIFEST)
     return Task(directory, manifest) if manifest and manifest.get("key") == key else None

@@ -18,7 +18,8 @@ with warnings.catch_warnings():  # its requirements compile with warnings
     warnings.simplefilter("ignore")
     from reasoning_gym import factory, utils
 
-NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+NUMBER = re.compile(r"(?:(?<!\w)[-+])?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+MINUS = "\N{MINUS SIGN}"
 
 
 def judge(response: str, truth: str) -> tuple[bool, str]:
@@ -43,7 +44,7 @@ def read_answer(response: str, reader: str) -> str | None:
     "Answer:" on its line; `boxed`, the last \\boxed{}; `response`, all of it.
     """
     if reader == "number":
-        numbers = NUMBER.findall(response)
+        numbers = NUMBER.findall(response.replace(MINUS, "-"))
         return numbers[-1].rstrip(",") if numbers else None
     if reader == "tags":
         return utils.extract_answer(response)

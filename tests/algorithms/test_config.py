@@ -22,8 +22,6 @@ SHARED = {
     "preserve_sign": False,
     "length_penalty": "none",
     "length_denominator": "cache",
-    "max_length": 20480,
-    "cache_length": 4096,
     "gamma": 0.75,
 }
 
@@ -65,8 +63,6 @@ def test_settings_cannot_change():
         ({"entropy_clip": "ab"}, "entropy_clip must be two numbers"),
         ({"entropy_clip": (0.2, 0.25, 0.3)}, "entropy_clip must be two numbers"),
         ({"preserve_sign": "yes"}, "preserve_sign must be true or false"),
-        ({"max_length": 100, "cache_length": 200}, "cache_length must not exceed max_length"),
-        ({"cache_length": 0}, "cache_length must be a whole number, at least 1"),
         ({"gamma": 0.5}, r"gamma must be in \(0.5, 1\]"),
         ({"gamma": 1.1}, r"gamma must be in \(0.5, 1\]"),
     ],
@@ -79,7 +75,6 @@ def test_impossible_values(changes, message):
 def test_bounds_that_meet_are_possible():
     GTPOConfig(alpha1=0.9, alpha2=0.1, clip_kappa=9.0)  # 0.9 * (1 + 1/9) is 1 but for its last bit
     GTPOConfig(gamma=1.0)
-    GTPOConfig(max_length=4096, cache_length=4096)
 
 
 def test_from_a_mapping():
@@ -90,6 +85,8 @@ def test_from_a_mapping():
         config_from(GTPOConfig, {"alpha_1": 0.9})
     with pytest.raises(ValueError, match="there is no setting 'clip_kappa'"):
         config_from(GRPOSConfig, {"clip_kappa": 2.0})
+    with pytest.raises(ValueError, match="there is no setting 'max_length'"):  # of the run, not of the method
+        config_from(GTPOConfig, {"max_length": 100})
     with pytest.raises(ValueError, match="negatives must be one of"):
         config_from(GTPOConfig, {"negatives": None})
 
@@ -105,16 +102,16 @@ def test_the_length_penalty_a_config_names():
     lengths = torch.tensor([10, 90, 95, 0])
     correct, group = torch.tensor([True, True, True, False]), torch.zeros(4, dtype=torch.int64)
     assert length_penalty_for(GTPOConfig(), lengths, correct, group) is None
-    soft = GTPOConfig(length_penalty="soft", max_length=100, cache_length=20, length_denominator="max")
+    soft = GTPOConfig(length_penalty="soft", length_denominator="max")
     expected = soft_overlong_penalty(lengths, 100, 20, "max")
-    torch.testing.assert_close(length_penalty_for(soft, lengths, correct, group), expected)
+    torch.testing.assert_close(length_penalty_for(soft, lengths, correct, group, 100, 20), expected)
     # K = max((10 + 95) / 2, 65) = 65.
     grop = GRPOSConfig(length_penalty="grop", gamma=0.9)
     expected = torch.tensor([0, -12.5 / 65, -15 / 65, 0], dtype=torch.float64)
     torch.testing.assert_close(length_penalty_for(grop, lengths, correct, group), expected)
 
 
-@pytest.mark.parametrize(("maximum", "cache"), [(100, 0), (0, 10), (10, 11), (100, -1)])
+@pytest.mark.parametrize(("maximum", "cache"), [(100, 0), (0, 10), (10, 11), (100, -1), (100, 4.5)])
 def test_penalty_lengths_that_make_no_ramp(maximum, cache):
     with pytest.raises(ValueError, match="length"):
         soft_overlong_penalty(torch.tensor([1]), maximum, cache)

@@ -239,6 +239,18 @@ def test_rl_zvp_is_dapo_where_every_group_has_contrast() -> None:
     torch.testing.assert_close(advantages("rl_zvp", batch), advantages("dapo", batch), atol=0, rtol=0)
 
 
+def test_equal_entropies_are_equal_for_empg_in_responses_of_any_length() -> None:
+    """The rounding of their means is not stretched to [0, 1]."""
+    mask = torch.arange(40) < torch.tensor([3, 7, 13, 40])[:, None]
+    correct = torch.tensor([True, True, True, False])
+    batch = Batch(
+        mask, torch.zeros(4, dtype=torch.int64), correct, torch.full((4, 40), 0.1), torch.where(correct, 1.0, -1.0)
+    )
+    A = advantages("empg", batch)[:, 0]
+    assert A[:3].max() - A[:3].min() < 1e-6
+    assert A[0] - A[3] > 1
+
+
 def test_empg_without_k_is_dapo_less_its_mean() -> None:
     batch = fixture_f()
     base = advantages("dapo", batch)

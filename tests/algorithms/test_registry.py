@@ -12,11 +12,11 @@ from gtpo_verl.algorithms import (
     GTPOConfig,
     algorithm,
     algorithms,
+    group_relative_overlong_penalty,
     grpo_advantages,
     grpo_s_advantages,
     gtpo_advantages,
     registry,
-    soft_overlong_penalty,
 )
 from gtpo_verl.errors import UserError
 
@@ -51,12 +51,16 @@ def test_without_a_config_the_published_setting_holds() -> None:
 
 
 def test_a_penalty_that_the_config_names_is_computed_and_one_in_the_batch_wins() -> None:
-    config = GTPOConfig(length_penalty="soft", max_length=5, cache_length=2)
-    bare = replace(FULL, length_penalty=None)
+    config = GTPOConfig(length_penalty="grop", gamma=0.51)
+    mask = torch.arange(5) < torch.tensor([5, 3, 3, 1, 5, 2])[:, None]
+    bare = replace(FULL, response_mask=mask, length_penalty=None)
     computed = algorithm("gtpo").advantages(bare, config).advantages
-    given = replace(FULL, length_penalty=soft_overlong_penalty(MASK.sum(1), 5, 2))
+    penalty = group_relative_overlong_penalty(mask.sum(1), CORRECT, GROUP, 0.51)
+    assert penalty.min() < 0
+    given = replace(bare, length_penalty=penalty)
     torch.testing.assert_close(computed, algorithm("gtpo").advantages(given, config).advantages)
-    assert (computed - algorithm("gtpo").advantages(FULL, config).advantages).abs().max() > 1e-3
+    other = replace(bare, length_penalty=PENALTY)
+    assert (computed - algorithm("gtpo").advantages(other, config).advantages).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("name", "missing"), [("gtpo", "entropy"), ("grpo_s", "entropy"), ("dapo", "rewards")])

@@ -87,6 +87,11 @@ def test_weights_of_an_earlier_checkpoint_are_not_taken_for_the_runs(run_dir: Pa
     shutil.copytree(run_dir / "model", run_dir / "checkpoints" / "global_step_2" / "actor" / "huggingface")
     assert find_subject(str(run_dir)).output.name == "global_step_2"
     assert find_subject(str(run_dir / "checkpoints" / "global_step_1")).output.name == "global_step_1"
+    (run_dir / "checkpoints").rename(run_dir.parent / "big-disk")
+    (run_dir / "checkpoints").symlink_to(run_dir.parent / "big-disk")
+    elsewhere = find_subject(str(run_dir))
+    assert elsewhere.output == run_dir / "evaluation" / "global_step_2"
+    assert elsewhere.config_file == run_dir / "config.yaml"
 
 
 def test_before_is_the_model_the_run_started_from(run_dir: Path, model: Path) -> None:
@@ -261,8 +266,24 @@ def test_the_change_since_before_needs_the_same_settings(
     changes = changes_since(tmp_path / "before", settings, samples, **limits)
     assert changes["sums"].value == pytest.approx(0.25)
     print_changes(changes)
-    assert capsys.readouterr().out.startswith("sums: 25.0 % since before the training, 95 % interval ")
+    assert capsys.readouterr().out.startswith("sums: +25.0 points since before the training, 95 % interval ")
     assert changes_since(tmp_path / "before", settings | {"n": 3}, samples, **limits) == {}
+    more = [*samples, *record(4, [1.0]).samples(**limits)]
+    assert changes_since(tmp_path / "before", settings, more, **limits) == {}
+    assert "before lacks 1 of these problems" in capsys.readouterr().out
+
+
+def test_an_evaluation_keeps_what_its_earlier_problems_were_made_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in ("0.1", "0.1", "0.2"):
+        file = open_evaluation(
+            tmp_path, {"settings": {}, "versions": {"vllm": version}, "created": version}, fresh=False
+        )
+        file.file.touch()
+    recorded = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [each["versions"]["vllm"] for each in (*recorded["earlier"], recorded)] == ["0.1", "0.1", "0.2"]
+    assert capsys.readouterr().out.count("goes on with other versions (vllm was 0.1, is 0.2)") == 1
 
 
 def test_a_model_that_cannot_be_loaded_is_refused_before_the_task_is_made(

@@ -105,7 +105,7 @@ def test_a_sweep_is_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_any_other_name_is_a_job(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "my-job", "--address", "http://127.0.0.1:1"]) == 2
-    assert "no Ray cluster answers at http://127.0.0.1:1" in capsys.readouterr().err
+    assert "my-job is no directory here, and as a job: no Ray cluster answers at http" in capsys.readouterr().err
 
 
 def test_what_neither_is_cannot_be_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

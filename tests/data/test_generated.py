@@ -76,6 +76,9 @@ def test_the_verdict_is_the_generators_own(tmp_path: Path) -> None:
     [
         ("number", "3 + 4 is 7. Not -1,234.50.", "-1,234.50"),
         ("number", "seven", None),
+        ("number", "The answer is \N{MINUS SIGN}5.", "-5"),
+        ("number", "on pages 3-5", "5"),
+        ("number", "so x=-5", "-5"),
         ("tags", "<answer> 7 </answer> and <answer>8</answer>", "8"),
         ("tags", "7", None),
         ("answer", "Answer: 6\nAnswer: 7 \n", "7"),

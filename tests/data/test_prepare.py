@@ -23,6 +23,9 @@ def prepare(*arguments: object) -> int:
     return main(["prepare-data", *map(str, arguments)])
 
 
+VERL: dict[str, Any] = {"reward_model": {"ground_truth": "1"}}
+
+
 def rows_of(directory: Path) -> Rows:
     (file,) = directory.glob("*.parquet")
     return pq.read_table(file).to_pylist()
@@ -202,6 +205,42 @@ def test_rows_without_an_answer_are_left_out(write: Write, tmp_path: Path) -> No
     assert prepare("parquet", write("mine.jsonl", rows), "--output", output) == 0
     assert len(rows_of(output)) == 1
     assert manifest(output)["summary"]["without_answer"] == 3
+    rows = [{"problem": p, "answer": a} for p, a in (("A", 1.5), ("B", float("nan")), ("C", None))]
+    assert prepare("parquet", write("floats.parquet", rows), "--output", tmp_path / "floats") == 0
+    assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "floats")] == ["1.5"]
+
+
+def test_a_dialogue_is_the_problem_and_its_messages_are_kept(write: Write, tmp_path: Path) -> None:
+    def row(*messages: tuple[str, str], **others: Any) -> dict[str, Any]:
+        prompt = [{"role": role, "content": text} | others for role, text in messages]
+        return {"prompt": prompt, "reward_model": {"ground_truth": str(len(messages))}}
+
+    ends = [("assistant", "2"), ("user", "Go on.")]
+    rows: Rows = [row(("user", "Count to 9."), *ends), row(("user", "Count to 8."), *ends, name="Ann")]
+    rows += [row(("system", "Be brief."), ("user", "1 + 1?")), row(("system", "Think."), ("user", "1 + 1?"))] * 2
+    other = write("other.jsonl", [{"question": "1+1?", "answer": None}])  # of which the problem alone is wanted
+    for name in ("mine.jsonl", "mine.parquet"):
+        whole, less = tmp_path / f"{name}-whole", tmp_path / f"{name}-less"
+        assert prepare("parquet", write(name, rows), "--output", whole) == 0
+        found = [row["prompt"] for row in rows_of(whole)]
+        assert [prompt[0]["content"] for prompt in found] == ["Count to 9.", "Count to 8.", "Be brief.", "Think."]
+        assert found[1][0]["name"] == "Ann"
+        assert prepare("parquet", write(name, rows), "--output", less, "--against", other) == 0
+        assert manifest(less)["summary"]["overlapping"] == 2
+
+
+def test_a_file_that_is_not_its_own_is_not_replaced(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    foreign = write("out/mine.parquet", [{"precious": 1}])
+    file = write("mine.jsonl", [{"problem": "A", "answer": "1"}])
+    assert prepare("parquet", file, "--output", output) == 2
+    assert "mine.parquet exists, and was not written by prepare-data" in capsys.readouterr().err
+    (output / "mine.parquet.manifest.json").write_text("{")
+    assert prepare("parquet", file, "--output", output) == 2
+    assert pq.read_table(foreign).column_names == ["precious"]
 
 
 def test_problems_of_the_test_set_are_left_out_of_the_training_set(
@@ -304,7 +343,9 @@ def test_without_a_network_the_message_says_what_to_pass(
         (("parquet", "{corrupt}"), "corrupt.parquet is not a parquet file, or it is damaged"),
         (("parquet", "{folder}"), "is a directory: name its files"),
         (("parquet", "{rows}", "--problem-column", "nope"), "--problem-column nope"),
-        (("parquet", "{verl}"), "row 0: TypeError"),
+        (("parquet", "{verl}"), "row 0: AttributeError"),
+        (("parquet", "{parts}"), "row 0: TypeError: a content is list, and not text"),
+        (("parquet", "{listed}"), "row 0: TypeError: an answer is list, and neither text nor a number"),
         (("math-500", "{rows}"), "--from"),
         (("parquet", "--from", "{rows}"), "--from is for data sets of the hub"),
     ],
@@ -318,7 +359,9 @@ def test_what_is_wrong_is_said(
         "corrupt": tmp_path / "corrupt.parquet",
         "text": tmp_path / "text.csv",
         "rows": write("rows.jsonl", [{"problem": "A", "answer": "1"}]),
-        "verl": write("verl.jsonl", [{"prompt": "A", "reward_model": {"ground_truth": "1"}}]),
+        "parts": write("parts.jsonl", [VERL | {"prompt": [{"role": "user", "content": [{"text": "A"}]}]}]),
+        "listed": write("listed.jsonl", [{"problem": "A", "answer": ["1"]}]),
+        "verl": write("verl.jsonl", [VERL | {"prompt": "A"}]),
     }
     files["torn"].write_bytes(b"PAR1")
     files["corrupt"].write_bytes(b"PAR1" + bytes(200) + b"PAR1")

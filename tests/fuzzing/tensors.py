@@ -47,8 +47,6 @@ SETTINGS: Mapping[str, Draw] = {
     "preserve_sign": _of(False, True),
     "length_penalty": _of("none", "soft", "grop"),
     "length_denominator": _of("cache", "max"),
-    "max_length": _of(1, 2, 8, 20480),
-    "cache_length": _of(1, 2, 4, 20480),
     "gamma": _of(0.5000001, 0.75, 1.0),
     "entropy_clip": _of(None, (0.0, 0.0), (0.0, 1e-45), (0.2, 2.0), (5.0, 5.0)),
     "entropy_floor": _of(1e-30, 1e-6, 1e-3, 1.0),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo import core_algos
@@ -106,12 +106,9 @@ def test_the_penalty_factor_of_the_run_reaches_every_arm(batch: Batch, name: str
 
 @pytest.mark.parametrize("name", ["gtpo", "grpo_s"])
 def test_without_an_overlong_buffer_no_penalty_of_other_lengths_takes_its_place(batch: Batch, name: str) -> None:
-    """The lengths in a method's settings are not the run's; here some responses are longer."""
     data, correct, entropy = batch
     soft = compose_config([f"algorithm.{name}.length_penalty=soft"]).algorithm
     none = compose_config([f"algorithm.{name}.length_penalty=none"]).algorithm
-    with open_dict(soft):
-        soft[name].update(max_length=12, cache_length=6)
     context = CreditContext(given(data, correct, entropy))
     assert torch.equal(advantages(name, data, soft, context), advantages(name, data, none, context))
 
@@ -155,6 +152,23 @@ def test_a_long_response_of_the_guide_is_not_punished(batch: Batch, name: str) -
     long_own = advantages(name, data, config, CreditContext(of_guide, overlong, lengths.masked_fill(~guide, 12)))
     assert torch.equal(long_guide, plain)
     assert (long_own - plain).abs().max() > 1e-3
+
+
+def test_a_response_of_the_guide_is_no_measure_of_the_policys_lengths(batch: Batch) -> None:
+    data, correct, entropy = batch
+    config = compose_config(["algorithm.gtpo.length_penalty=grop", "algorithm.gtpo.gamma=0.51"]).algorithm
+    easy = torch.ones_like(correct)
+    easy[::6] = False
+    guide = torch.arange(24) % 6 == 5
+    of_guide = given(data, easy, entropy, guide=guide, rewards=torch.where(easy, 1.0, -1.0))
+    lengths = torch.arange(24) % 6 * 3 + 3
+    found = [
+        advantages("gtpo", data, config, CreditContext(of_guide, lengths=lengths.masked_fill(guide, length)))
+        for length in (1, 1000)
+    ]
+    assert torch.equal(*found)
+    longer = CreditContext(of_guide, lengths=lengths + torch.arange(24) % 6 * 9)
+    assert (advantages("gtpo", data, config, longer) - found[0]).abs().max() > 1e-3
 
 
 def test_another_method_gets_scores_and_penalty_apart(batch: Batch) -> None:

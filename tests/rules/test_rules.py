@@ -171,7 +171,14 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("actor_rollout_ref.rollout.max_model_len=100", "is shorter than data.max_prompt_length"),
         ("reward.reward_kwargs.max_resp_len=4096", "the full penalty would never be reached"),
         ("reward.reward_kwargs.max_resp_len=1024", "verl's DAPO reward would go beyond the full penalty"),
-        ("reward.reward_kwargs.overlong_buffer_cfg.len=4096", "must be between 1 and data.max_response_length=2048"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=4096", "must be a whole number from 1 to data.max_resp"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=4.5", "len=4.5 must be a whole number from 1"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.len=null", "len=None must be a whole number from 1"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean", "takes one advantage a response"),
+        ("actor_rollout_ref.actor.loss_scale_factor=-5", "loss_scale_factor=-5: it must be a finite number above 0"),
+        ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff=nan: it must be a finite number"),
+        ("actor_rollout_ref.actor.policy_loss.beta1=nan", "policy_loss.beta1 must be a finite number, got nan"),
+        ("+algorithm.gtpo.max_length=100", "there is no setting 'max_length'"),
         ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0", "penalty_factor=0: it must be above 0"),
         ("reward.reward_manager.name=naive", "applies no overlong penalty: set it to dapo"),
         ("reward.reward_model.enable=true", "without a reward function gives scores and no verdict"),
@@ -439,6 +446,13 @@ def test_a_preset_whose_penalty_would_be_dropped_is_refused(composed: Composer) 
     stages.check(composed("algo=gtpo_v1_clip"))
     with pytest.raises(UserError, match="length_penalty=soft takes its lengths from"):
         stages.check(composed("algo=gtpo_v1_clip", f"{OVERLONG}=false"))
+
+
+def test_a_guided_loss_needs_the_clip_range_that_it_reads(composed: Composer) -> None:
+    clip = "actor_rollout_ref.actor.clip_ratio_low=1.5"
+    stages.check(composed("algo=dapo", clip))  # verl's own loss takes it
+    with pytest.raises(UserError, match=r"clip_ratio_low must be from 0 to 1 with .*loss_mode=vanilla"):
+        stages.check(composed("algo=dapo", "algorithm.guide.mode=zero", clip))
 
 
 def test_without_the_penalty_its_lengths_do_not_matter(composed: Composer) -> None:

@@ -190,7 +190,7 @@ def test_a_folder_that_the_user_names_must_be_complete(saved: Path) -> None:
 
 def test_what_is_removed_lies_before_what_the_tracker_names(saved: Path) -> None:
     (saved / TRACKER).write_text("8")
-    assert prune(saved, None) == []
+    assert prune(saved, None) == prune(saved, 0) == prune(saved, -1) == []  # verl's words for all
     assert prune(saved, 2) == []
     assert prune(saved, 1) == [4]
     assert list(checkpoints(saved)) == [8, 12]

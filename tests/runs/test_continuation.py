@@ -152,6 +152,10 @@ def test_a_damaged_configuration_is_named(train: Train, tmp_path: Path) -> None:
         ("data.max_response_length", True),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", False),
         ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", False),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.attention_dropout", True),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method", False),
+        ("actor_rollout_ref.actor.checkpoint.load_contents", True),
+        ("actor_rollout_ref.actor.checkpoint.save_contents", False),
         ("trainer.run_dir", False),
     ],
 )

@@ -46,6 +46,11 @@ def test_code_is_a_commit_and_what_was_changed_in_it(checkout: Path):
     added, changes = code_state(checkout)
     assert "+y = 3" in changes
     assert added["diff"] != edited["diff"]
+    (checkout.parent / "code.diff").write_text(changes)
+    git(checkout, "checkout", "-q", "--", ".")
+    (checkout / "gtpo_verl" / "new.py").unlink()
+    git(checkout, "apply", "../code.diff")
+    assert code_state(checkout) == (added, changes)
 
 
 def test_an_installed_package_has_no_commit_even_below_somebody_elses_checkout(checkout: Path):

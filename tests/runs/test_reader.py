@@ -180,6 +180,39 @@ def test_samples_without_verdict_count_as_wrong_as_in_verl(tmp_path: Path):
     )
 
 
+VAL_SAMPLES = "actor_rollout_ref: {rollout: {val_kwargs: {n: 2}}}"
+
+
+def test_samples_that_never_came_count_as_wrong(tmp_path: Path):
+    """verl writes no line of them; how many there were is in the metrics."""
+    (tmp_path / "config.yaml").write_text(VAL_SAMPLES)
+    logged = [step(number, **{"val/math/failed_samples": failed}) for number, failed in ((0, 0), (1, 3), (2, 3))]
+    write_metrics(tmp_path / "metrics.jsonl", *logged)
+    p, q, twice = ({"input": name, "acc": 1, "data_source": "math"} for name in ("p", "q", "twice"))
+    write_metrics(tmp_path / "validation" / "0.jsonl", p, p, q, q, twice, twice, twice, twice)
+    write_metrics(
+        tmp_path / "validation" / "1.jsonl", p, p, twice, twice, twice
+    )  # all of q, one of the repeated prompt
+    write_metrics(tmp_path / "validation" / "2.jsonl", p, p, q, q, twice, twice)  # which were lost is not known
+    arm = read_run(tmp_path).trainings[0]
+    accuracies = [sorted(each.accuracy.tolist()) for each in arm.validations["math"]]
+    assert accuracies == [[1, 1, 1], [0, 0.75, 1], [1, 1, 1]]
+    assert [sorted(each.counts.tolist()) for each in arm.validations["math"]] == [[2, 2, 4], [2, 2, 4], [2, 2, 2]]
+    assert arm.notes == (
+        "3 samples of the validation of step 1 that failed counted as wrong",
+        "3 samples of the validation of step 2 that failed left out",
+    )
+
+
+def test_a_session_is_one_sample_whatever_its_outputs(tmp_path: Path):
+    write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
+    prompts = {"a_0_0": "p", "a_0_1": "p and more", "a_0_2": "p and still more", "a_1_0": "p"}
+    lines = [{"input": text, "acc": int(key == "a_1_0"), "uid": key} for key, text in prompts.items()]
+    write_metrics(tmp_path / "validation" / "0.jsonl", *lines)
+    (validation,) = read_run(tmp_path).trainings[0].validations["unknown"]
+    assert (validation.accuracy.tolist(), validation.counts.tolist()) == ([0.5], [2])
+
+
 def test_validation_without_any_verdict_is_left_out(tmp_path: Path):
     write_metrics(tmp_path / "metrics.jsonl", step(0, x=1))
     write_metrics(tmp_path / "validation" / "0.jsonl", {"input": "p", "score": 0.3})

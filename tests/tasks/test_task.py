@@ -320,6 +320,21 @@ def test_a_directory_with_something_else_is_refused_and_kept(name: str, tmp_path
     assert (tmp_path / "task" / name).read_text() == "mine"
 
 
+def test_what_is_not_the_tasks_own_is_never_replaced(tmp_path: Path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "manifest.json").write_text('{"name": "my data"}')
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "manifest.json").write_text('{"key": "another", "parameters": {}}')
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    for name in ("other", "mine"):
+        with pytest.raises(UserError, match="not a prepared task, or holds other files too"):
+            prepare_task(tmp_path / name, **QUICK)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
+    (tmp_path / "other" / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+        prepare_task(tmp_path / "other", **QUICK)
+
+
 def test_an_empty_directory_is_taken(tmp_path: Path):
     (tmp_path / "task").mkdir()
     assert prepare_task(tmp_path / "task", **QUICK).model_path.is_dir()

@@ -98,9 +98,10 @@ class Credit:
         """``credit/*``, and what the verifier says of the responses; of a session with several outputs, the last."""
         last = step.last_output.unique()
         counts = torch.zeros(len(step.keys), dtype=torch.bool).index_fill(0, last, True)
-        mask = step.mask & step.of_tokens(counts)
-        (advantages,) = step.fetch("advantages")
         method = algorithm_of(self._config)
+        alike = method is None or method.guide == "alike"  # rows of a guide are as any other
+        mask = (step.mask if alike else step.own_mask) & step.of_tokens(counts)
+        (advantages,) = step.fetch("advantages")
         if method is not None and issubclass(method.config, ShapingConfig):  # theirs lack the spread alone
             rows = zip(step.rows(advantages), step.rows(mask), strict=True)
             spread = mean_spread(values[valid] for values, valid in rows)
@@ -112,7 +113,9 @@ class Credit:
                 step.padded(advantages), step.padded(mask), batch.group, batch.correct, batch.entropy
             )
         found |= context.metrics
-        found["entropy_all"] = step.fetch(self.entropy_column)[0][step.mask].mean().item()
+        own = step.fetch(self.entropy_column)[0][step.own_mask]
+        if len(own):
+            found["entropy_all"] = own.mean().item()
         infos = [step.infos[number] for number in last.tolist()]
         accuracy = {"training/accuracy": step.correct[last].float().mean().item()}
         return {f"credit/{name}": value for name, value in found.items()} | verifier_metrics(infos) | accuracy

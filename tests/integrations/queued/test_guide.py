@@ -207,6 +207,11 @@ def test_other_methods_compare_own_rows_alone(tmp_path: Path, columns: Columns, 
     assert advantages[3, 0] > 0, "the guide's row in a group whose own rows are all wrong"
     assert advantages[0, 0] < 0, "and so they are punished"
     assert 0 <= metrics["guide/clipfrac"] <= 1
+    assert metrics["credit/responses"] == 6, "own rows"
+    own = torch.cat(
+        [row for row, of_guide, real in zip(columns.entropy, OF_GUIDE, REAL, strict=True) if real and not of_guide]
+    )
+    assert metrics["credit/entropy_all"] == pytest.approx(own.mean().item(), rel=1e-5)
 
     tokens_in_all = int(mask.sum())
     loss = loss_of_worker(trainer, batch, columns, tokens_in_all)

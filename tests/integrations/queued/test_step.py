@@ -235,6 +235,23 @@ def test_credit_needs_nothing_but_verls_trainer_and_configuration(tmp_path: Path
     assert metrics["credit/responses"] == 8
 
 
+def test_truncated_responses_are_masked_in_the_update_of_verls_trainer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    monkeypatch.setattr(
+        PPOTrainerSync,
+        "_update_actor",
+        lambda self, batch, metrics: seen.append(read(batch)[0].sum(-1).tolist()) or batch,
+    )
+    trainer = verls_trainer(
+        "algorithm.adv_estimator=gtpo", "+algorithm.overlong_filtering=true", "data.max_response_length=3"
+    )
+    rows = {"a_0_0": Row(2, True, entropy=torch.ones(2)), "a_1_0": Row(3, entropy=torch.ones(3))}
+    batch, metrics = to_advantages(trainer, put(trainer, rows))
+    trainer._update_actor(batch, metrics)
+    assert seen == [[2, 0]]
+    assert metrics["training/overlong_filtered_share"] == 0.5
+
+
 @pytest.mark.parametrize("name", ["score", "acc"])  # of a reward function that returns one number, verl makes `acc`
 def test_scores_that_differ_where_verdicts_do_not_are_named(name: str) -> None:
     """Right answers worth 0.9 under a threshold of 1: nothing is learnt, and the score looks healthy."""
