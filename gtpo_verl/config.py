@@ -195,7 +195,14 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
         if len(of_groups) < len(parsed):  # else there is no key to check
             _check_keys(parsed, _defaults(tuple(map(line_of, of_groups))))
         with hydras_errors("these overrides do not compose"):
-            return compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
+            config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
+    if misplaced := [group for group in GROUPS if group in config]:
+        group = misplaced[0]
+        raise UserError(
+            f"{group}={chosen(overrides, group)}: its file sets keys of a section {group!r}, which nothing reads: let "
+            "it begin with the line `# @package _global_`."
+        )
+    return config
 
 
 def print_config(overrides: Sequence[str], what: str, *, package: str | None = None, resolve: bool = False) -> None:
@@ -223,6 +230,13 @@ def _with_plus(item: Override) -> str:
 
 def _is_free(item: Override) -> bool:
     return not _FREE.isdisjoint(item.key_or_group.split(".")[:-1])
+
+
+def _of_methods() -> set[str]:
+    """The sections whose keys are the fields of a dataclass of ours."""
+    from gtpo_verl.algorithms import algorithms
+
+    return {f"algorithm.{name}" for name in (*algorithms(), "guide")}
 
 
 def _check_single(parsed: Sequence[Override]) -> None:
@@ -299,10 +313,9 @@ def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None
             known = [*GROUPS, *defaults]
             tail = key.rpartition(".")[2]  # it may be right and the section wrong
             same = next((f"; did you mean {other}?" for other in known if other.rpartition(".")[2] == tail), ".")
-            raise UserError(
-                f"{key}: no such key{did_you_mean(key, known) or same} To add a key that verl reads but does not list, "
-                f"write +{key}=..."
-            )
+            method = key.rpartition(".")[0] in _of_methods()
+            add = "" if method else f" To add a key that verl reads but does not list, write +{key}=..."
+            raise UserError(f"{key}: no such key{did_you_mean(key, known) or same}{add}")
         problem = None if item.is_delete() else _misfit(key, item.value(), defaults.get(key))
         if problem:
             raise UserError(f"{item.input_line}: {problem}")

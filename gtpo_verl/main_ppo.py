@@ -30,14 +30,14 @@ def arguments(given: Sequence[str]) -> list[str]:
     ours = {THRESHOLD, *(f"algorithm.{name}" for name in ("entropy", *algorithms()))}
     changed = []
     for argument, before in zip(given, ("", *given), strict=False):
-        flag, _, value = argument.partition("=")
+        flag, equals, value = argument.partition("=")
         key = ".".join(flag.lstrip("+").split(".")[:2])  # algorithm.<method>
         if before in CONFIG_PATH:
             argument = _from_verl(argument)
         elif flag in CONFIG_PATH and value:
             argument = f"{flag}={_from_verl(value)}"
-        elif key in ours:
-            argument = f"++{argument.lstrip('+')}"
+        elif key in ours:  # without = it is the section behind --package
+            argument = f"++{argument.lstrip('+')}" if equals else argument
         elif flag == "algo":
             raise UserError(f"{argument} is for gtpo-verl train: here it is algorithm.adv_estimator={value}.")
         elif hint := did_you_mean(key.lower().replace("-", "_"), ours, cutoff=0.94):

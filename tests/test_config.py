@@ -264,6 +264,9 @@ def test_a_wrong_override_is_answered_with_the_right_one(override: str, hint: st
     with pytest.raises(UserError, match=hint) as caught:
         compose_config([override])
     assert "\n" not in str(caught.value)
+    assert ("write +" in str(caught.value)) is override.startswith(("data.", "gtpo.", "sett")), (
+        "a method's keys are all listed"
+    )
 
 
 @pytest.mark.slow
@@ -370,6 +373,10 @@ def test_a_users_own_configuration_is_found_by_config_dir_and_by_hydras_search_p
     assert (config.algorithm.gtpo.alpha2, config.trainer.nnodes) == (0.3, 3)
     with pytest.raises(UserError, match="no such directory"):
         with_config_dir([], tmp_path / "c")
+    (tmp_path / "a" / "setting").mkdir()
+    (tmp_path / "a" / "setting" / "mine.yaml").write_text("trainer: {nnodes: 3}\n")
+    with pytest.raises(UserError, match="setting=mine: its file sets keys of a section 'setting', which nothing reads"):
+        compose_config(with_config_dir(["setting=mine"], tmp_path / "a"))
 
 
 @pytest.mark.parametrize(

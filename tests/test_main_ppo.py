@@ -34,6 +34,7 @@ def test_settings_of_ours_need_no_plus_and_a_relative_path_is_verls() -> None:
     config = str(verl_config_dir())
     assert arguments(["--config-path=config"]) == [f"--config-path={config}"]
     assert arguments(["-cp", "config", "x=1"]) == ["-cp", config, "x=1"]
+    assert arguments(["--cfg", "job", "-p", "algorithm.gtpo"]) == ["--cfg", "job", "-p", "algorithm.gtpo"]
     assert arguments(["--config-path=/mine", "--config-path=pkg://mine"]) == [
         "--config-path=/mine",
         "--config-path=pkg://mine",

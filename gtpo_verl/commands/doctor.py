@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     """Run all checks; returns 0 only if a run would work."""
     if args.tensor_parallel < 1:
         raise UserError(f"--tensor-parallel {args.tensor_parallel}: it must be at least 1.")
+    if not args.cluster and (args.dir or args.model or args.tensor_parallel > 1):
+        raise UserError("--dir, --model and --tensor-parallel are for --cluster: add it, or leave them out.")
     console = Console(highlight=False, soft_wrap=True)
     findings = check_versions()
     if all(finding.ok for finding in findings):

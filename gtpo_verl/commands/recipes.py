@@ -1,6 +1,7 @@
 """``gtpo-verl recipes``: named experiments, launchers and documentation, which come with the package."""
 
 import argparse
+import itertools
 import shutil
 from pathlib import Path
 
@@ -29,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
         _copy_to(args.directory)
     else:
         for script in sorted((root() / "recipe").glob("*_*.sh")):
-            print(f"{script.stem:22}{script.read_text().splitlines()[1].removeprefix('# ')}")
+            comment = itertools.takewhile(lambda line: line.startswith("# "), script.read_text().splitlines()[1:])
+            text = " ".join(line.removeprefix("# ") for line in comment)
+            print(f"{script.stem:22}{text.split('. ')[0].rstrip('.:')}")
         print(
             "\n`gtpo-verl recipes copy DIR` copies them with launchers and documentation; recipe/README.md says how to "
             "run one."

@@ -65,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Install what is not installed yet, so that an interrupted set-up goes on when repeated; returns the exit code."""
     if not args.cpu:
-        raise UserError("`gtpo-verl setup` needs --cpu. On a machine with GPUs: pip install 'gtpo-verl[gpu]'.")
+        raise UserError(
+            "`gtpo-verl setup` needs --cpu. On a machine with GPUs: the two commands of docs/start/install.md."
+        )
     started = time.monotonic()
     check_environment()
     versions = pinned_versions()

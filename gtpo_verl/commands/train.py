@@ -77,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
         from gtpo_verl.experiments.run import train as train_all
 
         return train_all(args.overrides, None, Where(local=True))
-    if args.resolve and args.cfg is None:
-        raise UserError("--resolve goes with --cfg.")
+    if (args.resolve or args.package) and args.cfg is None:
+        raise UserError(f"{'--resolve' if args.resolve else '--package'} goes with --cfg.")
     overrides, note = with_hardware(args.overrides)
     config = compose_config(overrides)
     if args.cfg is not None:

@@ -141,7 +141,8 @@ def without_effect(config: DictConfig) -> Iterator[Problem]:
     if chosen.verl_estimator is None and objective != (chosen.loss, chosen.aggregation):
         yield note(
             f"{chosen.label} is published with {ACTOR}.policy_loss.loss_mode={chosen.loss} and {ACTOR}.loss_agg_mode="
-            f"{chosen.aggregation}: this run takes its advantages alone, with {objective[0]} and {objective[1]}."
+            f"{chosen.aggregation} (algo={chosen.name} has both): this run takes its advantages alone, with "
+            f"{objective[0]} and {objective[1]}."
         )
     updates = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     if chosen.needs_several_updates and updates == 1 and not entropy_source(config).skips_actor_pass:

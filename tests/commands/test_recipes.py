@@ -18,6 +18,8 @@ def test_every_recipe_is_listed_with_what_it_is(capsys: pytest.CaptureFixture[st
     names = [line.split()[0] for line in listed if line and not line.startswith("`")]
     assert names == sorted(path.stem for path in (ROOT / "recipe").glob("*.sh") if path.stem != "launch")
     assert all(len(line.split()) > 4 for line in listed if line)
+    assert all(line.count("(") == line.count(")") for line in listed)
+    assert "meanwhile" in listed[1], "a sentence of several lines"
 
 
 def test_the_copy_is_whole_and_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,8 @@ def test_the_configuration_is_printed_as_hydra_does(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "/x/validation\n"
     assert main(["train", "--resolve"]) == 2
     assert "--resolve goes with --cfg" in capsys.readouterr().err
+    assert main(["train", "-p", "algorithm"]) == 2
+    assert "--package goes with --cfg" in capsys.readouterr().err
 
 
 def test_info_shows_the_search_path(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,8 @@ def test_settings_arrive_through_verls_config():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seq_ratio": "harmonic"}, {"seq_clip_ratio_low": 1.5}, {"seq_clip_ratio_high": -0.1}, {"beta1": -1.0}]
+    "changes",
+    [{"seq_ratio": "harmonic"}, {"seq_clip_ratio_low": 1.5}, {"seq_clip_ratio_high": -0.1}, {"beta1": float("nan")}],
 )
 def test_impossible_settings(changes):
     with pytest.raises(UserError, match=f"policy_loss.{next(iter(changes))}"):
