@@ -145,15 +145,15 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 def _from_verl(values: dict[str, Any]) -> Row:
     # a parquet file has every field that any message has
     prompt = [{name: value for name, value in message.items() if value is not None} for message in values["prompt"]]
-    for message in prompt:
-        if not isinstance(message["content"], str):
-            raise TypeError(f"a content is {type(message['content']).__name__}, and not text")
+    # where a tool is called there is none
+    texts: list[Any] = [message.get("content", None if message["role"] == "user" else "") for message in prompt]
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"a content is {type(text).__name__}, and not text")
     last = max((number for number, message in enumerate(prompt) if message["role"] == "user"), default=None)
     if last is None:
         raise TypeError("prompt has no message of role user")
-    texts = [
-        unwrap(message["content"])[0] if number == last else message["content"] for number, message in enumerate(prompt)
-    ]
+    texts[last] = unwrap(texts[last])[0]
     system = [text for message, text in zip(prompt, texts, strict=True) if message["role"] == "system"]
     dialogue = [text for message, text in zip(prompt, texts, strict=True) if message["role"] != "system"]
     index = (values.get("extra_info") or {}).get("index")

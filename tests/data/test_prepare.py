@@ -217,6 +217,7 @@ def test_a_dialogue_is_the_problem_and_its_messages_are_kept(write: Write, tmp_p
 
     ends = [("assistant", "2"), ("user", "Go on.")]
     rows: Rows = [row(("user", "Count to 9."), *ends), row(("user", "Count to 8."), *ends, name="Ann")]
+    rows[1]["prompt"].insert(1, {"role": "assistant", "content": None, "name": "Ann"})  # as where it calls a tool
     rows += [row(("system", "Be brief."), ("user", "1 + 1?")), row(("system", "Think."), ("user", "1 + 1?"))] * 2
     other = write("other.jsonl", [{"question": "1+1?", "answer": None}])  # of which the problem alone is wanted
     for name in ("mine.jsonl", "mine.parquet"):
@@ -225,6 +226,7 @@ def test_a_dialogue_is_the_problem_and_its_messages_are_kept(write: Write, tmp_p
         found = [row["prompt"] for row in rows_of(whole)]
         assert [prompt[0]["content"] for prompt in found] == ["Count to 9.", "Count to 8.", "Be brief.", "Think."]
         assert found[1][0]["name"] == "Ann"
+        assert found[1][1].get("content") is None
         assert prepare("parquet", write(name, rows), "--output", less, "--against", other) == 0
         assert manifest(less)["summary"]["overlapping"] == 2
 
