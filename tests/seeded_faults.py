@@ -248,8 +248,8 @@ FAULTS = (
         "rejection",
         "a response that verl rejects leaves the statistics of its group",
         "integrations/estimators.py",
-        "batch = replace(batch, length_penalty=penalty)",
-        "batch = replace(batch, length_penalty=penalty, response_mask=response_mask)",
+        "batch = replace(batch, length_penalty=length_penalty(",
+        "batch = replace(batch, response_mask=response_mask, length_penalty=length_penalty(",
         ("tests/integrations/queued/test_step.py",),
     ),
     Fault(
