@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gtpo_verl.algorithms import Algorithm, Batch, algorithm_of, algorithms
+from gtpo_verl.algorithms import Algorithm, Batch, algorithm_of, algorithms, response_lengths
 from gtpo_verl.algorithms.grpo import DAPO
 from gtpo_verl.audit.values import Bools
 from gtpo_verl.config import SEARCH_PATH, choices, compose_config, known_presets
@@ -65,6 +65,7 @@ def effective_credit(A: Floats, mask: Bools, aggregation: str) -> Floats:
 
 def credit_of(method: Method, batch: Batch, overlong: Overlong | None) -> Floats:
     """The effective credit (B, T) of a method on a batch, to which its penalty of length is added."""
-    batch = replace(batch, length_penalty=length_penalty(method.settings, batch, overlong))
+    lengths = response_lengths(batch.response_mask)
+    batch = replace(batch, length_penalty=length_penalty(method.settings, batch, overlong, lengths))
     A = method.entry.advantages(batch, method.settings).advantages.to(torch.float64).numpy()
     return effective_credit(A, (batch.response_mask != 0).numpy(), method.aggregation)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gtpo_verl.commands.options import declare
-from gtpo_verl.commands.stop import is_job, jobs_with
+from gtpo_verl.commands.stop import is_job, job_called
 from gtpo_verl.runs.directory import SWEEP_FILE
 from gtpo_verl.runs.state import status_of
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if is_job(args.what):
         from gtpo_verl.experiments.status import print_jobs
 
-        job = jobs_with(args.what, args.address).known(args.what)
+        _, job = job_called(args.what, args.address)
         print_jobs([job])
         return int(job.status == "FAILED")
     status = status_of(directory)

@@ -10,7 +10,7 @@ from gtpo_verl.runs.directory import RECORD_FILE, SWEEP_FILE
 from gtpo_verl.runs.lock import GRACE, ask_to_stop
 
 if TYPE_CHECKING:
-    from gtpo_verl.experiments.jobs import Jobs
+    from gtpo_verl.experiments.jobs import JobInfo, Jobs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     if is_job(args.what):
         from gtpo_verl.experiments.status import print_jobs
 
-        jobs = jobs_with(args.what, args.address)
+        jobs, _ = job_called(args.what, args.address)
         print(f"Stopping {args.what}: up to {args.grace:g} s for its step and checkpoint.", flush=True)
         jobs.stop(args.what, grace=args.grace)
         print_jobs([jobs.known(args.what)])
@@ -47,13 +47,12 @@ def is_job(name: str) -> bool:
     return not Path(name).exists() and len(Path(name).parts) == 1
 
 
-def jobs_with(name: str, address: str | None) -> "Jobs":
-    """The jobs of a cluster. Raises UserError: it does not answer, or has no job of this name."""
+def job_called(name: str, address: str | None) -> "tuple[Jobs, JobInfo]":
+    """The jobs of a cluster, and the one of this name. Raises UserError: it does not answer, or has none."""
     from gtpo_verl.experiments.jobs import Jobs
 
     try:
         jobs = Jobs(address)
-        jobs.known(name)
+        return jobs, jobs.known(name)
     except UserError as error:
         raise UserError(f"{name} is no directory here, and as a job: {error}") from error
-    return jobs

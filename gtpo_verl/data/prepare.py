@@ -66,7 +66,7 @@ def prepare(request: Request) -> "Summary":
     should be, or no problem is left.
     """
     dataset, files, commit = request.dataset, list(request.files), None
-    if request.output.exists() and (_facts(request) or {}).get("output", {}).get("file") != request.output.name:
+    if request.output.exists() and _facts(request) is None:
         raise UserError(
             f"{request.output} exists, and was not written by prepare-data: remove it, or choose another --output."
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.algorithms import Batch, group_relative_overlong_penalty, response_lengths, soft_overlong_penalty
+from gtpo_verl.algorithms import Batch, group_relative_overlong_penalty, soft_overlong_penalty
 from gtpo_verl.algorithms.config import ShapingConfig
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.temporarily import bound
@@ -71,16 +71,12 @@ def current_context(estimator: str) -> CreditContext:
     return context
 
 
-def length_penalty(
-    settings: object, batch: Batch, overlong: Overlong | None, lengths: torch.Tensor | None = None
-) -> torch.Tensor:
+def length_penalty(settings: object, batch: Batch, overlong: Overlong | None, lengths: torch.Tensor) -> torch.Tensor:
     """(B,) the length penalty of a batch, 0 where there is none.
 
     GTPO and GRPO-S name theirs in their own `settings`; any other method gets the run's soft overlong penalty, as DAPO
-    does, times the run's `penalty_factor`. lengths: (B,) tokens; None for those of the mask.
+    does, times the run's `penalty_factor`. lengths: (B,) tokens.
     """
-    if lengths is None:
-        lengths = response_lengths(batch.response_mask)
     shaping = settings if isinstance(settings, ShapingConfig) else None
     if shaping is not None and shaping.length_penalty == "grop":
         return group_relative_overlong_penalty(lengths, batch.correct, batch.group, shaping.gamma)

@@ -34,15 +34,15 @@ def estimator(entry: Algorithm) -> Estimator:
         """
         context = current_context(entry.name)
         settings, _ = entry.configure(config.get(entry.name) or {})
-        batch, lengths = context.batch, context.lengths
-        mask, last = batch.response_mask, context.last_output
+        batch, last = context.batch, context.last_output
+        mask = batch.response_mask
+        lengths = response_lengths(mask) if context.lengths is None else context.lengths
         if last is not None:
             rows = last.unique()
             tensors = {name: value for name, value in vars(batch).items() if isinstance(value, torch.Tensor)}
             of_last: dict[str, Any] = {name: value[rows] for name, value in tensors.items()}
-            batch, lengths = replace(batch, **of_last), None if lengths is None else lengths[rows]
+            batch, lengths = replace(batch, **of_last), lengths[rows]
         if batch.guide is not None:  # the guide's responses have no penalty, and are no measure of the policy's
-            lengths = response_lengths(batch.response_mask) if lengths is None else lengths
             lengths = lengths.masked_fill(batch.guide, 0)
         batch = replace(batch, length_penalty=length_penalty(settings, batch, context.overlong, lengths))
         if batch.guide is None:

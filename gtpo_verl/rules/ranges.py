@@ -65,7 +65,8 @@ _RESPONSES = Kind(whole(1, MOST_RESPONSES), f"it must be from 1 to {MOST_RESPONS
 _SHARE = Kind(real(lambda value: 0 < value <= 1), "it must be above 0 and at most 1")
 _RATE = Kind(real(lambda value: 0 <= value < inf), "it must be a finite number that is not negative", null=True)
 _FINITE = Kind(real(math.isfinite), "it must be a finite number", null=True)
-_ABOVE_0 = Kind(real(lambda value: 0 < value < inf), "it must be a finite number above 0", null=True)
+_POSITIVE = real(lambda value: 0 < value < inf)
+_ABOVE_0 = Kind(_POSITIVE, "it must be a finite number above 0", null=True)
 _SECONDS = Kind(real(lambda value: value > 0), "it must be a number above 0", null=True)
 _COUNT = Kind(whole(0), "it must be a whole number, at least 0")
 # Of every command that samples; the settings of a recorded run are among them.
@@ -96,7 +97,7 @@ SAMPLING: Table = (
 _HOT = "set it above 0: at 0 all responses of a group are the same, and there is nothing to learn"
 # Of a training alone.
 TRAINING: Table = (
-    (Kind(real(lambda value: 0 < value < inf), _HOT), ROLLOUT, "temperature"),
+    (Kind(_POSITIVE, _HOT), ROLLOUT, "temperature"),
     (_FINITE, ACTOR, "entropy_coeff policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
     (_RATE, ACTOR, "kl_loss_coef policy_loss.clip_cov_ratio policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef"),
     (_ABOVE_0, ACTOR, "loss_scale_factor"),

@@ -376,9 +376,7 @@ def _read_samples(file: Path, step: int, default: Sequence[str]) -> tuple[list[_
         if not isinstance(line, dict) or "input" not in line:
             raise UserError(f"{file}, line {number}: expected a validation sample as verl dumps it, with input and acc")
         if match := _KEY.fullmatch(str(line.get("uid"))):
-            if (
-                match["session"] in sessions
-            ):  # a later output: all have the verdict of the session, the first its prompt
+            if match["session"] in sessions:  # a later output: the first has the prompt, and all have the verdict
                 continue
             sessions.add(match["session"])
         acc = line.get("acc")

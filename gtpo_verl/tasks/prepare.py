@@ -83,11 +83,7 @@ def prepare_task(task: EmbeddedTask, directory: Path, *, seed: int = 0) -> Task:
 
 def _replaceable(directory: Path) -> bool:
     """Whether a directory holds a prepared task, of whatever parameters, and nothing else."""
-    try:
-        manifest = read_json(directory / MANIFEST) or {}
-    except ValueError:
-        return False
-    task = Task(directory)
+    manifest, task = read_json(directory / MANIFEST) or {}, Task(directory)
     own = {MANIFEST, *(path.name for path in (task.model_path, task.train_file, task.val_file))}
     return {"key", "parameters"} <= set(manifest) and {path.name for path in directory.iterdir()} <= own
 
@@ -288,4 +284,4 @@ def _load(directory: Path, key: str) -> Task | None:
     """Return the task in ``directory``, or None where there is none or it has another key."""
     with reading(directory / MANIFEST):
         manifest = read_json(directory / MANIFEST)
-    return Task(directory, manifest) if manifest and manifest.get("key") == key else None
+        return Task(directory, manifest) if manifest and manifest.get("key") == key else None

@@ -330,9 +330,10 @@ def test_what_is_not_the_tasks_own_is_never_replaced(tmp_path: Path):
         with pytest.raises(UserError, match="not a prepared task, or holds other files too"):
             prepare_task(tmp_path / name, **QUICK)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "mine"
-    (tmp_path / "other" / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"manifest\.json is damaged"):
-        prepare_task(tmp_path / "other", **QUICK)
+    for text in ("{", "[1]"):
+        (tmp_path / "other" / "manifest.json").write_text(text)
+        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+            prepare_task(tmp_path / "other", **QUICK)
 
 
 def test_an_empty_directory_is_taken(tmp_path: Path):
