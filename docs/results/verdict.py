@@ -528,7 +528,11 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
         lines += ["Primary contrasts:", "", *lines_of(primary, True, said), ""]
         least = f"With {len(seeds)} pairs the exact sign-flip p cannot be below {least_sign_flip_p(len(seeds)):.2g}."
         power = "What so many pairs can show: [registration](registration.md#amendments-of-28-november-2026)."
-        lines += [f"{least} {power}", ""]
+        once = (
+            "An interval and p are of one contrast, Holm's p of all six: an interval may leave 0 out where no difference is "
+            f"found. Equivalent means within {EQUIVALENT:g} points, not the same, and is not adjusted for six."
+        )
+        lines += [f"{once} {least} {power}", ""]
         asked = [task for task in TASKS if not unseen(controls, task)]
         lines += [line for task in asked for line in (second_question(said, task), "")]
         lines += [line for task in TASKS for line in expected(task)]
