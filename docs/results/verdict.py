@@ -529,8 +529,8 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
         least = f"With {len(seeds)} pairs the exact sign-flip p cannot be below {least_sign_flip_p(len(seeds)):.2g}."
         power = "What so many pairs can show: [registration](registration.md#amendments-of-28-november-2026)."
         once = (
-            "An interval and p are of one contrast, Holm's p of all six: an interval may leave 0 out where no difference is "
-            f"found. Equivalent means within {EQUIVALENT:g} points, not the same, and is not adjusted for six."
+            "An interval and p are of one contrast, Holm's p of all six: an interval may leave 0 out where no "
+            f"difference is found. Equivalent means within {EQUIVALENT:g} points, not the same, and is not adjusted."
         )
         lines += [f"{once} {least} {power}", ""]
         asked = [task for task in TASKS if not unseen(controls, task)]
