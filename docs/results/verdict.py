@@ -537,7 +537,8 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
         lines += [line for task in asked for line in (second_question(said, task), "")]
         lines += [line for task in TASKS for line in expected(task)]
         if known := [seed for seed in seeds if seed in READ]:
-            unread = contrasts_of(TASKS, PRIMARY, [seed for seed in seeds if seed not in READ])
+            rest = [seed for seed in seeds if seed not in READ]
+            unread = contrasts_of(TASKS, PRIMARY, rest) | against_dapo(TASKS, CONTROLS, rest)
             title = f"As a description, without seeds whose results were read before (of these {len(known)}):"
             lines += [title, "", *lines_of(unread), ""]
         lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls, True), ""]
@@ -563,8 +564,9 @@ def page() -> str:
     controls = against_dapo(TASKS, CONTROLS, over["A"])
     rule = (
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
-        "run. A part ends with as many whole seeds as the table says, or on 31 December 2026 with those it has. Part A "
-        f"is not decided with fewer than {PARTS['A'].least}, the others with fewer than {PARTS['B'].least}."
+        f"run, with {len(PARTS['A'].seeds)} seeds for part A, and amended since. A part ends with as many whole seeds "
+        "as the table says, or on 31 December 2026 with those it has. Part A is not decided with fewer than "
+        f"{PARTS['A'].least}, the others with fewer than {PARTS['B'].least}."
     )
     unit = (
         "A difference is one of endpoints, in points, between two arms of the same seed; the endpoint is the mean "
