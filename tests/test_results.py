@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -36,13 +37,27 @@ def small(verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(verdict, "DATA", tmp_path)
     for task in verdict.TASKS:
         shutil.copy(RESULTS / "data" / verdict.predictors(task).name, tmp_path)
-    for part, seeds in (("A", range(101, 109)), ("B", range(101, 107)), ("C", range(101, 109))):
+    for part, seeds in (("A", range(101, 109)), ("B", range(101, 107)), ("C", range(101, 109)), ("D", range(101, 107))):
         monkeypatch.setitem(verdict.PARTS, part, replace(verdict.PARTS[part], seeds=seeds, most=len(seeds)))
     return verdict
 
 
 def test_the_page_is_computed_from_the_data(verdict: ModuleType) -> None:
     assert verdict.page() == (RESULTS / "verdict.md").read_text()
+
+
+def test_the_picture_shows_what_the_page_says(verdict: ModuleType) -> None:
+    label = r'aria-label="(\w+, \w+ − \w+: [^"]+)"'
+    said = re.findall(label, verdict.PICTURE.read_text())
+    drawn = verdict.picture(verdict.used("A", verdict.every_run()))
+    assert said == re.findall(label, drawn)
+    assert len(said) == 12
+    page = verdict.page()
+    for each in said:
+        task, contrast, mean, low, high = re.fullmatch(r"(\w+), (.*): (\S+) \((\S+) to (\S+)\)", each).groups()
+        assert re.search(
+            rf"\| {task} \| {contrast} \| 8 \| {re.escape(mean)} \| {re.escape(low)} to {re.escape(high)} \|", page
+        ), each
 
 
 def run_of(verdict: ModuleType, accuracy: float) -> dict[str, object]:
@@ -191,7 +206,7 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     without_control = {"runs": {arm: run for arm, run in whole["runs"].items() if arm != "random60"}}
     verdict.write_json(verdict.data_file("sums", 101), without_control)
     page = verdict.page()
-    assert page.count("Not complete") == 3
+    assert page.count("Not complete") == 4
     assert "| A | 112 | 111 | 0 | 102, 103, 104, 105, 106, 107, 108 | 8 | none |" in page
     assert "p at" not in page
     assert "Levels" not in page
@@ -216,12 +231,12 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
     assert verdict_of(page, "countdown", "gtpo − dapo") == "better"
 
 
-@pytest.mark.parametrize(("part", "seeds"), [("A", 5), ("B", 3), ("C", 3)])
+@pytest.mark.parametrize(("part", "seeds"), [("A", 5), ("B", 3), ("C", 3), ("D", 3)])
 def test_a_part_with_fewer_whole_seeds_than_the_least_is_not_decided(
     small: ModuleType, monkeypatch: pytest.MonkeyPatch, part: str, seeds: int
 ) -> None:
     verdict = small
-    for name, gains in (("A", GAINS), ("B", {}), ("C", {})):
+    for name, gains in (("A", GAINS), ("B", {}), ("C", {}), ("D", {})):
         write_part(verdict, name, gains)
 
     monkeypatch.setattr(verdict, "OVER", True)
@@ -231,8 +246,8 @@ def test_a_part_with_fewer_whole_seeds_than_the_least_is_not_decided(
         monkeypatch.setitem(verdict.PARTS, part, short)
         return ["Not decided" not in section for section in verdict.page().split("## Part ")[1:]]
 
-    assert decided(seeds + 1) == [True, True, True]
-    assert decided(seeds) == [part != "A" and name != part for name in "ABC"]
+    assert decided(seeds + 1) == [True, True, True, True]
+    assert decided(seeds) == [part != "A" and name != part and (part, name) != ("B", "D") for name in "ABCD"]
 
 
 def test_a_seed_is_whole_in_parts_b_and_c_only_if_it_is_in_part_a(small: ModuleType) -> None:
@@ -286,7 +301,7 @@ def test_the_page_says_where_credits_were_those_of_dapo(small: ModuleType) -> No
     write_part(small, "A", GAINS)
     page = small.page()
     assert "On sums the credits of gtpo and grpo_s had a correlation r ≥ 0.99 with dapo's before training." in page
-    assert "On countdown" not in page
+    assert "On countdown the credits" not in page
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.05])
@@ -342,43 +357,44 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
 
     metric = "in the metric of plain gradient descent"
     assert lines[0] == f"Left out on sums, {metric}, not resolved or too few pairs: w_reinforce."
-    assert lines[2].startswith(
+    assert lines[1].startswith(
         f"On sums, {metric}: rank correlation 1.00 of 8 methods, p 2.48e-05. They are dapo, psr, "
     )
-    assert lines[3] == "The same without methods with earlier results: 7, fewer than 8.", "PSR had results before"
-    assert lines[4] == f"On sums, {metric}, the methods with results on both: rank correlation 1.00 of 8 methods."
-    assert lines[2] in verdict.page()
+    assert lines[2] == "The same without methods with earlier results: 7, fewer than 8.", "PSR had results before"
+    assert lines[1] in verdict.page()
     assert "A description, not a test" in verdict.page()
 
     change(verdict, "sums", 103, "eapo", failed="no memory")
     lines = verdict.correlation(verdict.PARTS["B"].seeds)
     assert lines[0].endswith("not resolved or too few pairs: eapo, w_reinforce.")
-    assert lines[2].startswith(f"On sums, {metric}: rank correlation 1.00 of 7 methods, too few for a test.")
+    assert lines[1].startswith(f"On sums, {metric}: rank correlation 1.00 of 7 methods, too few for a test.")
 
 
 def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None:
     verdict = small
     gains = {name: 0.03 * place for place, name in enumerate(["dapo", *list(verdict.PARTS["B"].arms)[1:]])}
     write_part(verdict, "A", GAINS)
-    write_part(verdict, "B", gains)
+    for part in "BD":
+        write_part(verdict, part, gains)
     write_predictors(verdict, gains)
     record = json.loads(verdict.predictors("countdown").read_text())
     verdict.write_json(verdict.predictors("countdown"), record | {"counted": ["dapo", "psr", "eapo"]})
     for seed in (101, 102, 103):
         change(verdict, "countdown", seed, "qae", failed="no memory")
 
-    lines = verdict.correlation(verdict.PARTS["B"].seeds)
+    seeds = dict.fromkeys(verdict.TASKS, verdict.PARTS["B"].seeds)
+    lines = verdict.tasks_compared(seeds)
 
     metric = "in the metric of plain gradient descent"
     assert lines[0] == f"Left out on countdown, {metric}, not resolved or too few pairs: qae."
-    assert lines[1].startswith(f"On sums, {metric}: rank correlation 1.00 of 10 methods, p ")
     both = f"{metric}, the methods with results on both: rank correlation 1.00 of 9 methods."
-    assert lines[3:5] == [f"On sums, {both}", f"On countdown, {both}"]
-    assert lines[5] == "Expected was a lower correlation on countdown than on sums. It is not lower."
+    assert lines[1:3] == [f"On sums, {both}", f"On countdown, {both}"]
+    assert lines[3] == "Expected was a lower correlation on countdown than on sums. It is not lower."
+    assert lines[1] in verdict.page()
 
     change(verdict, "countdown", 101, "prob_mask", **run_of(verdict, 2.0))
-    lines = verdict.correlation(verdict.PARTS["B"].seeds)
-    assert lines[5] == "Expected was a lower correlation on countdown than on sums. It is lower."
+    lines = verdict.tasks_compared(seeds)
+    assert lines[3] == "Expected was a lower correlation on countdown than on sums. It is lower."
 
 
 def test_a_method_against_the_truth_is_ranked_last_and_p_is_of_permutations(verdict: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
     python docs/results/verdict.py train [--part A] [--tasks sums] [--hours 3]    one run after another; goes on
     python docs/results/verdict.py predict [--tasks sums]                         the figures that part B is about
-    python docs/results/verdict.py page                                           what `make results` runs
+    python docs/results/verdict.py page                  verdict.md and its picture; what `make results` runs
 
 `train` writes data/TASK-SEED.json after every run and skips what is there. Another machine goes on with the seeds that
 are not begun: it would make other warm starts, so models and logs in --scratch are needed until their seed is whole.
@@ -14,25 +14,28 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import vl_convert
 from scipy import stats
 
-from gtpo_verl.evaluation.paired import holm, least_sign_flip_p
+from gtpo_verl.evaluation.paired import detectable_difference, holm, least_sign_flip_p, student_bounds
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.provenance import code_state, run_versions
 from gtpo_verl.runs.reader import read_metrics
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
+PICTURE = HERE.parent / "images" / "verdict.svg"
 TASKS = ("sums", "countdown")
 CONTROLS = ("random20", "random60")
 VALIDATED = (6, 12, 18, 24)  # the steps whose mean accuracy is the endpoint
@@ -64,9 +67,10 @@ PARTS = {
     "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117), most=8, least=6),
     "B": Part(
         arms("psr prob_mask qae polarity_entropy entropy_bonus empg eapo gtpo_v1 gtpo_shuffled w_reinforce"),
-        range(101, 107),
+        range(101, 110),
         most=4,
         least=4,
+        tasks=("sums",),
     ),
     "C": Part(
         {
@@ -80,6 +84,8 @@ PARTS = {
         tasks=("countdown",),
     ),
 }
+PARTS["D"] = replace(PARTS["B"], tasks=("countdown",))  # what was part B on countdown
+NEEDED = {"D": ("A", "B")}  # parts without which one is not computed; others need part A, which has the controls
 PRIMARY = (("gtpo", "dapo"), ("grpo_s", "dapo"), ("gtpo", "dapo_blame"))  # of part A, on each task
 EQUIVALENT = 2.0  # points
 MISSING = 2  # pairs of a contrast; with more, or fewer than `PAIRS` left, it is not computed
@@ -185,7 +191,7 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
     todo = [each for each in planned(parts, tasks) if each[2] not in read(*each[:2])["runs"]]
     print(f"{len(todo)} runs are left", flush=True)
     for number, (task, seed, arm, overrides) in enumerate(todo):
-        part = next(name for name, each in PARTS.items() if arm in each.arms)
+        part = next(name for name, each in PARTS.items() if arm in each.arms and task in each.tasks)
         if used(part, every_run()):
             continue  # it has ended
         if time.monotonic() > end:
@@ -278,6 +284,10 @@ def differences(task: str, arm: str, other: str, seeds: Sequence[int]) -> np.nda
     return np.array([100 * (end[0] - end[1]) for end in ends if None not in end])
 
 
+def too_few(pairs: int, seeds: Sequence[int]) -> bool:
+    return pairs < max(len(seeds) - MISSING, PAIRS)
+
+
 @dataclass(frozen=True)
 class Contrast:
     """Two arms over seeds.
@@ -299,7 +309,7 @@ class Contrast:
     def of(cls, task: str, arm: str, other: str, seeds: Sequence[int]) -> "Contrast | None":
         """None with more than `MISSING` pairs missing, or fewer than `PAIRS`."""
         values = differences(task, arm, other, seeds)
-        if len(values) < max(len(seeds) - MISSING, PAIRS):
+        if too_few(len(values), seeds):
             return None
         test = stats.ttest_1samp(values, 0.0)
         interval = test.confidence_interval(1 - ALPHA)
@@ -375,46 +385,170 @@ def second_question(said: dict[tuple[str, str, str], tuple[str, str]], task: str
     return f"Question 2 on {task}: {answer}"
 
 
-def points(value: float) -> str:
-    return f"{value:+z.2f}".replace("-", "−")
+def points(value: float, digits: int = 2) -> str:
+    return f"{value:+z.{digits}f}".replace("-", "−")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def lines_of(
     found: Found, tested: bool = False, said: dict[tuple[str, str, str], tuple[str, str]] | None = None
 ) -> list[str]:
     """A table; tested: with p values. said: what `verdicts` returns."""
-    rows = [["task", "contrast", "pairs", "difference", "95 % interval", "s.d."]]
-    rows[0] += (["p", "sign flips"] if tested else []) + (["p at ± 2", "Holm", "verdict"] if said else [])
-    rows.append(["---"] * len(rows[0]))
+    head = ["task", "contrast", "pairs", "difference", "95 % interval", "s.d."]
+    head += (["p", "sign flips"] if tested else []) + (["80 % power", "p at ± 2", "Holm", "verdict"] if said else [])
+    rows = []
     for (task, arm, other), each in found.items():
         cells = [task, f"{arm} − {other}"]
         if each is None:
-            cells += ["too few", *["–"] * (len(rows[0]) - len(cells) - 1 - (2 if said else 0))]
+            cells += ["too few", *["–"] * (len(head) - len(cells) - 1 - (2 if said else 0))]
         else:
             cells += [f"{each.pairs}", points(each.mean), f"{points(each.low)} to {points(each.high)}"]
             cells += [f"{each.deviation:.2f}", *([f"{each.p:.3g}", f"{each.flips:.3g}"] if tested else [])]
-            cells += [f"{each.equivalence:.3g}"] if said else []
+            if said:
+                power = detectable_difference(each.deviation, each.pairs, len(found))
+                cells += [f"{power:.1f}", f"{each.equivalence:.3g}"]
         rows.append([*cells, *(said[task, arm, other] if said else ())])
-    return ["| " + " | ".join(row) + " |" for row in rows]
+    return table(head, rows)
+
+
+def finished(task: str, arm: str, seeds: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """The runs of an arm that have an endpoint, by seed."""
+    runs = {seed: read(task, seed)["runs"].get(arm, {}) for seed in seeds}
+    return {seed: run for seed, run in runs.items() if endpoint(run) is not None}
+
+
+def curve(runs: dict[int, dict[str, Any]], name: str) -> np.ndarray:
+    """Mean over runs of what `KEPT` calls so, (`STEPS`,)."""
+    return np.nanmean(np.array([run["steps"][name] for run in runs.values()], dtype=float), axis=0)
 
 
 def levels(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     """Mean endpoint, first and last entropy, length and groups generated of each arm."""
-    head = "arm | runs | endpoint | entropy, first, lowest and last step | length, first and last | groups generated"
-    lines = [f"| {head} |", "|---" * 6 + "|"]
+    rows = []
     for arm in part.arms:
-        runs = [read(task, seed)["runs"].get(arm, {}) for seed in seeds]
-        runs = [run for run in runs if endpoint(run) is not None]
-        if not runs:
+        if runs := finished(task, arm, seeds):
+            entropy, length, groups = (curve(runs, name) for name in ("entropy", "length", "groups"))
+            mean = 100 * np.mean([endpoint(run) for run in runs.values()])
+            ends = (
+                f"{entropy[0]:.3f}, {np.nanmin(entropy):.3f}, {entropy[-1]:.3f}",
+                f"{length[0]:.1f}, {length[-1]:.1f}",
+            )
+            rows.append([arm, f"{len(runs)}", f"{mean:.1f}", *ends, f"{np.nansum(groups):.0f}"])
+    heads = "entropy, first, lowest and last step", "length, first and last"
+    return table(["arm", "runs", "endpoint", *heads, "groups generated"], rows)
+
+
+def beside(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
+    """What is described beside accuracy, as differences from DAPO with Student's 95 % intervals."""
+
+    def measured(run: dict[str, Any]) -> tuple[float, float, float]:
+        steps = run["steps"]
+        return steps["entropy"][-1], steps["length"][-1], sum(steps["groups"])
+
+    rows, base = [], finished(task, "dapo", seeds)
+    for arm in part.arms:
+        runs = finished(task, arm, seeds)
+        pairs = [np.subtract(measured(run), measured(base[seed])) for seed, run in runs.items() if seed in base]
+        if arm == "dapo" or too_few(len(pairs), seeds):
             continue
-        column = {name: np.array([run["steps"][name] for run in runs], dtype=float) for name in KEPT}
-        entropy, length = (np.nanmean(column[name], axis=0) for name in ("entropy", "length"))
-        lines.append(
-            f"| {arm} | {len(runs)} | {100 * np.mean([endpoint(run) for run in runs]):.1f} | {entropy[0]:.3f}, "
-            f"{np.nanmin(entropy):.3f}, {entropy[-1]:.3f} | {length[0]:.1f}, {length[-1]:.1f} | "
-            f"{np.nansum(column['groups'], axis=1).mean():.0f} |"
-        )
-    return lines
+        values = np.transpose(pairs)
+        found = zip(values.mean(-1), *student_bounds(values), (4, 2, 0), strict=True)
+        rows.append([arm] + [f"{points(m, d)} ({points(low, d)} to {points(high, d)})" for m, low, high, d in found])
+    return table(["arm", "entropy of the last step", "length of the last step", "groups generated"], rows)
+
+
+def by_seed(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
+    """Accuracy before training and DAPO's endpoint in percent, and the differences that the contrasts are of."""
+    others = [arm for arm in part.arms if arm != "dapo"]
+    rows = []
+    for seed in seeds:
+        runs = read(task, seed)["runs"]
+        dapo = endpoint(runs["dapo"])
+        before = runs["dapo"].get("validations", {}).get("0")
+        cells = ["–" if value is None else f"{100 * value:.1f}" for value in (before, dapo)]
+        gains = [differences(task, arm, "dapo", [seed]) for arm in others]
+        rows.append([f"{seed}", *cells, *("".join(map(points, gain)) or "–" for gain in gains)])
+    return table(["seed", "before training", "dapo", *others], rows)
+
+
+def observed(task: str, seeds: Sequence[int]) -> str:
+    """What the paper observed of entropies and lengths, in these runs."""
+    rises, growths = {}, {}
+    for arm in PARTS["A"].arms:
+        if runs := finished(task, arm, seeds):
+            entropy, length = curve(runs, "entropy"), curve(runs, "length")
+            rises[arm], growths[arm] = entropy[-1] - entropy.min(), length[-1] - length[0]
+    most = max(rises, key=rises.__getitem__)
+    return (
+        f"On {task} the entropy of the last step is at most {rises[most]:.3f} nat above that of the lowest step (means "
+        f"of an arm, {most}), and the length changes by {points(min(growths.values()), 1)} to "
+        f"{points(max(growths.values()), 1)} tokens from the first step to the last."
+    )
+
+
+COLOURS = {  # light and dark; of primary contrasts and controls, and of everything else
+    "primary": ("#0062b2", "#56b4ff"),
+    "control": ("#c85400", "#ff8c42"),
+    "described": ("#5c6675", "#97a3b6"),
+    "ink": ("#1b2330", "#e8ecf3"),
+}
+
+
+def picture(seeds: Sequence[int]) -> str:
+    """The contrasts of part A with their intervals, as SVG for light and dark pages; random20 is far to the left."""
+    described = contrasts_of(TASKS, [("dapo_blame", "dapo"), ("fork20", "dapo")], seeds)
+    kinds = {"primary": contrasts_of(TASKS, PRIMARY, seeds), "described": described}
+    kinds["control"] = against_dapo(TASKS, CONTROLS[1:], seeds)
+    rows = [
+        {"task": task, "contrast": f"{arm} − {other}", "kind": kind}
+        | {name: round(getattr(each, name), 2) for name in ("mean", "low", "high")}
+        | {"said": f"{task}, {arm} − {other}: {points(each.mean)} ({points(each.low)} to {points(each.high)})"}
+        for kind, found in kinds.items()
+        for (task, arm, other), each in found.items()
+        if each is not None
+    ]
+    title = "points, with 95 % intervals; grey: ± 2"
+    x = {"type": "quantitative", "title": title, "axis": {"grid": False, "format": "+d", "tickCount": 7}}
+    names = list(dict.fromkeys(row["contrast"] for row in rows))
+    y = {"field": "contrast", "type": "nominal", "title": None, "sort": names}
+    colour = {"domain": list(kinds), "range": [f"var(--{kind})" for kind in kinds]}
+    shape = {"domain": list(kinds), "range": ["circle", "diamond", "square"]}
+    kind = {"field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top"}}
+    own = {"data": {"values": [{"low": -EQUIVALENT, "high": EQUIVALENT}]}}
+    grey = {"type": "rect", "color": "var(--described)", "opacity": 0.18, "aria": False}
+    zero = {"type": "rule", "color": "var(--ink)", "aria": False}
+    ends = {"x": x | {"field": "low"}, "x2": {"field": "high"}}
+    marked = {"y": y, "color": kind | {"scale": colour}, "description": {"field": "said"}}
+    layers = [
+        own | {"mark": grey, "encoding": ends},
+        own | {"mark": zero, "encoding": {"x": x | {"datum": 0}}},
+        {"mark": {"type": "rule", "strokeWidth": 2, "aria": False}, "encoding": marked | ends},
+        {
+            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+            "encoding": marked | {"x": x | {"field": "mean"}, "shape": kind | {"scale": shape}},
+        },
+    ]
+    ink = {"labelColor": "var(--ink)", "titleColor": "var(--ink)", "titleFontWeight": "normal"}
+    chart = {
+        "data": {"values": rows},
+        "facet": {"column": {"field": "task", "title": None, "sort": list(TASKS)}},
+        "spec": {"width": 330, "height": {"step": 24}, "layer": layers},
+        "config": {
+            "background": None,
+            "padding": 24,
+            "font": "Helvetica, Arial, sans-serif",
+            "view": {"stroke": None},
+            "axis": ink,
+            "legend": ink,
+            "header": ink,
+        },
+    }
+    light, dark = (";".join(f"--{name}:{pair[place]}" for name, pair in COLOURS.items()) for place in (0, 1))
+    style = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    return re.sub(r"(<svg [^>]*>)", rf"\g<1>{style}", vl_convert.vegalite_to_svg(chart), count=1) + "\n"
 
 
 def expected(task: str) -> list[str]:
@@ -444,20 +578,35 @@ def learned(task: str, metric: str, seeds: Sequence[int]) -> dict[str, tuple[flo
     return pairs
 
 
-def correlation(seeds: Sequence[int]) -> list[str]:
-    """Part B: rank correlation of learning with the figure measured at step 0; the tasks are compared over one set."""
+METRICS = {"sgd": "in the metric of plain gradient descent", "adam": "in Adam's metric"}
+
+
+def left_out(task: str, found: dict[str, tuple[float, float]], name: str) -> list[str]:
     counted = json.loads(predictors("sums").read_text())["counted"]
+    absent = [method for method in counted if method not in found]
+    return [f"Left out on {task}, {name}, not resolved or too few pairs: {', '.join(absent)}."] if absent else []
+
+
+def correlation(seeds: Sequence[int]) -> list[str]:
+    """Part B: rank correlation of learning on sums with the figure measured at step 0."""
     lines = []
-    for metric, name in (("sgd", "in the metric of plain gradient descent"), ("adam", "in Adam's metric")):
-        found = {task: learned(task, metric, seeds) for task in TASKS}
-        for task in TASKS:
-            if left_out := [method for method in counted if method not in found[task]]:
-                lines.append(f"Left out on {task}, {name}, not resolved or too few pairs: {', '.join(left_out)}.")
-        sums, both = found["sums"], [method for method in counted if all(method in found[task] for task in TASKS)]
-        lines.append(f"On sums, {name}: {ranked(list(sums.values()), True)} They are {', '.join(sums)}.")
-        unknown = [pair for method, pair in sums.items() if method not in KNOWN]
+    for metric, name in METRICS.items():
+        found = learned("sums", metric, seeds)
+        lines += left_out("sums", found, name)
+        lines.append(f"On sums, {name}: {ranked(list(found.values()), True)} They are {', '.join(found)}.")
+        unknown = [pair for method, pair in found.items() if method not in KNOWN]
         beside = ranked(unknown, True) if len(unknown) >= FEWEST else f"{len(unknown)}, fewer than {FEWEST}."
         lines.append(f"The same without methods with earlier results: {beside}")
+    return lines
+
+
+def tasks_compared(seeds: dict[str, Sequence[int]]) -> list[str]:
+    """Part D: the correlations on both tasks, over the methods with results on both. seeds: by task."""
+    lines = []
+    for metric, name in METRICS.items():
+        found = {task: learned(task, metric, seeds[task]) for task in TASKS}
+        lines += left_out("countdown", found["countdown"], name)
+        both = [method for method in found["sums"] if method in found["countdown"]]
         pairs = {task: [found[task][method] for method in both] for task in TASKS}
         lines += [
             f"On {task}, {name}, the methods with results on both: {ranked(pairs[task], False)}" for task in TASKS
@@ -518,16 +667,20 @@ def used(name: str, runs: dict[str, Runs]) -> list[int]:
     return seeds[:most] if OVER or len(seeds) >= most else []
 
 
-def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
-    """What the page says of a part that has ended, over the seeds used."""
-    part = PARTS[name]
+def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[str]:
+    """What the page says of a part that has ended. over: the seeds used, by part."""
+    part, seeds = PARTS[name], over[name]
     lines = insensitive(controls, part.tasks)
     if name == "A":
         primary = contrasts_of(TASKS, PRIMARY, seeds)
         said = verdicts(primary, controls)
+        lines += [f"![The contrasts of the tables below, without random20](../images/{PICTURE.name})", ""]
         lines += ["Primary contrasts:", "", *lines_of(primary, True, said), ""]
         least = f"With {len(seeds)} pairs the exact sign-flip p cannot be below {least_sign_flip_p(len(seeds)):.2g}."
-        power = "What so many pairs can show: [registration](registration.md#amendments-of-28-november-2026)."
+        power = (
+            "80 % power is the true difference that so many pairs of this s.d. show with that probability, at 5 % / "
+            f"{len(primary)}."
+        )
         once = (
             "An interval and p are of one contrast, Holm's p of all six: an interval may leave 0 out where no "
             f"difference is found. Equivalent means within {EQUIVALENT:g} points, not the same, and is not adjusted."
@@ -543,6 +696,10 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
             lines += [title, "", *lines_of(unread), ""]
         lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls, True), ""]
         lines += ["As a description:", "", *lines_of(against_dapo(TASKS, ("fork20", "dapo_blame"), seeds)), ""]
+        paper = (
+            "The paper reports that entropy falls and rises again, and that answers grow, over far more than 24 steps."
+        )
+        lines += [" ".join([paper, *(observed(task, seeds) for task in TASKS)]), ""]
     else:
         if name == "B":
             said = (
@@ -550,9 +707,15 @@ def results_of(name: str, seeds: list[int], controls: Found) -> list[str]:
                 f"figure is the groups needed along the truth, measured on the warm start of seed {part.seeds[0]}."
             )
             lines += [said, "", *(f"- {line}" for line in correlation(seeds)), ""]
+        if name == "D":
+            lines += [*(f"- {line}" for line in tasks_compared({"sums": over["B"], "countdown": seeds})), ""]
         lines += [*lines_of(against_dapo(part.tasks, part.arms, seeds)), ""]
     for task in part.tasks:
+        lines += [f"By seed on {task}, accuracy in percent and differences from DAPO in points:", ""]
+        lines += [*by_seed(part, task, seeds), ""]
         lines += [f"Levels on {task}:", "", *levels(part, task, seeds), ""]
+        lines += [f"Differences from DAPO on {task}, with 95 % intervals, of the groups trained on:", ""]
+        lines += [*beside(part, task, seeds), ""]
     return lines
 
 
@@ -566,7 +729,7 @@ def page() -> str:
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
         f"run, with {len(PARTS['A'].seeds)} seeds for part A, and amended since. A part ends with as many whole seeds "
         "as the table says, or on 31 December 2026 with those it has. Part A is not decided with fewer than "
-        f"{PARTS['A'].least}, the others with fewer than {PARTS['B'].least}."
+        f"{PARTS['A'].least}, the others with fewer than {PARTS['B'].least}. Part D is part B's on countdown."
     )
     unit = (
         "A difference is one of endpoints, in points, between two arms of the same seed; the endpoint is the mean "
@@ -583,18 +746,24 @@ def page() -> str:
         finished = sum(run is not None for run in runs[name].values()) - failed
         seeds = [", ".join(map(str, each)) or "none" for each in (whole(name, runs), over[name])]
         lines.append(f"| {name} | {len(runs[name])} | {finished} | {failed} | {seeds[0]} | {part.most} | {seeds[1]} |")
-    commits = Counter(run["commit"] for run in there.values())
+    in_use = {
+        key: run for key, run in there.items() if any(key in runs[part] and key[1] in over[part] for part in PARTS)
+    }
+    commits = Counter(run["commit"] for run in in_use.values())
+    mixed = {key[:2] for key, run in in_use.items() if run["commit"] != there[*key[:2], "dapo"]["commit"]}
     lines += ["", *(f"- {count} runs of commit {commit}" for commit, count in sorted(commits.items()))]
+    lines += [f"- pairs of two commits: {task} {seed}" for task, seed in sorted(mixed)]
     lines += [f"- failed: {' '.join(map(str, key))}" for key, run in there.items() if "failed" in run]
-    lines += ["", "The runs of a pair may be of two commits.", ""] if there else []
+    lines += ["", "Commits are those of the runs used; pairs are of one commit where none is named.", ""]
     for name in PARTS:
         lines += [f"## Part {name}", ""]
-        if not OVER and not (over["A"] and over[name]):
+        needed = NEEDED.get(name, ("A",))
+        if not OVER and not all(over[each] for each in (*needed, name)):
             lines += ["**Not complete: nothing is computed, and nothing is concluded.**", ""]
-        elif any(len(over[each]) < PARTS[each].least for each in ("A", name)):  # the controls are of part A
+        elif any(len(over[each]) < PARTS[each].least for each in (*needed, name)):
             lines += ["**Not decided: too few whole seeds.**", ""]
         else:
-            lines += results_of(name, over[name], controls)
+            lines += results_of(name, over, controls)
     return "\n".join(lines)
 
 
@@ -602,7 +771,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     runs = commands.add_parser("train", help="train the runs that are not in data/")
-    runs.add_argument("--part", default="ABC", help="of the registration, such as A or BC (default: all)")
+    runs.add_argument("--part", default="".join(PARTS), help="of the registration, such as A or BD (default: all)")
     runs.add_argument("--hours", type=float, default=1000.0, help="begin no run after so many")
     audits = commands.add_parser("predict", help="measure the predictors of part B")
     for each in (runs, audits):
@@ -617,6 +786,9 @@ def main() -> None:
     else:
         (HERE / "verdict.md").write_text(page())
         print(HERE / "verdict.md")
+        if seeds := used("A", every_run()):
+            PICTURE.write_text(picture(seeds))
+            print(PICTURE)
 
 
 if __name__ == "__main__":
