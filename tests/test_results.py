@@ -219,7 +219,7 @@ def test_part_a_is_judged_when_all_its_runs_are_there_or_failed(small: ModuleTyp
         "| A | 112 | 110 | 2 | 101, 102, 103, 104, 105, 106, 107, 108 | 8 | 101, 102, 103, 104, 105, 106, 107, 108 |"
         in page
     )
-    assert f"- 112 runs of commit {'c' * 40}" in page
+    assert f"- part A, 112 runs of commit {'c' * 40}" in page
     assert "- failed: sums 102 gtpo\n" in page
     assert verdict_of(page, "sums", "gtpo − dapo") == "better"
     assert verdict_of(page, "sums", "grpo_s − dapo") == "equivalent within 2 points"
@@ -247,7 +247,7 @@ def test_a_part_with_fewer_whole_seeds_than_the_least_is_not_decided(
         return ["Not decided" not in section for section in verdict.page().split("## Part ")[1:]]
 
     assert decided(seeds + 1) == [True, True, True, True]
-    assert decided(seeds) == [part != "A" and name != part and (part, name) != ("B", "D") for name in "ABCD"]
+    assert decided(seeds) == [part != "A" and name != part for name in "ABCD"]
 
 
 def test_a_seed_is_whole_in_parts_b_and_c_only_if_it_is_in_part_a(small: ModuleType) -> None:
@@ -382,19 +382,87 @@ def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None
     for seed in (101, 102, 103):
         change(verdict, "countdown", seed, "qae", failed="no memory")
 
-    seeds = dict.fromkeys(verdict.TASKS, verdict.PARTS["B"].seeds)
+    seeds = {task: list(verdict.PARTS["B"].seeds) for task in verdict.TASKS}
     lines = verdict.tasks_compared(seeds)
 
     metric = "in the metric of plain gradient descent"
-    assert lines[0] == f"Left out on countdown, {metric}, not resolved or too few pairs: qae."
+    assert lines[1] == f"Left out on countdown, {metric}, not resolved or too few pairs: qae."
     both = f"{metric}, the methods with results on both: rank correlation 1.00 of 9 methods."
-    assert lines[1:3] == [f"On sums, {both}", f"On countdown, {both}"]
-    assert lines[3] == "Expected was a lower correlation on countdown than on sums. It is not lower."
-    assert lines[1] in verdict.page()
+    assert lines[2:4] == [f"On sums, {both}", f"On countdown, {both}"]
+    assert lines[4] == "Expected was a lower correlation on countdown than on sums. It is not lower."
+    assert lines[2] in verdict.page()
 
     change(verdict, "countdown", 101, "prob_mask", **run_of(verdict, 2.0))
     lines = verdict.tasks_compared(seeds)
-    assert lines[3] == "Expected was a lower correlation on countdown than on sums. It is lower."
+    assert lines[4] == "Expected was a lower correlation on countdown than on sums. It is lower."
+
+
+def test_the_tasks_are_not_compared_before_part_b_has_ended(small: ModuleType) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    write_part(verdict, "D", {})
+    page = verdict.page()
+    assert "The tasks are not compared: part B has too few whole seeds, or has not ended." in page
+    assert "| countdown | psr − dapo | 6 |" in page
+
+    write_part(verdict, "B", {})
+    record = verdict.read("countdown", 101)
+    del record["runs"]["psr"]
+    verdict.write_json(verdict.data_file("countdown", 101), record)
+    verdict.PARTS["D"] = replace(verdict.PARTS["D"], most=5)
+    assert "- Seeds: sums [101, 102, 103, 104, 105, 106], countdown [102, 103, 104, 105, 106]." in verdict.page()
+
+
+def test_what_is_described_beside_accuracy_is_of_the_same_seeds(small: ModuleType) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    seeds = verdict.PARTS["A"].seeds
+    for place, seed in enumerate(seeds):
+        falling = [float(seed - step) for step in range(verdict.STEPS)]
+        change(verdict, "sums", seed, "dapo", steps=dict.fromkeys(verdict.KEPT, falling))
+        rising = [*falling[:-1], falling[-1] + 2 + place % 2]  # at the end by 2 and 3 in turn
+        groups = [None, *falling[1:-1], falling[-1] + 10]
+        change(verdict, "sums", seed, "gtpo", steps=dict.fromkeys(verdict.KEPT, rising) | {"groups": groups})
+    change(verdict, "sums", seeds[0], "grpo_s", failed="no memory")
+
+    half = stats.t.ppf(0.975, 7) * np.sqrt(2 / 7 / 8)  # of eight values, half of them 2 and half 3
+    low, high = 2.5 - half, 2.5 + half
+    (gtpo,) = (line for line in verdict.beside(verdict.PARTS["A"], "sums", seeds) if line.startswith("| gtpo |"))
+    assert gtpo.startswith(f"| gtpo | +2.5000 (+{low:.4f} to +{high:.4f}) | +2.50 (+{low:.2f} to +{high:.2f}) | −94 (")
+    (gtpo,) = (line for line in verdict.changes(verdict.PARTS["A"], "sums", seeds) if line.startswith("| gtpo |"))
+    assert gtpo.startswith(f"| gtpo | −20.500 (−{23 - low:.3f} to −{23 - high:.3f}) | +1.5000 (")
+    first, second, *_ = verdict.by_seed(verdict.PARTS["A"], "sums", seeds)[2:]
+    assert first.startswith("| 101 | – | 51.5 | +")
+    assert first.split(" | ")[4] == "–"
+    assert second.split(" | ")[4].startswith(("+", "−"))
+
+
+def test_runs_of_another_commit_than_dapos_are_named(small: ModuleType) -> None:
+    write_part(small, "A", GAINS)
+    change(small, "sums", 103, "fork20", commit="d" * 40)
+    page = small.page()
+    assert f"- part A, 111 runs of commit {'c' * 40}\n- part A, 1 runs of commit {'d' * 40}\n" in page
+    assert "- part A, of another commit than its DAPO: sums 103 fork20\n" in page
+
+
+def test_a_seed_that_part_a_lacks_is_not_trained_in_other_parts(
+    trainable: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = replace(trainable.PARTS["A"], seeds=(101, 102, 103), most=2)
+    monkeypatch.setitem(trainable.PARTS, "A", one)
+    monkeypatch.setitem(trainable.PARTS, "B", replace(one, arms={"psr": ("algo=psr",)}))
+    for seed in (101, 103):
+        trainable.write_json(trainable.data_file("sums", seed), {"runs": {"dapo": run_of(trainable, 0.5)}})
+    trained = []
+    monkeypatch.setattr(
+        trainable, "prepared", lambda task, seed, scratch: trained.append(seed) or (scratch, {"weights": ""})
+    )
+    monkeypatch.setattr(trainable, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
+    start = {"start": {"weights": ""}}
+    for seed in (101, 103):
+        trainable.write_json(trainable.data_file("sums", seed), start | trainable.read("sums", seed))
+    trainable.train("B", ["sums"], 1.0, tmp_path)
+    assert trained == [101, 103]
 
 
 def test_a_method_against_the_truth_is_ranked_last_and_p_is_of_permutations(verdict: ModuleType) -> None:

@@ -28,7 +28,13 @@ import numpy as np
 import vl_convert
 from scipy import stats
 
-from gtpo_verl.evaluation.paired import detectable_difference, holm, least_sign_flip_p, student_bounds
+from gtpo_verl.evaluation.paired import (
+    detectable_difference,
+    deviation_at_most,
+    holm,
+    least_sign_flip_p,
+    student_bounds,
+)
 from gtpo_verl.files import write_json
 from gtpo_verl.runs.provenance import code_state, run_versions
 from gtpo_verl.runs.reader import read_metrics
@@ -85,7 +91,6 @@ PARTS = {
     ),
 }
 PARTS["D"] = replace(PARTS["B"], tasks=("countdown",))  # what was part B on countdown
-NEEDED = {"D": ("A", "B")}  # parts without which one is not computed; others need part A, which has the controls
 PRIMARY = (("gtpo", "dapo"), ("grpo_s", "dapo"), ("gtpo", "dapo_blame"))  # of part A, on each task
 EQUIVALENT = 2.0  # points
 MISSING = 2  # pairs of a contrast; with more, or fewer than `PAIRS` left, it is not computed
@@ -192,8 +197,9 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
     print(f"{len(todo)} runs are left", flush=True)
     for number, (task, seed, arm, overrides) in enumerate(todo):
         part = next(name for name, each in PARTS.items() if arm in each.arms and task in each.tasks)
-        if used(part, every_run()):
-            continue  # it has ended
+        runs = every_run()
+        if used(part, runs) or (used("A", runs) and seed not in whole("A", runs)):
+            continue  # the part has ended, or the seed cannot be whole
         if time.monotonic() > end:
             print(f"{len(todo) - number} runs are left")
             return
@@ -398,7 +404,9 @@ def lines_of(
 ) -> list[str]:
     """A table; tested: with p values. said: what `verdicts` returns."""
     head = ["task", "contrast", "pairs", "difference", "95 % interval", "s.d."]
-    head += (["p", "sign flips"] if tested else []) + (["80 % power", "p at ± 2", "Holm", "verdict"] if said else [])
+    head += (["p", "sign flips"] if tested else []) + (
+        ["shown with 80 %", "p at ± 2", "Holm", "verdict"] if said else []
+    )
     rows = []
     for (task, arm, other), each in found.items():
         cells = [task, f"{arm} − {other}"]
@@ -408,8 +416,9 @@ def lines_of(
             cells += [f"{each.pairs}", points(each.mean), f"{points(each.low)} to {points(each.high)}"]
             cells += [f"{each.deviation:.2f}", *([f"{each.p:.3g}", f"{each.flips:.3g}"] if tested else [])]
             if said:
-                power = detectable_difference(each.deviation, each.pairs, len(found))
-                cells += [f"{power:.1f}", f"{each.equivalence:.3g}"]
+                spreads = each.deviation, deviation_at_most(each.deviation, each.pairs - 1)
+                power, most = (detectable_difference(spread, each.pairs, len(found)) for spread in spreads)
+                cells += [f"{power:.1f} (at most {most:.1f})", f"{each.equivalence:.3g}"]
         rows.append([*cells, *(said[task, arm, other] if said else ())])
     return table(head, rows)
 
@@ -428,7 +437,7 @@ def curve(runs: dict[int, dict[str, Any]], name: str) -> np.ndarray:
 def levels(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     """Mean endpoint, first and last entropy, length and groups generated of each arm."""
     rows = []
-    for arm in part.arms:
+    for arm in dict.fromkeys(["dapo", *part.arms]):
         if runs := finished(task, arm, seeds):
             entropy, length, groups = (curve(runs, name) for name in ("entropy", "length", "groups"))
             mean = 100 * np.mean([endpoint(run) for run in runs.values()])
@@ -441,23 +450,46 @@ def levels(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     return table(["arm", "runs", "endpoint", *heads, "groups generated"], rows)
 
 
-def beside(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
-    """What is described beside accuracy, as differences from DAPO with Student's 95 % intervals."""
+def with_intervals(values: list[np.ndarray], digits: Sequence[int]) -> list[str]:
+    """Means over runs (N, K), the digits (K,) of each, and Student's 95 % intervals."""
+    columns = np.transpose(values)
+    found = zip(columns.mean(-1), *student_bounds(columns), digits, strict=True)
+    return [f"{points(mean, d)} ({points(low, d)} to {points(high, d)})" for mean, low, high, d in found]
 
-    def measured(run: dict[str, Any]) -> tuple[float, float, float]:
-        steps = run["steps"]
-        return steps["entropy"][-1], steps["length"][-1], sum(steps["groups"])
+
+def beside(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
+    """Differences from DAPO in what is described beside accuracy."""
+
+    def measured(run: dict[str, Any]) -> np.ndarray:
+        entropy, length, groups = (
+            np.array(run["steps"][name], dtype=float) for name in ("entropy", "length", "groups")
+        )
+        return np.array([entropy[-1], length[-1], np.nansum(groups)])
 
     rows, base = [], finished(task, "dapo", seeds)
     for arm in part.arms:
         runs = finished(task, arm, seeds)
-        pairs = [np.subtract(measured(run), measured(base[seed])) for seed, run in runs.items() if seed in base]
-        if arm == "dapo" or too_few(len(pairs), seeds):
-            continue
-        values = np.transpose(pairs)
-        found = zip(values.mean(-1), *student_bounds(values), (4, 2, 0), strict=True)
-        rows.append([arm] + [f"{points(m, d)} ({points(low, d)} to {points(high, d)})" for m, low, high, d in found])
+        pairs = [measured(run) - measured(base[seed]) for seed, run in runs.items() if seed in base]
+        if arm != "dapo" and not too_few(len(pairs), seeds):
+            rows.append([arm, *with_intervals(pairs, (4, 2, 0))])
     return table(["arm", "entropy of the last step", "length of the last step", "groups generated"], rows)
+
+
+def changes(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
+    """What the paper observed, that entropies rise again and answers grow, in every run."""
+
+    def measured(run: dict[str, Any]) -> np.ndarray:
+        entropy, length = (np.array(run["steps"][name], dtype=float) for name in ("entropy", "length"))
+        return np.array([entropy[-1] - entropy[0], entropy[-1] - np.nanmin(entropy), length[-1] - length[0]])
+
+    rows = []
+    for arm in part.arms:
+        values = [measured(run) for run in finished(task, arm, seeds).values()]
+        if not too_few(len(values), seeds):
+            rows.append([arm, *with_intervals(values, (3, 4, 1))])
+    return table(
+        ["arm", "entropy, last − first step", "entropy, last − lowest step", "length, last − first step"], rows
+    )
 
 
 def by_seed(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
@@ -472,21 +504,6 @@ def by_seed(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
         gains = [differences(task, arm, "dapo", [seed]) for arm in others]
         rows.append([f"{seed}", *cells, *("".join(map(points, gain)) or "–" for gain in gains)])
     return table(["seed", "before training", "dapo", *others], rows)
-
-
-def observed(task: str, seeds: Sequence[int]) -> str:
-    """What the paper observed of entropies and lengths, in these runs."""
-    rises, growths = {}, {}
-    for arm in PARTS["A"].arms:
-        if runs := finished(task, arm, seeds):
-            entropy, length = curve(runs, "entropy"), curve(runs, "length")
-            rises[arm], growths[arm] = entropy[-1] - entropy.min(), length[-1] - length[0]
-    most = max(rises, key=rises.__getitem__)
-    return (
-        f"On {task} the entropy of the last step is at most {rises[most]:.3f} nat above that of the lowest step (means "
-        f"of an arm, {most}), and the length changes by {points(min(growths.values()), 1)} to "
-        f"{points(max(growths.values()), 1)} tokens from the first step to the last."
-    )
 
 
 COLOURS = {  # light and dark; of primary contrasts and controls, and of everything else
@@ -510,16 +527,16 @@ def picture(seeds: Sequence[int]) -> str:
         for (task, arm, other), each in found.items()
         if each is not None
     ]
-    title = "points, with 95 % intervals; grey: ± 2"
+    title = "points, unadjusted 95 % intervals; grey: ± 2"
     x = {"type": "quantitative", "title": title, "axis": {"grid": False, "format": "+d", "tickCount": 7}}
     names = list(dict.fromkeys(row["contrast"] for row in rows))
     y = {"field": "contrast", "type": "nominal", "title": None, "sort": names}
-    colour = {"domain": list(kinds), "range": [f"var(--{kind})" for kind in kinds]}
+    colour = {"domain": list(kinds), "range": [COLOURS[kind][0] for kind in kinds]}
     shape = {"domain": list(kinds), "range": ["circle", "diamond", "square"]}
     kind = {"field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top"}}
     own = {"data": {"values": [{"low": -EQUIVALENT, "high": EQUIVALENT}]}}
-    grey = {"type": "rect", "color": "var(--described)", "opacity": 0.18, "aria": False}
-    zero = {"type": "rule", "color": "var(--ink)", "aria": False}
+    grey = {"type": "rect", "color": COLOURS["described"][0], "opacity": 0.18, "aria": False}
+    zero = {"type": "rule", "color": COLOURS["ink"][0], "aria": False}
     ends = {"x": x | {"field": "low"}, "x2": {"field": "high"}}
     marked = {"y": y, "color": kind | {"scale": colour}, "description": {"field": "said"}}
     layers = [
@@ -531,7 +548,7 @@ def picture(seeds: Sequence[int]) -> str:
             "encoding": marked | {"x": x | {"field": "mean"}, "shape": kind | {"scale": shape}},
         },
     ]
-    ink = {"labelColor": "var(--ink)", "titleColor": "var(--ink)", "titleFontWeight": "normal"}
+    ink = {"labelColor": COLOURS["ink"][0], "titleColor": COLOURS["ink"][0], "titleFontWeight": "normal"}
     chart = {
         "data": {"values": rows},
         "facet": {"column": {"field": "task", "title": None, "sort": list(TASKS)}},
@@ -546,8 +563,10 @@ def picture(seeds: Sequence[int]) -> str:
             "header": ink,
         },
     }
-    light, dark = (";".join(f"--{name}:{pair[place]}" for name, pair in COLOURS.items()) for place in (0, 1))
-    style = f"<style>svg{{{light}}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}</style>"
+    dark = "".join(
+        f'[{part}="{colours[0]}"]{{{part}:{colours[1]}}}' for colours in COLOURS.values() for part in ("fill", "stroke")
+    )
+    style = f"<style>@media(prefers-color-scheme:dark){{{dark}}}</style>"
     return re.sub(r"(<svg [^>]*>)", rf"\g<1>{style}", vl_convert.vegalite_to_svg(chart), count=1) + "\n"
 
 
@@ -597,12 +616,16 @@ def correlation(seeds: Sequence[int]) -> list[str]:
         unknown = [pair for method, pair in found.items() if method not in KNOWN]
         beside = ranked(unknown, True) if len(unknown) >= FEWEST else f"{len(unknown)}, fewer than {FEWEST}."
         lines.append(f"The same without methods with earlier results: {beside}")
+        unread = [pair for method, pair in found.items() if method not in PARTS["A"].arms]
+        lines.append(f"Not registered, without part A's arms, whose results were known: {ranked(unread, False)}")
     return lines
 
 
-def tasks_compared(seeds: dict[str, Sequence[int]]) -> list[str]:
-    """Part D: the correlations on both tasks, over the methods with results on both. seeds: by task."""
-    lines = []
+def tasks_compared(seeds: dict[str, list[int]]) -> list[str]:
+    """Part D: the correlations on both tasks, over the methods with results on both. seeds: those used, by task."""
+    if len(seeds["sums"]) < PARTS["B"].least:
+        return ["The tasks are not compared: part B has too few whole seeds, or has not ended."]
+    lines = [f"Seeds: {', '.join(f'{task} {seeds[task]}' for task in TASKS)}."]
     for metric, name in METRICS.items():
         found = {task: learned(task, metric, seeds[task]) for task in TASKS}
         lines += left_out("countdown", found["countdown"], name)
@@ -611,10 +634,11 @@ def tasks_compared(seeds: dict[str, Sequence[int]]) -> list[str]:
         lines += [
             f"On {task}, {name}, the methods with results on both: {ranked(pairs[task], False)}" for task in TASKS
         ]
-        sign = coefficient(pairs["countdown"]) < coefficient(pairs["sums"])
-        lines.append(
-            f"Expected was a lower correlation on countdown than on sums. It is {'' if sign else 'not '}lower."
-        )
+        if len(both) > 2:
+            sign = coefficient(pairs["countdown"]) < coefficient(pairs["sums"])
+            lines.append(
+                f"Expected was a lower correlation on countdown than on sums. It is {'' if sign else 'not '}lower."
+            )
     return lines
 
 
@@ -670,7 +694,7 @@ def used(name: str, runs: dict[str, Runs]) -> list[int]:
 def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[str]:
     """What the page says of a part that has ended. over: the seeds used, by part."""
     part, seeds = PARTS[name], over[name]
-    lines = insensitive(controls, part.tasks)
+    lines = insensitive(controls, TASKS if name == "D" else part.tasks)
     if name == "A":
         primary = contrasts_of(TASKS, PRIMARY, seeds)
         said = verdicts(primary, controls)
@@ -678,12 +702,13 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
         lines += ["Primary contrasts:", "", *lines_of(primary, True, said), ""]
         least = f"With {len(seeds)} pairs the exact sign-flip p cannot be below {least_sign_flip_p(len(seeds)):.2g}."
         power = (
-            "80 % power is the true difference that so many pairs of this s.d. show with that probability, at 5 % / "
-            f"{len(primary)}."
+            "Shown with 80 %: the true difference in points that so many pairs show with that probability at 5 % / "
+            f"{len(primary)}, estimated from their s.d. (from the upper end of its 95 % interval)."
         )
         once = (
             "An interval and p are of one contrast, Holm's p of all six: an interval may leave 0 out where no "
-            f"difference is found. Equivalent means within {EQUIVALENT:g} points, not the same, and is not adjusted."
+            f"difference is found. Equivalent means that the 90 % interval is within {EQUIVALENT:g} points, not that "
+            "two arms are the same, and is not adjusted."
         )
         lines += [f"{once} {least} {power}", ""]
         asked = [task for task in TASKS if not unseen(controls, task)]
@@ -697,24 +722,34 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
         lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls, True), ""]
         lines += ["As a description:", "", *lines_of(against_dapo(TASKS, ("fork20", "dapo_blame"), seeds)), ""]
         paper = (
-            "The paper reports that entropy falls and rises again, and that answers grow, over far more than 24 steps."
+            "The paper reports that entropy falls and rises again, and that answers grow, over far more than 24 steps. "
+            "Here a rise is the last step minus the lowest, above 0 by noise alone; groups trained on become others as "
+            "accuracy grows, so a change of length is in part one of prompts."
         )
-        lines += [" ".join([paper, *(observed(task, seeds) for task in TASKS)]), ""]
+        lines += [paper, ""]
+        for task in TASKS:
+            lines += [f"Changes on {task}, with 95 % intervals:", "", *changes(part, task, seeds), ""]
     else:
-        if name == "B":
+        if name in "BD":
             said = (
-                "A description, not a test: the p is about these methods under these seeds, and decides nothing. The "
+                "A description, not a test: a p is about these methods under these seeds, and decides nothing. The "
                 f"figure is the groups needed along the truth, measured on the warm start of seed {part.seeds[0]}."
             )
-            lines += [said, "", *(f"- {line}" for line in correlation(seeds)), ""]
-        if name == "D":
-            lines += [*(f"- {line}" for line in tasks_compared({"sums": over["B"], "countdown": seeds})), ""]
+            by_task = {"sums": over["B"], "countdown": over["D"]}
+            found = correlation(seeds) if name == "B" else tasks_compared(by_task)
+            lines += [said, "", *(f"- {line}" for line in found), ""]
         lines += [*lines_of(against_dapo(part.tasks, part.arms, seeds)), ""]
     for task in part.tasks:
-        lines += [f"By seed on {task}, accuracy in percent and differences from DAPO in points:", ""]
+        what = "one validation before training and DAPO's endpoint, in percent; differences, in points"
+        lines += [f"By seed on {task}: {what}:", ""]
         lines += [*by_seed(part, task, seeds), ""]
-        lines += [f"Levels on {task}:", "", *levels(part, task, seeds), ""]
-        lines += [f"Differences from DAPO on {task}, with 95 % intervals, of the groups trained on:", ""]
+        lines += [
+            f"Levels on {task}, means; entropy in nat a token and length in tokens, of the groups trained on:",
+            "",
+            *levels(part, task, seeds),
+            "",
+        ]
+        lines += [f"Differences from DAPO on {task} in the same, with 95 % intervals:", ""]
         lines += [*beside(part, task, seeds), ""]
     return lines
 
@@ -738,7 +773,7 @@ def page() -> str:
     )
     lines = [
         *("# Verdict", "", rule, "", unit, ""),
-        "| part | registered runs | finished | failed | whole seeds | ends with | used |",
+        "| part | planned runs | finished | failed | whole seeds | ends with | used |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, part in PARTS.items():
@@ -746,21 +781,25 @@ def page() -> str:
         finished = sum(run is not None for run in runs[name].values()) - failed
         seeds = [", ".join(map(str, each)) or "none" for each in (whole(name, runs), over[name])]
         lines.append(f"| {name} | {len(runs[name])} | {finished} | {failed} | {seeds[0]} | {part.most} | {seeds[1]} |")
-    in_use = {
-        key: run for key, run in there.items() if any(key in runs[part] and key[1] in over[part] for part in PARTS)
-    }
-    commits = Counter(run["commit"] for run in in_use.values())
-    mixed = {key[:2] for key, run in in_use.items() if run["commit"] != there[*key[:2], "dapo"]["commit"]}
-    lines += ["", *(f"- {count} runs of commit {commit}" for commit, count in sorted(commits.items()))]
-    lines += [f"- pairs of two commits: {task} {seed}" for task, seed in sorted(mixed)]
+    lines.append("")
+    for name in PARTS:
+        in_use = {key: run for key, run in runs[name].items() if run is not None and key[1] in over[name]}
+        commits = Counter(run["commit"] for run in in_use.values())
+        lines += [f"- part {name}, {count} runs of commit {commit}" for commit, count in sorted(commits.items())]
+        mixed = [key for key, run in in_use.items() if run["commit"] != there[*key[:2], "dapo"]["commit"]]
+        lines += [f"- part {name}, of another commit than its DAPO: {' '.join(map(str, key))}" for key in mixed]
     lines += [f"- failed: {' '.join(map(str, key))}" for key, run in there.items() if "failed" in run]
-    lines += ["", "Commits are those of the runs used; pairs are of one commit where none is named.", ""]
+    machines = (
+        "Commits are those of the runs used. In sums 109 DAPO was trained on another machine than the other arms, from "
+        "the same weights. Arms are explained under [methods](../reference/methods.md), words in the "
+        "[glossary](../inside/glossary.md), parts, tests and what each part asks in the registration."
+    )
+    lines += ["", machines, ""]
     for name in PARTS:
         lines += [f"## Part {name}", ""]
-        needed = NEEDED.get(name, ("A",))
-        if not OVER and not all(over[each] for each in (*needed, name)):
+        if not OVER and not (over["A"] and over[name]):
             lines += ["**Not complete: nothing is computed, and nothing is concluded.**", ""]
-        elif any(len(over[each]) < PARTS[each].least for each in (*needed, name)):
+        elif any(len(over[each]) < PARTS[each].least for each in ("A", name)):  # the controls are of part A
             lines += ["**Not decided: too few whole seeds.**", ""]
         else:
             lines += results_of(name, over, controls)
@@ -786,7 +825,7 @@ def main() -> None:
     else:
         (HERE / "verdict.md").write_text(page())
         print(HERE / "verdict.md")
-        if seeds := used("A", every_run()):
+        if len(seeds := used("A", every_run())) >= PARTS["A"].least:
             PICTURE.write_text(picture(seeds))
             print(PICTURE)
 
