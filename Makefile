@@ -62,7 +62,7 @@ check: $(READY) ## check format, lint, types and layers
 docs: $(READY) ## build the documentation into build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --fresh-env --quiet docs build/docs
 
-results: $(READY) ## compute docs/results/verdict.md from the committed data of its runs
+results: $(READY) ## compute docs/results/verdict.md and its picture from the committed data
 	$(BIN)/python docs/results/verdict.py page
 
 bench: $(READY) ## run every benchmark
