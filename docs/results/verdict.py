@@ -738,6 +738,10 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
             by_task = {"sums": over["B"], "countdown": over["D"]}
             found = correlation(seeds) if name == "B" else tasks_compared(by_task)
             lines += [said, "", *(f"- {line}" for line in found), ""]
+        if name == "C":
+            said = "GTPO − DAPO at the same learning rate, a description that was added after the results were read:"
+            rates = [("gtpo", "dapo"), *zip(list(part.arms)[2:], part.arms, strict=False)]
+            lines += [said, "", *lines_of(contrasts_of(part.tasks, rates, seeds)), "", "Registered, from DAPO:", ""]
         lines += [*lines_of(against_dapo(part.tasks, part.arms, seeds)), ""]
     for task in part.tasks:
         what = "one validation before training and DAPO's endpoint, in percent; differences, in points"
