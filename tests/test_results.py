@@ -421,7 +421,7 @@ def test_what_is_described_beside_accuracy_is_of_the_same_seeds(small: ModuleTyp
         falling = [float(seed - step) for step in range(verdict.STEPS)]
         change(verdict, "sums", seed, "dapo", steps=dict.fromkeys(verdict.KEPT, falling))
         rising = [*falling[:-1], falling[-1] + 2 + place % 2]  # at the end by 2 and 3 in turn
-        groups = [None, *falling[1:-1], falling[-1] + 10]
+        groups = [None, *falling[1:-1], falling[-1] + 10.7]
         change(verdict, "sums", seed, "gtpo", steps=dict.fromkeys(verdict.KEPT, rising) | {"groups": groups})
     change(verdict, "sums", seeds[0], "grpo_s", failed="no memory")
 
@@ -452,15 +452,13 @@ def test_a_seed_that_part_a_lacks_is_not_trained_in_other_parts(
     monkeypatch.setitem(trainable.PARTS, "A", one)
     monkeypatch.setitem(trainable.PARTS, "B", replace(one, arms={"psr": ("algo=psr",)}))
     for seed in (101, 103):
-        trainable.write_json(trainable.data_file("sums", seed), {"runs": {"dapo": run_of(trainable, 0.5)}})
+        record = {"start": {"weights": ""}, "runs": {"dapo": run_of(trainable, 0.5)}}
+        trainable.write_json(trainable.data_file("sums", seed), record)
     trained = []
     monkeypatch.setattr(
         trainable, "prepared", lambda task, seed, scratch: trained.append(seed) or (scratch, {"weights": ""})
     )
     monkeypatch.setattr(trainable, "command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
-    start = {"start": {"weights": ""}}
-    for seed in (101, 103):
-        trainable.write_json(trainable.data_file("sums", seed), start | trainable.read("sums", seed))
     trainable.train("B", ["sums"], 1.0, tmp_path)
     assert trained == [101, 103]
 

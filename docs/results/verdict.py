@@ -36,6 +36,7 @@ from gtpo_verl.evaluation.paired import (
     student_bounds,
 )
 from gtpo_verl.files import write_json
+from gtpo_verl.report.charts import THEMES, variables
 from gtpo_verl.runs.provenance import code_state, run_versions
 from gtpo_verl.runs.reader import read_metrics
 
@@ -44,6 +45,7 @@ DATA = HERE / "data"
 PICTURE = HERE.parent / "images" / "verdict.svg"
 TASKS = ("sums", "countdown")
 CONTROLS = ("random20", "random60")
+DESCRIBED = ("dapo_blame", "fork20")  # of part A, against DAPO
 VALIDATED = (6, 12, 18, 24)  # the steps whose mean accuracy is the endpoint
 STEPS = 24
 REPEATS = {"sums": 1, "countdown": 4}  # samples of each validation prompt, as rows of the data: 1,024 and 1,488
@@ -429,9 +431,9 @@ def finished(task: str, arm: str, seeds: Sequence[int]) -> dict[int, dict[str, A
     return {seed: run for seed, run in runs.items() if endpoint(run) is not None}
 
 
-def curve(runs: dict[int, dict[str, Any]], name: str) -> np.ndarray:
-    """Mean over runs of what `KEPT` calls so, (`STEPS`,)."""
-    return np.nanmean(np.array([run["steps"][name] for run in runs.values()], dtype=float), axis=0)
+def curves(run: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What `KEPT` names, (`STEPS`,) each, nan where a step has none."""
+    return {name: np.array(run["steps"][name], dtype=float) for name in KEPT}
 
 
 def levels(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
@@ -439,7 +441,10 @@ def levels(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     rows = []
     for arm in dict.fromkeys(["dapo", *part.arms]):
         if runs := finished(task, arm, seeds):
-            entropy, length, groups = (curve(runs, name) for name in ("entropy", "length", "groups"))
+            steps = [curves(run) for run in runs.values()]
+            entropy, length, groups = (
+                np.nanmean([each[name] for each in steps], axis=0) for name in ("entropy", "length", "groups")
+            )
             mean = 100 * np.mean([endpoint(run) for run in runs.values()])
             ends = (
                 f"{entropy[0]:.3f}, {np.nanmin(entropy):.3f}, {entropy[-1]:.3f}",
@@ -461,10 +466,8 @@ def beside(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     """Differences from DAPO in what is described beside accuracy."""
 
     def measured(run: dict[str, Any]) -> np.ndarray:
-        entropy, length, groups = (
-            np.array(run["steps"][name], dtype=float) for name in ("entropy", "length", "groups")
-        )
-        return np.array([entropy[-1], length[-1], np.nansum(groups)])
+        steps = curves(run)
+        return np.array([steps["entropy"][-1], steps["length"][-1], np.nansum(steps["groups"])])
 
     rows, base = [], finished(task, "dapo", seeds)
     for arm in part.arms:
@@ -479,7 +482,8 @@ def changes(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     """What the paper observed, that entropies rise again and answers grow, in every run."""
 
     def measured(run: dict[str, Any]) -> np.ndarray:
-        entropy, length = (np.array(run["steps"][name], dtype=float) for name in ("entropy", "length"))
+        steps = curves(run)
+        entropy, length = steps["entropy"], steps["length"]
         return np.array([entropy[-1] - entropy[0], entropy[-1] - np.nanmin(entropy), length[-1] - length[0]])
 
     rows = []
@@ -506,19 +510,25 @@ def by_seed(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     return table(["seed", "before training", "dapo", *others], rows)
 
 
-COLOURS = {  # light and dark; of primary contrasts and controls, and of everything else
-    "primary": ("#0062b2", "#56b4ff"),
-    "control": ("#c85400", "#ff8c42"),
-    "described": ("#5c6675", "#97a3b6"),
-    "ink": ("#1b2330", "#e8ecf3"),
-}
+def colours(theme: str) -> dict[str, str]:
+    """Those of the report, for what the picture shows."""
+    known = variables({}, theme)
+    return {
+        "primary": f"rgb({known['credit']})",
+        "control": f"rgb({known['debit']})",
+        "described": known["muted"],
+        "ink": known["ink"],
+    }
 
 
 def picture(seeds: Sequence[int]) -> str:
     """The contrasts of part A with their intervals, as SVG for light and dark pages; random20 is far to the left."""
-    described = contrasts_of(TASKS, [("dapo_blame", "dapo"), ("fork20", "dapo")], seeds)
-    kinds = {"primary": contrasts_of(TASKS, PRIMARY, seeds), "described": described}
-    kinds["control"] = against_dapo(TASKS, CONTROLS[1:], seeds)
+    light, dark = (colours(theme) for theme in THEMES)
+    kinds = {
+        "primary": contrasts_of(TASKS, PRIMARY, seeds),
+        "described": against_dapo(TASKS, DESCRIBED, seeds),
+        "control": against_dapo(TASKS, CONTROLS[1:], seeds),
+    }
     rows = [
         {"task": task, "contrast": f"{arm} − {other}", "kind": kind}
         | {name: round(getattr(each, name), 2) for name in ("mean", "low", "high")}
@@ -527,16 +537,16 @@ def picture(seeds: Sequence[int]) -> str:
         for (task, arm, other), each in found.items()
         if each is not None
     ]
-    title = "points, unadjusted 95 % intervals; grey: ± 2"
+    title = f"points, unadjusted 95 % intervals; grey: ± {EQUIVALENT:g}"
     x = {"type": "quantitative", "title": title, "axis": {"grid": False, "format": "+d", "tickCount": 7}}
     names = list(dict.fromkeys(row["contrast"] for row in rows))
     y = {"field": "contrast", "type": "nominal", "title": None, "sort": names}
-    colour = {"domain": list(kinds), "range": [COLOURS[kind][0] for kind in kinds]}
+    colour = {"domain": list(kinds), "range": [light[kind] for kind in kinds]}
     shape = {"domain": list(kinds), "range": ["circle", "diamond", "square"]}
     kind = {"field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top"}}
     own = {"data": {"values": [{"low": -EQUIVALENT, "high": EQUIVALENT}]}}
-    grey = {"type": "rect", "color": COLOURS["described"][0], "opacity": 0.18, "aria": False}
-    zero = {"type": "rule", "color": COLOURS["ink"][0], "aria": False}
+    grey = {"type": "rect", "color": light["described"], "opacity": 0.18, "aria": False}
+    zero = {"type": "rule", "color": light["ink"], "aria": False}
     ends = {"x": x | {"field": "low"}, "x2": {"field": "high"}}
     marked = {"y": y, "color": kind | {"scale": colour}, "description": {"field": "said"}}
     layers = [
@@ -548,7 +558,7 @@ def picture(seeds: Sequence[int]) -> str:
             "encoding": marked | {"x": x | {"field": "mean"}, "shape": kind | {"scale": shape}},
         },
     ]
-    ink = {"labelColor": COLOURS["ink"][0], "titleColor": COLOURS["ink"][0], "titleFontWeight": "normal"}
+    ink = {"labelColor": light["ink"], "titleColor": light["ink"], "titleFontWeight": "normal"}
     chart = {
         "data": {"values": rows},
         "facet": {"column": {"field": "task", "title": None, "sort": list(TASKS)}},
@@ -563,10 +573,8 @@ def picture(seeds: Sequence[int]) -> str:
             "header": ink,
         },
     }
-    dark = "".join(
-        f'[{part}="{colours[0]}"]{{{part}:{colours[1]}}}' for colours in COLOURS.values() for part in ("fill", "stroke")
-    )
-    style = f"<style>@media(prefers-color-scheme:dark){{{dark}}}</style>"
+    rules = "".join(f'[{part}="{light[name]}"]{{{part}:{dark[name]}}}' for name in light for part in ("fill", "stroke"))
+    style = f"<style>@media(prefers-color-scheme:dark){{{rules}}}</style>"
     return re.sub(r"(<svg [^>]*>)", rf"\g<1>{style}", vl_convert.vegalite_to_svg(chart), count=1) + "\n"
 
 
@@ -720,7 +728,7 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
             title = f"As a description, without seeds whose results were read before (of these {len(known)}):"
             lines += [title, "", *lines_of(unread), ""]
         lines += ["Controls, which must be worse than DAPO:", "", *lines_of(controls, True), ""]
-        lines += ["As a description:", "", *lines_of(against_dapo(TASKS, ("fork20", "dapo_blame"), seeds)), ""]
+        lines += ["As a description:", "", *lines_of(against_dapo(TASKS, DESCRIBED, seeds)), ""]
         paper = (
             "The paper reports that entropy falls and rises again, and that answers grow, over far more than 24 steps. "
             "Here a rise is the last step minus the lowest, above 0 by noise alone; groups trained on become others as "
