@@ -19,7 +19,7 @@ examples:
 The overrides are those of `gtpo-verl train`: what is planned is what would run, on GPUs unless hardware=cpu is given.
 No GPU, download or data is needed; the shapes of Qwen2.5 ship with the package, those of other dense models are read
 from their directory or the hub's cache. Numbers under "Assumptions" are not in the configuration: --assume NAME=VALUE
-replaces one.
+replaces one. A measured run of another model lends its tokens per second by the ratio of the parameters.
 The exit code is 1 if the run would fail.
 """
 

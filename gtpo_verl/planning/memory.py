@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.weights import actor_dtype
@@ -134,11 +134,17 @@ def micro_batch_tokens(config: DictConfig, parallel: Parallelism, *, update: boo
     longest = config.data.max_prompt_length + config.data.max_response_length
     prompts = actor.ppo_mini_batch_size if update else config.data.train_batch_size
     rows = prompts * rollout.n // parallel.data
+    limit = OmegaConf.select(config, micro_batch_key(config, update=update))
     if actor.use_dynamic_bsz:
-        limit = actor.ppo_max_token_len_per_gpu if update else rollout.log_prob_max_token_len_per_gpu
         return min(limit, math.ceil(rows * longest / parallel.split))
-    micro = actor.ppo_micro_batch_size_per_gpu if update else rollout.log_prob_micro_batch_size_per_gpu
-    return math.ceil(micro * longest / parallel.split)
+    return math.ceil(limit * longest / parallel.split)
+
+
+def micro_batch_key(config: DictConfig, *, update: bool) -> str:
+    """The setting that says how large a micro-batch is, of updates or of old log-probs."""
+    prefix = "actor.ppo" if update else "rollout.log_prob"
+    unit = "max_token_len" if config.actor_rollout_ref.actor.use_dynamic_bsz else "micro_batch_size"
+    return f"actor_rollout_ref.{prefix}_{unit}_per_gpu"
 
 
 def layer_activation_bytes(shape: ModelShape) -> int:

@@ -94,11 +94,16 @@ def make_plan(
             f"trainer.total_epochs={config.trainer.total_epochs}: how many steps that is depends on data.train_files, "
             "which are not here: add trainer.total_training_steps=N to plan with."
         )
+    if steps == 0:
+        raise UserError(
+            "data.train_files has fewer prompts than a step, "
+            f"data.train_batch_size={config.data.train_batch_size}: there is nothing to plan."
+        )
     parallel = parallelism(config)
     shape = load_shape(config.actor_rollout_ref.model.path)
     assumptions = default_assumptions(config, gpu)
     if measured is not None:
-        assumptions = measured_assumptions(assumptions, measured)
+        assumptions = measured_assumptions(assumptions, measured, config)
     assumptions = given_assumptions(assumptions, given or {})
     check_assumptions(assumptions, config)
     lengths = Lengths(assumptions["prompt_length"].value, assumptions["response_length"].value)

@@ -59,6 +59,15 @@ class Assumption:
     unit: str
     origin: str
 
+    @property
+    def measured(self) -> bool:
+        """Whether it is from a run."""
+        return self.origin.startswith("measured")
+
+    def told(self, name: str) -> str:
+        """How the user knows it: by his option, or by its origin."""
+        return f"{name}={self.value:g} ({self.origin})" if self.measured else f"--assume {name}={self.value:g}"
+
 
 Assumptions = dict[str, Assumption]
 
@@ -112,14 +121,19 @@ def check_assumptions(assumptions: Assumptions, config: DictConfig) -> None:
         share = item.unit.startswith("of ")
         zero = item.value == 0 and name != "other_share"
         if zero or not 0 <= item.value < math.inf or (share and item.value > 1):
-            raise UserError(f"--assume {name}={item.value:g}: it must be above 0{' and at most 1' if share else ''}.")
+            faster = ": the run's GPUs are faster than those of --gpu" if "efficiency" in name and item.measured else ""
+            raise UserError(f"{item.told(name)}: it must be above 0{' and at most 1' if share else ''}{faster}.")
     if assumptions["other_share"].value == 1:
-        raise UserError("--assume other_share=1: the phases of the step would take no time.")
+        raise UserError(f"{assumptions['other_share'].told('other_share')}: the phases of the step would take no time.")
+    if not config.algorithm.filter_groups.enable and assumptions["sampling_yield"].value != 1:
+        raise UserError(
+            f"{assumptions['sampling_yield'].told('sampling_yield')}: algorithm.filter_groups.enable is false, so all "
+            "groups are trained on."
+        )
     for name, limit in (("prompt_length", "max_prompt_length"), ("response_length", "max_response_length")):
         if assumptions[name].value > config.data[limit]:
-            raise UserError(
-                f"--assume {name}={assumptions[name].value:g}: the limit is data.{limit}={config.data[limit]}."
-            )
+            remedy = f": give --{name.replace('_', '-')}" if assumptions[name].measured else ""
+            raise UserError(f"{assumptions[name].told(name)}: the limit is data.{limit}={config.data[limit]}{remedy}.")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gtpo_verl.errors import first_line, within
 from gtpo_verl.files import read_json
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.integrations.weights import model_directory, needed_bucket, shapes_in, tensor_shapes
-from gtpo_verl.planning.memory import GIB, HostMemory, known_host_memory, machine_memory, total_of
+from gtpo_verl.planning.memory import GIB, HostMemory, known_host_memory, machine_memory, micro_batch_key, total_of
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.rules.ranges import ROLLOUT
 
@@ -146,7 +146,7 @@ def memory(config: DictConfig) -> Iterator[Problem]:
     parts = None if joined_cluster(config) else known_host_memory(config)
     if parts is None:
         return
-    found = list(beyond_the_machine(parts))
+    found = list(beyond_the_machine(config, parts))
     yield from found
     total, free = machine_memory()
     needed = total_of(parts)
@@ -158,22 +158,17 @@ def memory(config: DictConfig) -> Iterator[Problem]:
         )
 
 
-_REMEDIES = {
-    "activations": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "logits": "lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "KV cache": "lower VLLM_CPU_KVCACHE_SPACE, or use fewer ranks",
-}
-
-
-def beyond_the_machine(memory: HostMemory) -> Iterator[Problem]:
+def beyond_the_machine(config: DictConfig, memory: HostMemory) -> Iterator[Problem]:
     """The memory that a run needs is there."""
     needed, (there, _) = total_of(memory), machine_memory()
     if needed > there:
         size, largest = max((size, part) for parts in memory.values() for part, size in parts.items())
+        remedies = dict.fromkeys(("activations", "logits"), f"lower {micro_batch_key(config, update=True)}")
+        remedies["KV cache"] = "lower VLLM_CPU_KVCACHE_SPACE, or use fewer ranks"
         yield warning(
             f"where responses reach their limit this run needs about {needed / GIB:.0f} GiB, most of it for {largest} "
             f"({size / GIB:.0f} GiB), and this machine has {there / GIB:.0f}: "
-            f"{_REMEDIES.get(largest, 'use a smaller model')}."
+            f"{remedies.get(largest, 'use a smaller model')}."
         )
 
 

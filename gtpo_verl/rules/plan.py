@@ -6,7 +6,14 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.standalone import guide_of
-from gtpo_verl.planning.memory import ENGINE_DTYPES, ENGINE_WORKSPACE, GIB, entropy_bytes, micro_batch_tokens
+from gtpo_verl.planning.memory import (
+    ENGINE_DTYPES,
+    ENGINE_WORKSPACE,
+    GIB,
+    entropy_bytes,
+    micro_batch_key,
+    micro_batch_tokens,
+)
 from gtpo_verl.planning.plan import Plan
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.planning.transfers import checkpoint_bytes
@@ -78,21 +85,28 @@ def steps(config: DictConfig, plan: Plan) -> Iterator[Problem]:
     )
 
 
-_REMEDIES = {
-    **dict.fromkeys(("parameters", "gradients"), "shard over more GPUs, or set the engine's param_offload=true"),
-    "optimizer": "shard over more GPUs, or set the engine's optimizer_offload=true",
-    "gathered layers": "use Megatron's tensor parallelism, which does not gather layers",
-    **dict.fromkeys(("activations", "logits"), "lower ppo_max_token_len_per_gpu, or split sequences over more GPUs"),
-    "entropy": f"set {ACTOR}.entropy_from_logits_with_chunking=true",
-    "rollout engine": f"lower {ROLLOUT}.gpu_memory_utilization, or offload the actor",
-}
+def _remedy(config: DictConfig, phase: str, part: str) -> str:
+    """What makes the largest part of a phase of `memory_of` smaller."""
+    update = phase == "update"
+    if part in ("parameters", "gradients", "optimizer"):
+        engine = f"{ACTOR}.{'megatron' if config.actor_rollout_ref.actor.strategy == 'megatron' else 'fsdp_config'}"
+        needed = update or (part == "parameters" and phase != "generate")  # on the GPU, offloaded between or not
+        offload = f"{engine}.{'optimizer' if part == 'optimizer' else 'param'}_offload"
+        if needed and engine.endswith("megatron"):
+            return "shard over more GPUs"
+        return f"shard over more GPUs, or set {f'{engine}.offload_policy' if needed else offload}=true"
+    return {
+        "gathered layers": "use Megatron's tensor parallelism, which does not gather layers",
+        "entropy": f"set {ACTOR}.entropy_from_logits_with_chunking=true",
+        "rollout engine": f"lower {ROLLOUT}.gpu_memory_utilization, or offload the actor",
+    }.get(part, f"lower {micro_batch_key(config, update=update)}, or split sequences over more GPUs")
 
 
 def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
     """Every phase fits into a GPU and a sequence into the KV cache, or a run without GPUs into this machine."""
     found = plan.memory
     if plan.host_memory is not None:
-        yield from beyond_the_machine(plan.host_memory)
+        yield from beyond_the_machine(config, plan.host_memory)
     if found is None:
         return
     for phase, parts in found.phases.items():
@@ -101,7 +115,7 @@ def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
             largest = max((part for part in parts if part != "context"), key=lambda part: parts[part])
             yield Problem(
                 f"{phase} needs about {total / GIB:.0f} GiB per GPU of {found.capacity / GIB:.0f}, most of it for "
-                f"{largest} ({parts[largest] / GIB:.0f} GiB): {_REMEDIES[largest]}."
+                f"{largest} ({parts[largest] / GIB:.0f} GiB): {_remedy(config, phase, largest)}."
             )
     longest = plan.step.longest_sequence
     if found.engine.kv_tokens < longest:

@@ -247,6 +247,50 @@ def test_what_is_given_wins_over_what_was_measured(run: Run, tmp_path: Path) -> 
     assert make_plan(config, measured=directory, given={"response_length": 999}).step.tokens == 2048 * (150 + 999)
 
 
+def test_another_model_generates_by_its_parameters(run: Run, tmp_path: Path) -> None:
+    """A run of 7B and a plan of 32B: fewer tokens a second, by the ratio of the parameters that a token meets."""
+    config, larger = run("setting=paper_gtpo_7b"), run("setting=paper_gtpo_32b")
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    directory = record(tmp_path / "run", config, [{}, step])
+    own, other = (make_plan(each, measured=directory).assumptions for each in (config, larger))
+    shapes = [load_shape(f"Qwen/Qwen2.5-{size}") for size in ("7B", "32B")]
+    ratio = shapes[0].matmul_parameters / shapes[1].matmul_parameters
+    assert ratio < 0.3
+    speed, origin = own["generated_tokens_per_gpu"].value, other["generated_tokens_per_gpu"].origin
+    assert other["generated_tokens_per_gpu"].value == pytest.approx(speed * ratio)
+    assert origin == "measured: run, 1 steps on 64 GPUs, by parameters from Qwen/Qwen2.5-7B"
+    assert other["update_efficiency"] == own["update_efficiency"]
+
+
+def test_without_dynamic_sampling_every_group_is_trained_on(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b")
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    directory = record(tmp_path / "run", config, [{}, step, step])
+    off = run("setting=paper_gtpo_7b", {"algorithm.filter_groups.enable": False})
+    assert make_plan(config, measured=directory).step.generated_prompts == 320
+    assert make_plan(off, measured=directory).step.generated_prompts == 128
+    with pytest.raises(UserError, match=r"sampling_yield=0\.3: algorithm\.filter_groups\.enable is false"):
+        make_plan(off, given={"sampling_yield": 0.3})
+
+
+def test_what_a_run_measured_out_of_range_is_not_called_given(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b")
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    directory = record(tmp_path / "run", config, [{}, step])
+    with pytest.raises(UserError, match=r"^response_length=1234 \(measured: run, .* give --response-length"):
+        make_plan(run("setting=paper_gtpo_7b", {"data.max_response_length": 1024}), measured=directory)
+    fast = record(tmp_path / "fast", config, [{}, step | {"timing_s/update_actor": 0.5}])
+    with pytest.raises(UserError, match=r"^update_efficiency=.* the run's GPUs are faster than those of --gpu"):
+        make_plan(config, measured=fast)
+
+
+def test_a_run_without_a_step_is_no_plan(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "two.jsonl").write_text('{"prompt": [], "data_source": "a"}\n' * 2)
+    changes = {"trainer.total_training_steps": None, "data.train_files": str(tmp_path / "two.jsonl")}
+    with pytest.raises(UserError, match=r"has fewer prompts than a step, data\.train_batch_size="):
+        make_plan(run("setting=paper_gtpo_7b", changes))
+
+
 def test_a_directory_that_is_no_run_is_refused(run: Run, tmp_path: Path) -> None:
     config = run("setting=paper_gtpo_7b")
     with pytest.raises(UserError, match=r"no metrics\.jsonl"):

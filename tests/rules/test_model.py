@@ -84,7 +84,13 @@ def test_a_run_that_the_machine_cannot_hold_is_warned_of(run: Run, monkeypatch: 
     (problem,) = model_rules.memory(config)
     assert problem.severity == "warning"
     assert "most of it for activations" in problem.message
-    assert "and this machine has 24: lower " in problem.message
+    assert problem.message.endswith("24: lower actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu.")
+    by_tokens = run(
+        "hardware=cpu",
+        {"actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B", "actor_rollout_ref.actor.use_dynamic_bsz": True},
+    )
+    (other,) = model_rules.memory(by_tokens)
+    assert other.message.endswith("24: lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu.")
     (found,) = [each for each in evaluate([plan_rules.memory], config, make_plan(config)) if "GiB" in each.message]
     assert found == problem
     monkeypatch.setattr(model_rules, "machine_memory", lambda: (80 * GIB, 9 * GIB))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms.registry import algorithms
 from gtpo_verl.config import choices
@@ -103,6 +103,31 @@ def test_each_finding_is_found_where_it_is_and_not_elsewhere(
 ) -> None:
     assert not any(message in found for found in messages(run(*overrides), level))
     assert any(message in found for found in messages(run(*overrides, changes), level))
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 200_000}, f"lower {ACTOR}.ppo_max_token_len_per_gpu"),
+        (
+            {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 32},
+            f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
+        ),
+        ({"trainer.n_gpus_per_node": 1, "trainer.nnodes": 1}, f"set {ACTOR}.fsdp_config.offload_policy=true"),
+    ],
+)
+def test_the_remedy_makes_the_update_smaller(run: Run, changes: dict[str, Any], remedy: str) -> None:
+    """The setting that is named counts here, and what the plan says of the memory follows it."""
+    config = run("setting=paper_gtpo_7b", changes)
+    (found,) = [text for text in messages(config, "error") if text.startswith("update needs")]
+    assert remedy in found
+    key = remedy.split()[1].partition("=")[0]
+    value = True if remedy.startswith("set") else OmegaConf.select(config, key) // 4
+    total = [
+        sum(make_plan(each).memory.phases["update"].values())
+        for each in (config, run("setting=paper_gtpo_7b", changes | {key: value}))
+    ]
+    assert total[1] < 0.8 * total[0]
 
 
 def test_more_ranks_than_key_value_heads_repeat_them_where_the_engine_does(run: Run) -> None:
