@@ -58,8 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     style = (
         "how the prompt asks for the answer, to match the verifier: `Answer: ...` on the last line, or \\boxed{} "
-        "(default: prompts with an instruction keep it, others get `answer`); of reasoning-gym also the last number, "
-        "its <answer> tags, or the whole response (default: number if all answers are numbers, else tags)"
+        "(default: prompts in verl's schema stay as they are, a problem column gets `answer`); of reasoning-gym also "
+        "the last number, its <answer> tags, or the whole response (default: number if all answers are numbers, else "
+        "tags)"
     )
     conflicts = "problems with different answers: leave them out, or keep the first (default: %(default)s)"
     declare(parser, ("name NAME", str, names))
@@ -226,6 +227,12 @@ def _report(output: Path, summary: Summary, dataset: Dataset | None, conflicts: 
     if high > 1 and dataset is not None and dataset.problems is not None:
         console.print(
             f"Each problem is kept once. For avg@{high}, set actor_rollout_ref.rollout.val_kwargs.n={high}",
+            markup=False,
+        )
+    if summary.whole_prompts:
+        console.print(
+            f"warning: prompts of --against without an instruction that is known: {summary.whole_prompts:,}. They are "
+            "compared as a whole: the same problem under another instruction is not found.",
             markup=False,
         )
     for example in summary.conflict_examples:

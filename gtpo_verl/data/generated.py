@@ -36,8 +36,13 @@ def parse(text: str) -> tuple[str, dict[str, Any], int]:
         key, _, value = part.partition("=")
         try:
             settings[key] = yaml.safe_load(value)
+            json.dumps(settings[key])
         except yaml.YAMLError as error:
             raise UserError(f"{name}: {part} is not key=value.") from error
+        except TypeError as error:  # such as a date
+            raise UserError(
+                f"{name}: {part}: a value is text, a number, true, false, null, or a list of them."
+            ) from error
     seed = settings.pop("seed", 0)
     if not isinstance(seed, int) or not isinstance(settings["size"], int) or settings["size"] < 1:
         raise UserError(f"{name}: seed and size are whole numbers, size at least 1.")

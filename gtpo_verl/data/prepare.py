@@ -76,9 +76,10 @@ def prepare(request: Request) -> "Summary":
     columns = {name: getattr(request, name) for name in ("problem_column", "answer_column", "guide_column")}
     aime = dataset is not None and dataset.aime
     rows = (row for file in files for row in _with_progress(file, read(file, **columns, aime=aime)))
-    others = (row for file in request.against for row in read(file, request.problem_column, answers=False))
+    others = [row for file in request.against for row in read(file, request.problem_column, answers=False)]
     seen = {loose_key(row.problem) for row in others}
     prepared, summary = select(rows, seen, conflicts=request.conflicts)
+    summary.whole_prompts = sum(row.prompt is not None and _style(row.prompt) is None for row in others)
     if not prepared:
         raise UserError(f"{request.name}: no problem is left of {summary.rows} rows; nothing was written.")
     name = request.data_source or (dataset.data_source if dataset else None)
@@ -145,7 +146,9 @@ def loose_key(problem: str) -> str:
 
 @dataclass
 class Summary:
-    """What the checks found. ``repetitions``: the smallest and the largest number of rows of a kept problem."""
+    """What the checks found. ``repetitions``: the smallest and the largest number of rows of a kept problem.
+    ``whole_prompts``: rows of ``--against`` whose instruction is not known, and is compared as part of the problem.
+    """
 
     rows: int = 0
     problems: int = 0
@@ -153,6 +156,7 @@ class Summary:
     without_answer: int = 0
     conflicting: int = 0
     overlapping: int = 0
+    whole_prompts: int = 0
     style: dict[str, int] = field(default_factory=dict)
     conflict_examples: list[str] = field(default_factory=list)
 
@@ -204,8 +208,7 @@ def _table(
             record = {"data_source": data_source, "ability": "math"} | row.rest | {"prompt": prompt}
             record |= {"data_source": data_source} if rename else {}
             extra = dict(row.rest.get("extra_info") or {})
-        question = next(message["content"] for message in reversed(prompt) if message["role"] == "user")
-        styles[unwrap(question)[1] or "their own"] += 1
+        styles[_style(prompt) or "their own"] += 1
         if row.guide is not None:
             record[RESPONSES] = row.guide
         record["reward_model"] = {"style": "rule"} | (row.rest.get("reward_model") or {}) | {"ground_truth": row.answer}
@@ -215,6 +218,11 @@ def _table(
     names = list(dict.fromkeys(name for record in records for name in record))
     found = {name: count for name, count in styles.items() if count}
     return found, {name: [record.get(name) for record in records] for name in names}
+
+
+def _style(prompt: Sequence[dict[str, Any]]) -> str | None:
+    """The style in which the last message of the user asks for the answer, None where it is not known."""
+    return unwrap(next(message["content"] for message in reversed(prompt) if message["role"] == "user"))[1]
 
 
 def _write_parquet(output: Path, columns: dict[str, list[Any]]) -> None:
@@ -229,7 +237,10 @@ def _write_parquet(output: Path, columns: dict[str, list[Any]]) -> None:
             raise UserError(
                 f"the column {name} cannot be written: {first_line(error)}. All its values need one type, such as text."
             ) from error
-    write_atomically(output, lambda path: pq.write_table(pa.table(arrays), path))
+    try:
+        write_atomically(output, lambda path: pq.write_table(pa.table(arrays), path))
+    except pa.ArrowNotImplementedError as error:  # an object without a field
+        raise UserError(f"{output} cannot be written: {first_line(error).rstrip('.')}.") from error
 
 
 def _checksum(file: Path) -> dict[str, Any]:

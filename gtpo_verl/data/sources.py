@@ -173,13 +173,13 @@ def _responses(values: dict[str, Any], column: str, place: str) -> list[Any]:
     if column not in values:
         raise UserError(f"--guide-column {column}: {place} has no such column; it has {', '.join(values)}.")
     found = values[column]
-    responses = [found] if isinstance(found, str) else list(found or [])
-    kinds = {type(response) for response in responses}
-    if not kinds <= {str} and not kinds <= {list}:
+    responses = [] if is_missing(found) else [found] if isinstance(found, str) else found
+    kinds = {type(response) for response in responses} if isinstance(responses, list) else {type(responses)}
+    if not isinstance(responses, list) or (not kinds <= {str} and not kinds <= {list}):
         raise UserError(
             f"--guide-column {column}: {place} must hold a text, a list of texts, or a list of lists of token ids."
         )
-    return responses
+    return [response for response in responses if not is_missing(response)]
 
 
 def _text(answer: Any) -> str:

@@ -1,7 +1,8 @@
 """Responses of a guiding policy as columns of the training data (docs/guides/mixed-policy.md).
 
-``guide_responses``: a list for each prompt, of texts or of lists of token ids, empty or null where there is none. Token
-ids are a whole response with its end; a text is what follows the student's prompt, which its chat template renders.
+``guide_responses``: a list for each prompt, of texts or of lists of token ids, empty or null where there is none, as is
+an empty text. Token ids are a whole response with its end; a text is what follows the student's prompt, which its chat
+template renders.
 ``guide_log_probs``: a list of numbers for each response, one a token with the end, under the guide at the training
 temperature.
 """
@@ -57,6 +58,8 @@ def traces_of(
         )
     found = []
     for number, response in enumerate(responses):
+        if isinstance(response, str) and not response.strip():
+            continue  # its tokens would be the end alone
         theirs = None if log_probs is None or log_probs[number] is None else list(log_probs[number])
         trace = Trace(token_ids(response, tokenizer), theirs)
         if with_log_probs and theirs is None:

@@ -7,6 +7,7 @@ not affect the samples after it.
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -80,8 +81,8 @@ class VerifierPool:
         for name, value, least in (("workers", workers, 1), ("memory_mb", memory_mb, 64), ("max_chars", max_chars, 1)):
             if value < least:
                 raise UserError(f"verifier: {name}={value} must be at least {least}.")
-        if not timeout > 0:
-            raise UserError(f"verifier: timeout={timeout} must be more than 0 seconds.")
+        if not 0 < timeout < math.inf:
+            raise UserError(f"verifier: timeout={timeout} must be a number of seconds above 0.")
         self.rule = rule
         self.timeout = timeout
         self.max_chars = max_chars

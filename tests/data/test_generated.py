@@ -111,6 +111,7 @@ def test_a_part_of_a_score_is_wrong() -> None:
         ("reasoning-gym:chain_sum,size=20", "20 different problems were drawn"),
         ("reasoning-gym:chain_sum,size=no", "seed and size are whole numbers"),
         ("reasoning-gym:chain_sum,three", "settings are written NAME,key=value"),
+        ("reasoning-gym:time_intervals,min_date=2020-01-01", "min_date=2020-01-01: a value is text, a number"),
         ("sum", "did you mean sums?"),
         ("smollm", "did you mean smollm2?"),
     ],

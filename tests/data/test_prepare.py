@@ -149,7 +149,7 @@ def test_a_file_in_verls_schema_keeps_prompts_and_columns_of_its_own(write: Writ
 
 @pytest.mark.parametrize("schema", ["columns", "verl"])
 def test_responses_of_a_guide_are_kept(write: Write, dapo_row: DapoRow, tmp_path: Path, schema: str) -> None:
-    texts: list[Any] = ["1+1=2", ["1+1=2", "2"], [], None]
+    texts: list[Any] = ["1+1=2", ["1+1=2", "2", " "], "", None]
     rows = [{"problem": f"1+{i}", "answer": f"{1 + i}", "target": text} for i, text in enumerate(texts)]
     if schema == "verl":
         rows = [dapo_row(f"1+{i}", f"{1 + i}") | {"target": text} for i, text in enumerate(texts)]
@@ -163,7 +163,13 @@ def test_responses_of_a_guide_are_kept(write: Write, dapo_row: DapoRow, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("value", "column", "message"), [("a", "traget", "has no such column"), ([1, "a"], "target", "row 0 must hold")]
+    ("value", "column", "message"),
+    [
+        ("a", "traget", "has no such column"),
+        ([1, "a"], "target", "row 0 must hold"),
+        (5, "target", "row 0 must hold"),
+        ({"a": "x"}, "target", "row 0 must hold"),
+    ],
 )
 def test_a_column_of_a_guide_that_cannot_be(
     write: Write, tmp_path: Path, value: Any, column: str, message: str, capsys: pytest.CaptureFixture[str]
@@ -257,6 +263,29 @@ def test_problems_of_the_test_set_are_left_out_of_the_training_set(
     assert prepare("dapo-math-17k", "--from", file, "--against", test, "--output", output) == 0
     assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["2"]
     assert manifest(output)["summary"]["overlapping"] == 2
+
+
+def test_an_unknown_instruction_of_the_test_set_is_told(
+    write: Write, dapo_row: DapoRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = dapo_row("Find $x+1$.", "3")
+    unknown = known | {"prompt": [{"role": "user", "content": "Find $x+1$. Think, then answer in a box."}]}
+    train, test = write("train.jsonl", [dapo_row("Find $x+1$.", "3"), dapo_row("2", "2")]), tmp_path / "test.jsonl"
+    for name, row, found, warned in (("a", known, 1, 0), ("b", unknown, 0, 1)):
+        write(test.name, [row])
+        assert prepare("parquet", train, "--output", tmp_path / name, "--against", test) == 0
+        summary = manifest(tmp_path / name)["summary"]
+        assert (summary["overlapping"], summary["whole_prompts"]) == (found, warned)
+        assert ("under another instruction is not found" in capsys.readouterr().out) == bool(warned)
+
+
+def test_an_object_without_a_field_is_one_line(
+    write: Write, dapo_row: DapoRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write("mine.jsonl", [dapo_row("1+1", "2") | {"extra_info": {"tools_kwargs": {}}}])
+    assert prepare("parquet", file, "--output", tmp_path / "out") == 2
+    assert "mine.parquet cannot be written: Cannot write struct type 'tools_kwargs'" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "mine.parquet").exists()
 
 
 def test_nothing_left(write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

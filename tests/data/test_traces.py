@@ -43,7 +43,7 @@ def test_the_responses_to_a_prompt() -> None:
         Trace([4, 5], [-2.0, 0.0]),
     ]
     assert [trace.log_probs for trace in traces_of({"guide_responses": ["ab"]}, TOKENIZER, 3, 0)] == [None]
-    for nothing in ({}, {"guide_responses": None}, {"guide_responses": []}):
+    for nothing in ({}, {"guide_responses": None}, {"guide_responses": []}, {"guide_responses": ["", " "]}):
         assert traces_of(nothing, TOKENIZER, 3, 0) == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -189,7 +190,12 @@ def test_a_rule_that_fails_on_import_is_an_error_with_its_exit_code(make_pool: M
 
 @pytest.mark.parametrize(
     ("setting", "message"),
-    [({"workers": 0}, "workers=0"), ({"timeout": 0}, "timeout=0"), ({"memory_mb": 1}, "memory_mb=1")],
+    [
+        ({"workers": 0}, "workers=0"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"timeout": math.inf}, "=inf"),
+        ({"memory_mb": 1}, "memory_mb=1"),
+    ],
 )
 def test_an_impossible_limit_is_refused(make_pool: MakePool, setting: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
