@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from gtpo_verl import __version__
@@ -43,6 +44,7 @@ GROUPS = {
         "setup": "install the stack for this machine",
     },
 }
+LISTS = {"overrides": str, "files": Path, "runs": Path}  # arguments of any number, and their types
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 # Spellings of 0.1, which the release after this one does not know: options, and what has become a command.
 RENAMED = {
@@ -84,10 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.epilog = getattr(_module(name), "EPILOG", None)
             _module(name).add_arguments(command)
     args, rest = parser.parse_known_args(argv)
-    if rest:  # argparse stops collecting KEY=VALUE at an option; what comes behind one belongs to the same list
-        if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
+    # argparse stops collecting KEY=VALUE and FILE at an option; what comes behind one belongs to the same list
+    if rest:
+        listed = next((name for name in LISTS if hasattr(args, name)), None)
+        if listed is None or any(word.startswith("-") for word in rest):
             parser.error(f"unknown argument: {rest[0]}")
-        args.overrides.extend(rest)
+        getattr(args, listed).extend(map(LISTS[listed], rest))
     return main_guard(lambda: int(_module(args.command).run(args)))
 
 

@@ -102,6 +102,17 @@ def test_a_sweep_is_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "1 finished" in capsys.readouterr().out
 
 
+def test_files_may_stand_behind_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
+    words = ["prepare-data", "parquet", "--style", "boxed", "--output", str(tmp_path), str(tmp_path / "a.jsonl")]
+    assert main(words) == 0
+    assert (tmp_path / "a.parquet").is_file()
+    with pytest.raises(SystemExit):
+        main([*words, "--unknown"])
+    assert "unknown argument: " in capsys.readouterr().err
+    assert main(["report", "no-run", "--output", str(tmp_path), "no-other"]) == 2
+
+
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_any_other_name_is_a_job(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "my-job", "--address", "http://127.0.0.1:1"]) == 2
