@@ -247,25 +247,11 @@ def _refuse_differences(
     allow: Sequence[str],
     explained: Sequence[str],
 ) -> None:
-    found = {}
-    seeds: dict[Any, set[str | None]] = {}  # of each arm; where they have some in common, a seed may have its own start
-    for training, arm in keys.items():
-        seeds.setdefault(arm.identity, set()).add(training.seed)
-    paired = bool(set.intersection(*seeds.values()))
-    for key in sorted({key for one in facts.values() for key in one}):
-        if key == SEED or within(key, allow):
-            continue
-        having = [training for training in facts if key in facts[training] or _says(training, key)]
-        of_arm = _listed(key, explained) or (ANY_SETTING in explained and key.split(".", 1)[0] not in _RECORDED)
-        values = {training: facts[training].get(key, NOT_SET) for training in having}
-        by_group: dict[Any, set[str]] = {}
-        for training, value in values.items():  # it may follow the seed, or the arm
-            follows = (keys[training].identity, keys[training].start) if of_arm else None
-            own_start = key == f"checksums.{START}" and paired and not of_arm
-            by_seed = _SEED_KEY.search(key) or own_start
-            by_group.setdefault(training.seed if by_seed else follows, set()).add(value)
-        if any(len(different) > 1 for different in by_group.values()):
-            found[key] = values
+    found = {
+        key: values
+        for key in sorted({key for one in facts.values() for key in one})
+        if key != SEED and not within(key, allow) and (values := _differing(key, facts, keys, explained))
+    }
     for training in facts:
         seed = training.config.get(SEED)
         if seed is not None and training.seed != str(seed):
@@ -279,6 +265,32 @@ def _refuse_differences(
         f"these runs differ in more than the arm and the seed: {'; '.join(shown)}{more}. Leave out the odd ones, or "
         f"accept the difference, which the report will state: {options}."
     )
+
+
+def _differing(
+    key: str, facts: Mapping[Training, Mapping[str, str]], keys: Mapping[Training, _Key], explained: Sequence[str]
+) -> dict[Training, str]:
+    """The value of a fact in each training, where some differ that must not; else empty."""
+    alike: Mapping[Training, Any]  # trainings with the same value here must have the same value of the fact
+    if _SEED_KEY.search(key):
+        alike = {training: training.seed for training in facts}
+    elif _listed(key, explained) or (ANY_SETTING in explained and key.split(".", 1)[0] not in _RECORDED):
+        alike = {training: (keys[training].identity, keys[training].start) for training in facts}
+    elif key == f"checksums.{START}" and _share_seeds(keys):
+        alike = {training: training.seed for training in facts}  # a seed may have its own start
+    else:
+        alike = dict.fromkeys(facts)
+    values = {one: facts[one].get(key, NOT_SET) for one in facts if key in facts[one] or _says(one, key)}
+    different = {(alike[training], value) for training, value in values.items()}
+    return values if len(different) > len({alike[training] for training in values}) else {}
+
+
+def _share_seeds(keys: Mapping[Training, _Key]) -> bool:
+    """Whether the arms have seeds in common."""
+    seeds: dict[Any, set[str | None]] = {}
+    for training, arm in keys.items():
+        seeds.setdefault(arm.identity, set()).add(training.seed)
+    return bool(set.intersection(*seeds.values()))
 
 
 def _says(training: Training, key: str) -> bool:

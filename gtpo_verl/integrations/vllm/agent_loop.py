@@ -64,7 +64,15 @@ class RolloutEntropyMixin(AgentLoopBase):
 
     A loop adds every turn and every tool response with ``ct_merge_assistant_token`` and ``ct_merge_context_msg``, which
     align mask and log-probs with the tokens; entropies and versions follow the same edits. A loop may discard a context
-    merge, as verl's does with a tool response that does not fit: the mask that it passes next tells.
+    merge, as verl's does with a tool response that does not fit: the mask that it passes next tells. An answer of three
+    tokens, a tool response of two that the loop takes over, an answer of one:
+
+        merge               mask passed     columns after it        offered
+        assistant, 3        []              [1, 1, 1]
+        context, 2          [1, 1, 1]       [1, 1, 1]               [1, 1, 1, 0, 0]
+        assistant, 1        [1, 1, 1, 0, 0] [1, 1, 1, 0, 0, 1]
+
+    Had the loop discarded the tool response, it would pass [1, 1, 1], and what was offered be forgotten.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
