@@ -16,13 +16,13 @@ import torch
 from gtpo_verl.audit.analysis import BASELINE
 from gtpo_verl.audit.gradients import DECILES, Products
 from gtpo_verl.audit.methods import Method, credit_of
+from gtpo_verl.audit.plan import MOST_LOGITS
 from gtpo_verl.audit.sampling import Advance
 from gtpo_verl.audit.score import batch_of, padded
 from gtpo_verl.audit.store import Rollout
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.context import Overlong
 
-MOST_LOGITS = 2**26  # of one forward pass, or one response
 LARGEST_WEIGHT = 0.99  # quantile of the weights of Adam's metric, above which they are cut
 
 

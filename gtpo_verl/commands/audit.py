@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.audit import sampling
 from gtpo_verl.audit.methods import Method, methods
-from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, PASS, Plan, bytes_for_gradients
+from gtpo_verl.audit.plan import BYTES_OF_A_CREDIT, PROCESS, Plan, bytes_for_gradients, bytes_of_a_pass
 from gtpo_verl.audit.store import (
     GRADIENTS_FILE,
     LOG_FILE,
@@ -33,6 +33,7 @@ from gtpo_verl.integrations.context import Overlong, overlong
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.integrations.weights import model_directory, tensor_shapes
 from gtpo_verl.planning.memory import FP32, GIB, machine_memory
+from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
 from gtpo_verl.runs.terminal import progress_over
@@ -48,7 +49,7 @@ examples:
   gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --check
   gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --second-stage 12
   gtpo-verl audit Qwen/Qwen2.5-1.5B verifier=boxed data.val_files=data/math-500.parquet trainer.n_gpus_per_node=8
-  gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --gradients 192 data.val_files=data/dapo-math-17k.parquet
+  gtpo-verl audit outputs/gtpo-seed0-20260101-120000 --gradients 192 --methods dapo,gtpo data.val_files=P.parquet
   gtpo-verl audit --reanalyse outputs/gtpo-seed0-20260101-120000/audit/global_step_20 --methods gtpo,fork20,eapo
 
 Ctrl-C keeps what is finished, and the same command goes on. docs/guides/audit.md explains the figures.
@@ -113,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     output = check_output(args.output or _output(subject, plan))
     check_evaluation(config, overrides)
     if plan.gradients:
-        _check_memory(config, chosen, args.gradient_params)
+        _check_memory(config, chosen, args.gradient_params, plan.samples)
     if args.check:
         _print_plan(plan, config, output, chosen)
         return 0
@@ -156,25 +157,48 @@ def _methods(text: str, overrides: Sequence[str]) -> list[Method]:
     return methods([name.strip() for name in text.split(",") if name.strip()], overrides)
 
 
-def _check_memory(config: DictConfig, chosen: Sequence[Method], pattern: str) -> None:
-    """Raise UserError, before anything is sampled, where weights and gradients do not fit into one device."""
+def _check_memory(
+    config: DictConfig,
+    chosen: Sequence[Method],
+    pattern: str,
+    samples: int,
+    longest: tuple[int, int] | None = None,
+) -> None:
+    """Raise UserError where weights and gradients do not fit into one device, with a pass over the `longest` prompt and
+    response that were sampled; before any is, warn where they would not with those of the limits.
+    """
     import torch
 
     directory = model_directory(str(config.actor_rollout_ref.model.path))
     sizes = {name: math.prod(shape) for name, shape in (tensor_shapes(directory) if directory else {}).items()}
     scored = sum(method.scored for method in chosen)
     differentiated = sum(size for name, size in sizes.items() if re.search(pattern, name))
-    needed = FP32 * sum(sizes.values()) + bytes_for_gradients(scored) * differentiated + PASS
+    needed = FP32 * sum(sizes.values()) + bytes_for_gradients(scored) * differentiated + PROCESS
     if torch.cuda.is_available():  # where `load_policy` puts the model
         there = float(torch.cuda.get_device_properties(0).total_memory)
     else:
         there, _ = machine_memory()
     if needed > there:
         raise UserError(
-            f"--gradients: weights in float32, the gradients of {scored + 1} credits and a pass over a group take "
-            f"{needed / GIB:,.0f} GiB, and the device has {there / GIB:,.0f}: name fewer --methods (each takes "
-            f"{BYTES_OF_A_CREDIT} bytes a parameter) or fewer parameters by --gradient-params."
+            f"--gradients: weights in float32 and the gradients of {scored + 1} credits take {needed / GIB:,.0f} GiB, "
+            f"and the device has {there / GIB:,.0f}: name fewer --methods (each takes {BYTES_OF_A_CREDIT} bytes a "
+            "parameter) or fewer parameters by --gradient-params."
         )
+    try:
+        shape = load_shape(str(config.actor_rollout_ref.model.path))
+    except UserError:  # of a kind whose activations are not known
+        return
+    prompt, response = longest or (int(config.data.max_prompt_length), int(config.data.max_response_length))
+    activations = bytes_of_a_pass(shape, samples, prompt, response)
+    if needed + activations > there:
+        text = (
+            f"a prompt of {prompt:,} tokens with a response of {response:,} takes about {activations / GIB:,.0f} GiB, "
+            f"beside {needed / GIB:,.0f} of weights and gradients, and the device has {there / GIB:,.0f}: "
+            "lower data.max_response_length, or name fewer --methods"
+        )
+        if longest and not pattern:  # with some parameters alone it takes less
+            raise UserError(f"--gradients: {text}.")
+        print(f"warning: where responses reach their limit, {text}.")
 
 
 def _print_plan(plan: Plan, config: DictConfig, output: Path, chosen: Sequence[Method]) -> None:
@@ -229,6 +253,9 @@ def _measure_gradients(
 
     facts = store.facts
     groups = sampling.groups_with_contrast(store.rollouts, plan)
+    sampled = [each for group in groups for each in group]
+    longest = max(len(prompts.tokens(each.row)) for each in sampled), max(len(each.tokens) for each in sampled)
+    _check_memory(config, chosen, facts["chosen"], plan.samples, longest)
     parts, number = parts_of(groups, plan.gradients, facts["step"], chosen, _penalty(store), facts["seed"])
     with progress_over(store.directory / LOG_FILE, store.directory) as progress:
         policy = load_policy(config, prompts.tokens, facts["chosen"])

@@ -16,18 +16,45 @@ from gtpo_verl.planning.memory import GIB
 
 
 def test_gradients_that_the_device_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = OmegaConf.create({"trainer": {"device": "cpu"}, "actor_rollout_ref": {"model": {"path": "model"}}})
+    config = OmegaConf.create({"trainer": {"device": "cpu"}, "actor_rollout_ref": {"model": {"path": "not-here"}}})
     sizes: Any = {"embed.weight": (1000, 1_000_000), "layers.0.weight": (1000, 1000)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # this machine's memory, whatever it has
     monkeypatch.setattr(audit, "model_directory", lambda path: path)
     monkeypatch.setattr(audit, "tensor_shapes", lambda directory: sizes)
     monkeypatch.setattr(audit, "machine_memory", lambda: (24.0 * GIB, 20.0 * GIB))
     two = methods(["dapo", "gtpo"])
-    with pytest.raises(UserError, match=r"3 credits .* take 96 GiB, and the device has 24: name fewer --methods"):
-        audit._check_memory(config, two, "")
-    audit._check_memory(config, two, "layers")  # the weights alone take 3.7 GiB
+    with pytest.raises(UserError, match=r"3 credits take 94 GiB, and the device has 24: name fewer --methods"):
+        audit._check_memory(config, two, "", 8)
+    audit._check_memory(config, two, "layers", 8)  # the weights alone take 3.7 GiB
     monkeypatch.setattr(audit, "machine_memory", lambda: (97.0 * GIB, 20.0 * GIB))
-    audit._check_memory(config, two, "")
+    audit._check_memory(config, two, "", 8)
+
+
+def test_a_response_that_is_too_long_for_the_device_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of Qwen2.5-0.5B with two methods: 40 GiB of gradients, and 41 for 256 + 2,048 tokens; 9 for 256 + 512."""
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {"model": {"path": "Qwen/Qwen2.5-0.5B"}},
+            "data": {"max_prompt_length": 256, "max_response_length": 2048},
+        }
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(audit, "model_directory", lambda path: path)
+    monkeypatch.setattr(audit, "tensor_shapes", lambda directory: {"embed.weight": (494, 1_000_000)})
+    monkeypatch.setattr(audit, "machine_memory", lambda: (80.0 * GIB, 70.0 * GIB))
+    two = methods(["dapo", "gtpo"])
+    audit._check_memory(config, two, "", 8)
+    assert (
+        "warning: where responses reach their limit, a prompt of 256 tokens with a response of 2,048 takes about 41 GiB"
+        in capsys.readouterr().out
+    )
+    audit._check_memory(config, two, "", 8, (256, 512))
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match=r"a response of 2,048 takes about 41 GiB, beside 47 .* lower data"):
+        audit._check_memory(config, two, "", 8, (256, 2048))
+    audit._check_memory(config, two, "layers", 8, (256, 2048))
 
 
 def test_a_preset_of_the_users_own_is_scored(tmp_path: Path) -> None:

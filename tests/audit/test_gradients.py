@@ -14,10 +14,11 @@ from gtpo_verl.audit.analysis import Figure
 from gtpo_verl.audit.backward import Policy, measure, parts_of
 from gtpo_verl.audit.gradients import FEWEST_STEPS, METRICS, Products, figures, figures_of, jackknife, moments
 from gtpo_verl.audit.methods import methods
-from gtpo_verl.audit.plan import Plan
+from gtpo_verl.audit.plan import Plan, bytes_of_a_pass
 from gtpo_verl.audit.render import gradients_table, print_table
 from gtpo_verl.audit.store import Rollout
 from gtpo_verl.errors import UserError
+from gtpo_verl.planning.shapes import ModelShape
 
 STEP = 24
 NAMES = ("dapo", "gtpo", "dapo_blame", "fork20")
@@ -105,6 +106,40 @@ def test_a_small_forward_pass_gives_the_same_gradients(exact: Exact, monkeypatch
     torch.testing.assert_close(policy.gradients(rollouts, credit), whole, rtol=0, atol=1e-12)
     for each, other in zip(policy.along(rollouts, torch.ones(policy.size).double()), slopes, strict=True):
         torch.testing.assert_close(each, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "prompt", "response"), [(1, 40, 600), (8, 100, 60)])
+def test_a_pass_saves_what_the_check_of_the_memory_says(rows: int, prompt: int, response: int) -> None:
+    """The tensors that autograd keeps of a small Qwen2, whose gradient is differentiated once more."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        attn_implementation="eager",
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    known = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            saved[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other gets its place
+        return tensor
+
+    rollouts = [Rollout(0, 0, i, "", "", [1] * response, [], [0.0], [0.0], True, 1.0, False) for i in range(rows)]
+    policy = Policy(model, lambda row: [1] * prompt, 1.0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        policy.along(rollouts, torch.ones(policy.size))
+    shape = ModelShape("", "", 0, 0, 0, 0, 2, 64, 256, 4, 2, 16, 1000, 4096)
+    beside = 4 * 2 * policy.size  # the gradient and the direction, which are counted a parameter
+    found = sum(each.untyped_storage().nbytes() for each in saved.values()) - beside
+    assert found == pytest.approx(bytes_of_a_pass(shape, rows, prompt, response), rel=0.1)
 
 
 def test_the_temperature_is_part_of_the_policy(exact: Exact) -> None:
