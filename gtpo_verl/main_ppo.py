@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import hydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gtpo_verl.config import choices, compose_config, verl_config_dir
+from gtpo_verl.config import choices, compose_config, option_keys, verl_config_dir
 from gtpo_verl.errors import UserError, did_you_mean, main_guard
 from gtpo_verl.problems import evaluate, refuse
 from gtpo_verl.rules.ranges import ACTOR, OVERLONG
@@ -66,7 +66,7 @@ def prepare(config: DictConfig) -> None:
         )
     method = algorithm_of(config)
     if method is None:
-        _check_estimator(str(config.algorithm.adv_estimator))
+        _check_estimator(config)
     if method is None or method.verl_estimator is not None:
         return
     if not config.trainer.use_v1:
@@ -98,23 +98,22 @@ def prepare(config: DictConfig) -> None:
     refuse(evaluate((*of_method, *of_length, algorithm.without_effect, rollout.entropies), config))
 
 
-def _check_estimator(name: str) -> None:
+def _check_estimator(config: DictConfig) -> None:
     """Raise UserError for an option of ``algo`` that is no estimator, and for a misspelt one, which verl would look up
     after its first generation. Other names may be the user's own.
     """
     from gtpo_verl.integrations.plugin import known_estimators
 
+    name = str(config.algorithm.adv_estimator)
     if name in known_estimators():
         return
     if name in choices("algo"):
-        config = compose_config([f"algo={name}"])
-        actor = config.actor_rollout_ref.actor
-        raise UserError(
-            f"algorithm.adv_estimator={name}: no such estimator. algo={name} has "
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator}, "
-            f"{ACTOR}.policy_loss.loss_mode={actor.policy_loss.loss_mode} and {ACTOR}.loss_agg_mode="
-            f"{actor.loss_agg_mode}; `gtpo-verl train algo={name} --cfg job` shows all its settings."
-        )
+        preset, loss = compose_config([f"algo={name}"]), f"{ACTOR}.policy_loss."
+        told = []
+        for key in sorted(option_keys("algo", name)):
+            added = key.startswith(loss) and key.removeprefix(loss) not in config.actor_rollout_ref.actor.policy_loss
+            told.append(f"{'+' * added}{key}={OmegaConf.select(preset, key)}")
+        raise UserError(f"algorithm.adv_estimator={name}: no such estimator. algo={name} is {' '.join(told)}")
     if hint := did_you_mean(name.lower().replace("-", "_"), known_estimators(), cutoff=0.85):
         raise UserError(f"algorithm.adv_estimator={name}: no such estimator{hint}")
 

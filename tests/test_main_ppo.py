@@ -122,8 +122,9 @@ def test_advantages_of_grpo_s_in_another_loss_are_named(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kl_cov", r"has algorithm.adv_estimator=grpo, .*policy_loss.loss_mode=kl_cov and .*loss_agg_mode=token-mean"),
-        ("gtpo_v1", "has algorithm.adv_estimator=gtpo, "),
+        ("kl_cov", r"kl_cov is .*loss_agg_mode=token-mean .*policy_loss.loss_mode=kl_cov .*adv_estimator=grpo$"),
+        ("gtpo_v1", r"algorithm.adv_estimator=gtpo algorithm.gtpo.alpha1=0.9 algorithm.gtpo.negatives=zero$"),
+        ("ce_gppo", r" \+actor_rollout_ref.actor.policy_loss.beta1=0.75 .* actor_rollout_ref.*loss_mode=ce_gppo "),
         ("gptpo", "no such estimator; did you mean gtpo?"),
         ("GTPO", "no such estimator; did you mean gtpo?"),
         ("grpo-s", "no such estimator; did you mean grpo_s?"),
