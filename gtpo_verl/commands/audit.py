@@ -115,12 +115,14 @@ def run(args: argparse.Namespace) -> int:
     check_evaluation(config, overrides)
     if plan.gradients:
         _check_memory(config, chosen, args.gradient_params, plan.samples)
+    export_environment(config)
+    from gtpo_verl.integrations.checks import check_with_verl
+
+    check_with_verl(config)
     if args.check:
         _print_plan(plan, config, output, chosen)
         return 0
 
-    export_environment(config)
-    from gtpo_verl.integrations.checks import check_with_verl
     from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 
     penalty = overlong(config)
@@ -133,7 +135,6 @@ def run(args: argparse.Namespace) -> int:
         "seconds": 0.0,
     }
     bulk_servers(config)
-    check_with_verl(config)
     prompts = Prompts(config)
     store = Store(output, facts, fresh=args.fresh)
     print(f"Audit: {output}", flush=True)

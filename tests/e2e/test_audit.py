@@ -93,6 +93,8 @@ def test_gradients_of_a_model(default_task_dir: Path, tmp_path: Path) -> None:
         *("task=countdown", "hardware=cpu", f"data.val_files={prepared.val_file}", "--output", str(output)),
         *("--gradients", "24", "--prompts", "48", "--methods", "gtpo,dapo_blame,kl_cov"),
     ]
+    without = [*command, "reward.custom_reward_function.path=null", "--check"]
+    assert "verl has no verifier for the first prompt" in subprocess.run(without, capture_output=True, text=True).stderr
     dry = subprocess.run([*command, "--check"], capture_output=True, text=True, timeout=300)
     assert "24 groups with contrast and 24 more in the true gradient, 8 responses each" in dry.stdout, dry.stderr
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
