@@ -9,7 +9,23 @@ from typing import Any
 from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.integrations.weights import model_directory
 
-MODELS = Path(__file__).parent / "models"
+# What ships with the package: the values of these keys in each config.json
+_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings", "tie_word_embeddings"),
+)
+MODELS = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936, 32768, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936, 131072, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, 151936, 32768, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, 152064, 131072, False),
+    "Qwen2.5-14B": (5120, 13824, 48, 40, 8, 152064, 131072, False),
+    "Qwen2.5-32B": (5120, 27648, 64, 40, 8, 152064, 131072, False),
+    "Qwen2.5-72B": (8192, 29568, 80, 64, 8, 152064, 131072, False),
+    "Qwen2.5-Math-1.5B": (1536, 8960, 28, 12, 2, 151936, 4096, True),
+    "Qwen2.5-Math-7B": (3584, 18944, 28, 28, 4, 152064, 4096, False),
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 49152, 8192, True),
+}
 INSTRUCT = "-Instruct"
 INSTRUCT_POSITIONS = 32768  # the Instruct models of Qwen2.5 have the shape of their base model and these positions
 
@@ -55,7 +71,7 @@ class ModelShape:
 
 def known_models() -> list[str]:
     """Names of the shapes that ship with the package."""
-    return sorted(path.stem for path in MODELS.glob("*.json"))
+    return sorted(MODELS)
 
 
 def load_shape(path: str | None) -> ModelShape:
@@ -84,7 +100,8 @@ def load_shape(path: str | None) -> ModelShape:
             f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
             f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
         )
-    config = json.loads((MODELS / f"{name.removesuffix(INSTRUCT)}.json").read_text())
+    config = dict(zip(_KEYS, MODELS[name.removesuffix(INSTRUCT)], strict=True))
+    config["model_type"] = "qwen2" if name.startswith("Qwen") else "llama"
     if name.startswith("Qwen") and name.endswith(INSTRUCT) and "Math" not in name:
         config["max_position_embeddings"] = INSTRUCT_POSITIONS
     return _count(path, json.dumps(config), "shipped with gtpo_verl")

@@ -104,7 +104,7 @@ def test_the_plugin_is_carried_whole_and_wins_over_another_version(tmp_path: Pat
     assert info.name == f"gtpo_verl-{gtpo_verl.__version__}.dist-info"
     assert code_state(tmp_path / "a") == code_state()
     assert not list(plugin.rglob("__pycache__"))
-    for name in ("configs/base.yaml", "configs/algo/ladder/6_dapo.yaml", "planning/models", "py.typed"):
+    for name in ("configs/base.yaml", "configs/algo/ladder/6_dapo.yaml", "audit/cost.txt.j2", "py.typed"):
         assert (plugin / name).exists(), name
 
     # as Ray does: each directory is unpacked into one of its own, all in front of what is installed
