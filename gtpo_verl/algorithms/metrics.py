@@ -1,7 +1,7 @@
 """Metrics of credit assignment: those that every method reports, and those of advantages of any estimator."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -105,13 +105,5 @@ def credit_metrics(
         A = members.take(advantages).double()
         metrics.add_sign_flips(members, A, mask)
         responses += [row[valid] for row, valid in zip(A, mask, strict=True)]
-    spread = mean_spread(responses)
-    return metrics.found() | ({} if spread is None else {"advantage_spread": spread})
-
-
-def mean_spread(responses: Iterable[torch.Tensor]) -> float | None:
-    """The mean over responses of the population standard deviation of the advantages (T_i,) of each, which is exactly 0
-    where all are equal; empty responses do not count, and of nothing it is None.
-    """
-    spreads = [(A - A[0]).std(correction=0).item() for response in responses if len(A := response.double())]
-    return sum(spreads) / len(spreads) if spreads else None
+    spreads = [(A - A[0]).std(correction=0).item() for A in responses if len(A)]  # exactly 0 where all are equal
+    return metrics.found() | ({"advantage_spread": sum(spreads) / len(spreads)} if spreads else {})

@@ -13,8 +13,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import Batch, algorithm_of, credit_metrics
-from gtpo_verl.algorithms.config import ShapingConfig
-from gtpo_verl.algorithms.metrics import mean_spread
 from gtpo_verl.integrations.context import CreditContext, overlong
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.step.columns import Step
@@ -102,17 +100,10 @@ class Credit:
         alike = method is None or method.guide == "alike"  # rows of a guide are as any other
         mask = (step.mask if alike else step.own_mask) & step.of_tokens(counts)
         (advantages,) = step.fetch("advantages")
-        if method is not None and issubclass(method.config, ShapingConfig):  # theirs lack the spread alone
-            rows = zip(step.rows(advantages), step.rows(mask), strict=True)
-            spread = mean_spread(values[valid] for values, valid in rows)
-            found = {} if spread is None else {"advantage_spread": spread}
-        else:
-            batch = context.batch
-            assert batch.entropy is not None
-            found = credit_metrics(
-                step.padded(advantages), step.padded(mask), batch.group, batch.correct, batch.entropy
-            )
-        found |= context.metrics
+        batch = context.batch
+        assert batch.entropy is not None
+        found = credit_metrics(step.padded(advantages), step.padded(mask), batch.group, batch.correct, batch.entropy)
+        found |= context.metrics  # the method's own
         own = step.fetch(self.entropy_column)[0][step.own_mask]
         if len(own):
             found["entropy_all"] = own.mean().item()
