@@ -23,6 +23,7 @@ from gtpo_verl.audit.store import Rollout
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.context import Overlong
 
+PRODUCTS = ("gg", "gG", "gh", "gH", "hG")  # of g and h of a group with each other and with their sums over all
 LARGEST_WEIGHT = 0.99  # quantile of the weights of Adam's metric, above which they are cut
 
 
@@ -171,7 +172,7 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     metrics = (1.0, adam)
     groups = [(part, rows) for part in parts for rows in part.groups]
     count, columns = len(groups), list(number.values())
-    dots = np.zeros((5, 2, len(sums), count))  # h is the first of the credits: its g·g is h·h, its g·Σg is h·Σh
+    dots = {name: np.zeros((2, len(sums), count)) for name in PRODUCTS}
     where, tokens = np.zeros((2, len(sums), count, 2, DECILES)), np.zeros((3, 2, DECILES))
     entropies = [rollout.entropies for part in parts if len(part.credits) > 1 for rollout in part.rollouts]
     edges = np.quantile(np.concatenate(entropies), np.arange(1, DECILES) / DECILES)
@@ -180,7 +181,9 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     for k, (part, rows) in enumerate(groups):
         rollouts = part.rollouts[rows]
         credit = part.credits[:, rows, : max(len(rollout.tokens) for rollout in rollouts)]
-        dots[..., k], h = _dots(policy.gradients(rollouts, credit), sums, metrics)
+        products, h = _dots(policy.gradients(rollouts, credit), sums, metrics)
+        for name, values in products.items():
+            dots[name][..., k] = values
         if len(credit) > 1:
             audited[k] = True
             slopes, norms, log_probs = policy.along(rollouts, (sums[0] - h) / (count - 1))
@@ -192,8 +195,9 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
     found = Products(
         np.array(list(number)),
         audited,
-        **dict(zip(("gg", "gG", "gh", "gH", "hG"), dots[:, :, columns], strict=True)),
-        **dict(zip(("hh", "hH"), dots[:2, :, 0], strict=True)),
+        **{name: values[:, columns] for name, values in dots.items()},
+        hh=dots["gg"][:, 0],  # h is the first of the credits
+        hH=dots["gG"][:, 0],
         **dict(zip(("noise", "signal"), where[:, columns], strict=True)),
         tokens=tokens[0],
         norms=mean[1],
@@ -219,17 +223,17 @@ def _sums(policy: Policy, parts: Sequence[Part], baseline: int, advance: Advance
 
 def _dots(
     every: torch.Tensor, sums: torch.Tensor, metrics: Sequence[torch.Tensor | float]
-) -> tuple[np.ndarray, torch.Tensor]:
-    """Of a group's gradients, the first of which is h: the products of `measure`, (5, 2, C), and h in float64."""
+) -> tuple[dict[str, np.ndarray], torch.Tensor]:
+    """Of a group's gradients, the first of which is h: their `PRODUCTS`, (2, C) each, and h in float64."""
     h = every[0].double()
-    found = np.zeros((5, len(metrics), len(sums)))
-    for column, single in enumerate(every):
-        g = single.double()
-        for metric, weight in enumerate(metrics):
+    found = {name: np.zeros((len(metrics), len(sums))) for name in PRODUCTS}
+    for metric, weight in enumerate(metrics):
+        for column, single in enumerate(every):
+            g = single.double()
             weighted = g * weight
-            found[:4, metric, column] = [float(weighted @ other) for other in (g, sums[column], h, sums[0])]
-            if column == 0:
-                found[4, metric] = (sums @ weighted).cpu().numpy()
+            for name, other in (("gg", g), ("gG", sums[column]), ("gh", h), ("gH", sums[0])):
+                found[name][metric, column] = float(weighted @ other)
+        found["hG"][metric] = (sums @ (h * weight)).cpu().numpy()
     return found, h
 
 
