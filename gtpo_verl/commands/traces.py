@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from gtpo_verl.commands.options import declare, overrides_of
+from gtpo_verl.config import quoted
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     source, output = _files(args)
     subject = find_subject(args.model)
     overrides = overrides_of(args)
-    config = configuration(subject, [*overrides, f"data.val_files={source}"])
+    config = configuration(subject, [*overrides, f"data.val_files={quoted(source)}"])
     # rows are known by their number in the file
     config.data.filter_overlong_prompts = False
     config.data.val_max_samples = -1

@@ -1,6 +1,5 @@
 """What ``gtpo-verl eval`` evaluates: a run, a checkpoint or a model, and the configuration to evaluate it with."""
 
-import json
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from gtpo_verl.config import GROUPS, SEARCH_PATH, compose_config, parse_overrides, prepare, with_hardware
+from gtpo_verl.config import GROUPS, SEARCH_PATH, compose_config, parse_overrides, prepare, quoted, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import reading
 from gtpo_verl.runs.checkpoints import hf_weights, merging, newest
@@ -43,7 +42,8 @@ def find_subject(name: str, *, before: bool = False) -> Subject:
     if directory.name.startswith("global_step_") and (directory / "actor").is_dir():
         return _of_checkpoint(directory)
     if any((directory / file).is_file() for file in (RECORD_FILE, SWEEP_FILE)):
-        raise UserError(f"{name} holds several runs: name one of them, for example {name}/gtpo.")
+        one = next((file.parent for file in sorted(directory.glob(f"*/{CONFIG_FILE}"))), directory / "RUN")
+        raise UserError(f"{name} holds several runs: name one of them, for example {one}.")
     return Subject(name, Path("outputs") / f"eval-{Path(name).name}")
 
 
@@ -90,7 +90,7 @@ def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
         overrides, note = with_hardware(overrides)
         if note:
             print(note, file=sys.stderr)
-        config = compose_config([*overrides, f"actor_rollout_ref.model.path={json.dumps(subject.path)}"])
+        config = compose_config([*overrides, f"actor_rollout_ref.model.path={quoted(subject.path)}"])
     else:
         with reading(subject.config_file):
             loaded = OmegaConf.load(subject.config_file)

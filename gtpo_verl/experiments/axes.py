@@ -51,7 +51,9 @@ def _count(item: Override) -> float:
     values: Any = item.value()
     if not isinstance(values, RangeSweep):
         return sum(1 for _ in item.sweep_iterator())
-    return abs(float(values.stop or 0) - float(values.start or 0)) / (abs(float(values.step)) or 1.0)
+    if not float(values.step):
+        raise UserError(f"{item.input_line}: the step of a range must not be 0.")
+    return abs(float(values.stop or 0) - float(values.start or 0)) / abs(float(values.step))
 
 
 def _values(item: Override) -> tuple[str, ...]:

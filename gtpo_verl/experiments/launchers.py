@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from omegaconf import DictConfig
 
-from gtpo_verl.config import parse_overrides
 from gtpo_verl.errors import UserError, reason_in
 from gtpo_verl.experiments.handover import HandOver
 from gtpo_verl.experiments.package import carried_files
-from gtpo_verl.experiments.request import with_absolute_path
+from gtpo_verl.experiments.request import in_job
 from gtpo_verl.planning.memory import GIB, known_host_memory, machine_memory, total_of
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.terminal import LOG_FILE
@@ -73,7 +72,7 @@ class LocalLauncher:
         self._asked: dict[Path, int] = {}  # how often each was asked to stop
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
-        slot = self._free.pop(0)
+        slot = self._free[0]
         run_dir.mkdir(parents=True, exist_ok=True)
         with (run_dir / LOG_FILE).open("a") as log:
             process = subprocess.Popen(
@@ -85,6 +84,7 @@ class LocalLauncher:
                 start_new_session=True,
                 preexec_fn=_stop_with_parent,
             )
+        self._free.remove(slot)  # only now: a start that fails, as for lack of memory, is repeated
         self._processes[run_dir] = process, slot
         return True
 
@@ -135,7 +135,7 @@ class RayLauncher:
         self._jobs = jobs
 
     def start(self, run_dir: Path, attempt: int, overrides: Sequence[str]) -> bool:
-        found = tuple(map(with_absolute_path, parse_overrides(overrides)))  # the job runs in a copy without the data
+        found = tuple(in_job(overrides, Path.cwd()))
         task = HandOver(action="train", run_dir=str(run_dir), overrides=found, wait=True)
         return self._jobs.submit(task, job_id(run_dir, attempt), Path.cwd(), carried_files(Path.cwd()))
 

@@ -50,7 +50,8 @@ def carried_files(directory: Path, exclude: Sequence[str] = ()) -> list[Path]:
             largest = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.most_common(3))
             raise UserError(
                 f"{directory} holds more than {MAX_FILES} files or {MAX_SIZE // 2**20} MiB to carry (most of it so "
-                f"far: {largest}): leave some out with --exclude PATTERN or a .rayignore, or choose a --working-dir. "
+                f"far: {largest}): leave some out with a .rayignore, or of `submit` --exclude PATTERN, or choose its "
+                "--working-dir. "
                 "Data and models belong on a file system that all nodes share."
             )
     return sorted(found)

@@ -43,7 +43,7 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     ``working_dir``, relative to it. UserError: everything that is wrong.
     """
     run_dir_of(overrides)
-    result = [with_absolute_path(item) for item in parse_overrides(overrides)]
+    result = [_with_absolute_path(item) for item in parse_overrides(overrides)]
     items = parse_overrides(result)
     found = [*_missing(items), *_data(_values(items)), *_not_carried(items, working_dir, carried)]
     if _can_compose():
@@ -55,7 +55,13 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     else:
         found += _choices(items)
     refuse(found)
-    return [_in_job(item, working_dir) for item in items]
+    return in_job(result, working_dir)
+
+
+def in_job(overrides: Sequence[str], working_dir: Path) -> list[str]:
+    """Overrides as a job gets them, which runs in its copy of the working directory, without data and models."""
+    absolute = [_with_absolute_path(item) for item in parse_overrides(overrides)]
+    return [_with_copied_path(item, working_dir) for item in parse_overrides(absolute)]
 
 
 def _can_compose() -> bool:
@@ -90,7 +96,7 @@ def _paths(item: Override) -> list[str]:
     return [] if item.key_or_group not in SHARED or item.is_delete() else _listed(item.value())
 
 
-def with_absolute_path(item: Override) -> str:
+def _with_absolute_path(item: Override) -> str:
     """An override with absolute paths of what lies here."""
     given = _paths(item)
     here = {path: Path(path).expanduser() for path in given if _is_relative(path)}
@@ -111,12 +117,14 @@ def _on_disk(path: str) -> Path | None:
     return Path(os.path.abspath(place)) if scheme == "file" else None
 
 
-def _in_job(item: Override, working_dir: Path) -> str:
-    """An override as the job gets it, which runs in its copy of the working directory."""
+def _with_copied_path(item: Override, working_dir: Path) -> str:
+    """An override with a search path of what the job carries."""
     if item.key_or_group != SEARCH_PATH:
         return line_of(item)
     paths = [
-        f"file://{os.path.relpath(place, working_dir)}" if (place := _on_disk(path)) else path
+        f"file://{os.path.relpath(place, working_dir)}"
+        if (place := _on_disk(path)) and place.is_relative_to(working_dir.absolute())
+        else path
         for path in _listed(item.value())
     ]
     return f"{SEARCH_PATH}=[{','.join(map(quoted, paths))}]"

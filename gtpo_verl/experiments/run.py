@@ -14,6 +14,7 @@ from rich.table import Table
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher, cluster_slots, gpus_of, local_slots
+from gtpo_verl.experiments.package import carried_files
 from gtpo_verl.experiments.scheduler import FULL, Scheduler, cluster_of, unfinished
 from gtpo_verl.experiments.status import progress_line, statuses, summary, table
 from gtpo_verl.experiments.sweep import check_directory, compose_runs, define, embedded_task, few_seeds, idle_axes
@@ -194,6 +195,8 @@ def launcher_for(configs: Sequence[DictConfig], where: Where) -> Launcher:
         return LocalLauncher(local_slots(configs, where.parallel) if configs else [])
     from gtpo_verl.experiments.jobs import Jobs
 
+    if configs:
+        carried_files(Path.cwd())  # refuses a directory that is too large for its jobs
     jobs = Jobs(where.address)
     return RayLauncher(jobs, where.parallel or cluster_slots(configs, jobs.address))
 

@@ -155,7 +155,7 @@ class Scheduler:
             attempts.reason = ""
             line = "finished"
         elif self.stops:
-            attempts.reason = "stopped with the sweep"
+            attempts.failures, attempts.reason = 0, "stopped with the sweep"
             line = f"stopped at step {training.step}"
         else:
             attempts.failures = 0 if training.step > attempts.step else attempts.failures + 1

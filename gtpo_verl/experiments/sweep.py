@@ -76,6 +76,10 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         )
     if chosen(common, "trainer.run_dir") is not None:
         raise UserError("trainer.run_dir: each run has its own in the sweep's directory, which --output names.")
+    baseline = on_axes(file.baseline or BASELINE, axes)
+    asked = [line_of(item) for item in settings if item.key_or_group.startswith(f"{GROUP}.baseline")]
+    if asked and baseline is None:
+        raise UserError(f"{' '.join(asked)}: the baseline is not on the axes of the sweep.")
     if local:
         common, _ = with_hardware(common)
     named = chosen([line_of(item) for item in settings], GROUP)
@@ -87,7 +91,7 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
         axes=axes,
         common=tuple(common),
         runs=combinations(axes),
-        baseline=on_axes(file.baseline or BASELINE, axes),
+        baseline=baseline,
         retries=file.retries,
     )
 

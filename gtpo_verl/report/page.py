@@ -225,7 +225,8 @@ def _card(report: Report, arm: Arm) -> list[tuple[str, str, str, str]]:
         card.append((final.source, words.percent(final.mean), interval, sentence))
     if results.has_seeds(report.design.arms):
         validated = any(one.accuracies for one in arm.trainings)
-        return card or ([("", "", "", words.NONE_COMPLETE)] if validated else [])
+        nothing = words.NONE_IN_COMMON if any(one.complete for one in arm.trainings) else words.NONE_COMPLETE
+        return card or ([("", "", "", nothing)] if validated else [])
     (result,) = arm.trainings
     for source, accuracy in result.accuracies.items():
         number = moved = ""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from gtpo_verl.evaluation.paired import ALPHA, SKEWED, least_sign_flip_p
+from gtpo_verl.evaluation.paired import ALPHA, MOST_FLIPPED, SKEWED, least_sign_flip_p
 from gtpo_verl.report.design import Design
 from gtpo_verl.report.results import Accuracy, Arm, Change, Point, TrainingResult, data_sources, has_seeds, trainings_of
 from gtpo_verl.report.seeds import BAND_SEEDS, SeedComparison
@@ -11,6 +11,7 @@ from gtpo_verl.runs.statistics import DRAWS, FEW_PROMPTS, Interval
 
 NO_ACCURACY = "No validation accuracy was logged, so nothing can be said about learning."
 NONE_COMPLETE = "No training of this arm is complete yet, so nothing can be said over seeds."
+NONE_IN_COMMON = "The complete trainings have no validation after step 0 in common, so nothing can be said over seeds."
 ONE_SEED = "One seed: this is not a comparison."
 _SAME_ACCURACY = 1e-4  # verl's mean and ours differ by rounding; one sample more or less in 5,000 is above this
 
@@ -190,6 +191,9 @@ def _seed_notes(over_seeds: Sequence[SeedComparison]) -> Iterator[str]:
         intervals = " Intervals are not adjusted." if many else ""
         yield f"{len(tested)} {what}; a difference is shown where p of the t test is at most {ALPHA:.2g}.{intervals}"
     for count in sorted({one.paired.seeds for one in tested}):
+        if count > MOST_FLIPPED:
+            yield f"With {count} pairs the sign-flip test, exact for up to {MOST_FLIPPED}, is not computed."
+            continue
         least = least_sign_flip_p(count)
         can = "can reject" if least * len(tested) <= ALPHA else "cannot reject, whatever the data"
         adjusted = f", {min(1.0, least * len(tested)):.2g} after Holm for {len(tested)}" if many else ""

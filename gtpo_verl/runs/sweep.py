@@ -49,8 +49,9 @@ def write(sweep: Sweep) -> None:
     """Write `sweep.json`; runs of an earlier definition with the same axes and overrides stay in it."""
     found = read(sweep.directory)
     axes, runs = dict(sweep.axes), dict(sweep.runs)
-    planned = len(axes.get("seed", ()))
+    planned, baseline = len(axes.get("seed", ())), sweep.baseline
     if found is not None:
+        baseline = baseline or found.baseline  # its runs are still there
         planned = found.about.get("planned_seeds", len(found.axes.get("seed", ())))
         axes = {key: tuple(dict.fromkeys((*values, *found.axes[key]))) for key, values in axes.items()}
         runs = {**found.runs, **runs}
@@ -58,7 +59,7 @@ def write(sweep: Sweep) -> None:
         "schema": SCHEMA,
         "name": sweep.name,
         "axes": axes,
-        "baseline": sweep.baseline,
+        "baseline": baseline,
         "common": sweep.common,
         "runs": {name: {"overrides": overrides} for name, overrides in runs.items()},
         "planned_seeds": planned,

@@ -152,6 +152,12 @@ def test_an_embedded_task_has_its_own_prompts(model: Path, val_file: Path, monke
     assert len(asked) == 2
 
 
+def test_a_path_may_have_any_letter(model: Path, tmp_path: Path) -> None:
+    moved = shutil.move(model, tmp_path / "modèle, a=b (1)")
+    config = configuration(find_subject(str(moved)), ["hardware=cpu"])
+    assert config.actor_rollout_ref.model.path == str(moved)
+
+
 def test_a_run_without_a_model_a_quickstart_and_before_without_a_run(run_dir: Path, model: Path) -> None:
     (run_dir / "model").unlink()
     with pytest.raises(UserError, match="no trained model in Hugging Face format: `gtpo-verl export"):

@@ -79,6 +79,8 @@ def test_a_file_gives_axes_that_the_command_line_replaces() -> None:
         (["seed=1,2", "seed=3"], "seed is given 2 times"),
         (["algo=gtpo"], "a sweep needs an axis"),
         (["seed=interval(0,1)"], "an interval has no end of values"),
+        (["seed=range(0,10,0)"], "the step of a range must not be 0"),
+        (["algo=dapo,gtpo", "sweep.baseline.algo=gtop"], "sweep.baseline.algo=gtop: the baseline is not on the axes"),
         (["+x='a b',a-b"], "would both be the run"),
         (["seed=1,2", "trainer.run_dir=x"], "which --output names"),
         (["sweep=alpa"], "did you mean alpha? Choose one of: alpha, axis,"),

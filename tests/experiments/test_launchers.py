@@ -91,6 +91,13 @@ def sleeping(run_dir: Path, handler: str) -> LocalLauncher:
     return launcher
 
 
+def test_a_start_that_fails_leaves_its_slot_free(tmp_path: Path) -> None:
+    launcher = LocalLauncher([{}], program=["/nonexistent/python"])
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            launcher.start(tmp_path, 1, [])
+
+
 @pytest.mark.slow
 def test_a_run_that_is_stopping_gets_no_signal_and_one_that_removes_the_file_does(tmp_path: Path) -> None:
     launcher = sleeping(tmp_path, "signal.default_int_handler")

@@ -9,7 +9,7 @@ import pytest
 from gtpo_verl.config import parse_overrides, with_config_dir
 from gtpo_verl.errors import UserError
 from gtpo_verl.experiments import request
-from gtpo_verl.experiments.request import check_request, run_dir_of
+from gtpo_verl.experiments.request import check_request, in_job, run_dir_of
 
 RUN = "trainer.run_dir=/shared/run"
 DATA = ("data.train_files=/only/there.parquet", "data.val_files=s3://bucket/val.parquet")
@@ -109,6 +109,8 @@ def test_a_directory_of_configuration_is_found_in_the_copy_of_the_job(thin: Path
     relative = [RUN, *DATA, "hydra.searchpath=[file://job/conf, pkg://mine]"]  # of the directory of the command
     searched = check_request(relative, working_dir=thin / "job", carried=carried)[-1]
     assert searched == 'hydra.searchpath=["file://conf","pkg://mine"]'
+    shared = 'hydra.searchpath=["file:///shared/conf"]'
+    assert in_job([shared], thin / "job") == [shared]
     for files, place in (([], "conf"), (carried, "elsewhere")):
         (thin / "job" / place).mkdir(exist_ok=True)
         given = with_config_dir([RUN, *DATA], thin / "job" / place)

@@ -117,6 +117,21 @@ def test_without_a_terminal_a_line_says_how_far_the_runs_are(tmp_path: Path) -> 
     assert printed.endswith("4 runs: 4 finished\n")
 
 
+def test_a_run_that_failed_once_and_is_stopped_with_the_sweep_is_stopped(tmp_path: Path) -> None:
+    sweep = fake_sweep(tmp_path, axes=ONE)
+
+    def announce(line: str) -> None:
+        if line.endswith("started, attempt 2"):
+            scheduler.stops = 1
+
+    launcher = LocalLauncher([{}], program=[sys.executable, "-c", "raise SystemExit(1)"])
+    scheduler = Scheduler(sweep, launcher, announce=announce)
+    write(sweep)
+    assert scheduler.run() == ["seed=0"]
+    assert scheduler.stops == 1
+    assert [run.state for run in statuses(tmp_path)] == ["stopped"]
+
+
 @pytest.mark.slow
 def test_a_sweep_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

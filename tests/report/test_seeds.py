@@ -163,6 +163,13 @@ def test_the_report_says_which_tests_can_reject(runs, seeds: int, can: str):
     assert can in text
 
 
+def test_more_pairs_than_the_sign_flip_test_enumerates(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(21), **BARE)
+    read, compared, arms = analysed(path)
+    text = " ".join(notes(read, compared, seed_comparisons(compared.pairs, arms)))
+    assert "With 21 pairs the sign-flip test, exact for up to 20, is not computed." in text
+
+
 def test_skewed_differences_are_warned_about(runs):
     path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(6), **BARE)
     named = {f"algo=dapo,seed={seed}": 0.5 for seed in range(6)}
@@ -312,6 +319,13 @@ def test_seeds_of_which_none_is_complete_are_shown_as_far_as_they_came(runs):
     page = write_report([path], path).html.read_text()
     assert "No training of this arm is complete yet, so nothing can be said over seeds." in page
     assert "No validation accuracy was logged" not in page
+
+
+def test_complete_trainings_that_were_validated_before_alone_are_not_called_incomplete(runs):
+    path = runs.sweep(arms=["dapo", "gtpo"], seeds=range(2), bare=True, prompts=40, every=1000)
+    page = write_report([path], path).html.read_text()
+    assert "The complete trainings have no validation after step 0 in common" in page
+    assert "No training of this arm is complete yet" not in page
 
 
 def test_a_single_unfinished_run_is_shown_as_far_as_it_came(runs):

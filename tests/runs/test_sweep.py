@@ -1,6 +1,7 @@
 """The file of a sweep."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,8 @@ def test_what_is_written_is_read_and_grows(tmp_path: Path) -> None:
     assert (facts["schema"], facts["command"]) == (1, "x")
     assert facts["runs"]["seed=3"] == {"overrides": ["seed=3"]}
     assert facts["planned_seeds"] == 2
+    write(replace(sweep(tmp_path, "3", "4"), baseline=None))  # which names none, and has none of its values
+    assert load(tmp_path).baseline == {"seed": "1"}
 
 
 def test_what_is_no_sweep_is_refused_in_one_line(tmp_path: Path) -> None:
