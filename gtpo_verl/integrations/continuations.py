@@ -72,11 +72,11 @@ class Prompts(Problems):
         )
 
     def tokens(self, row: int) -> tuple[int, ...]:
-        """The prompt of a row, cut as verl's agent loop cuts it.
+        """The prompt of a row, of one that is too long its end, as verl's agent loop cuts it.
 
         Raises UserError: the model's tokenizer cannot render it.
         """
-        return self._whole(row)[: self._limit]
+        return self._whole(row)[-self._limit :]
 
     def fits(self, row: int) -> bool:
         """Whether the prompt of a row is not cut."""

@@ -1,5 +1,6 @@
 """NaN and infinite values in a batch or its update: which rows, the likely cause, and what is done about it."""
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,9 @@ class NotFinite:
         self._decide(f"{problem}. FSDP did not apply it. {kept}")
 
     def _keep(self, number: int, step: Step, names: Sequence[str]) -> Path:
-        file = self._directory / f"{number}.pt"
+        file, others = self._directory / f"{number}.pt", itertools.count(2)
+        while file.exists():  # of another update of the step, or of an earlier attempt
+            file = file.with_name(f"{number}-{next(others)}.pt")
         file.parent.mkdir(parents=True, exist_ok=True)
         columns = {name: step.padded(values) for name, values in zip(names, step.fetch(*names), strict=True)}
         responses = dict(zip(step.keys, step.rows(step.fetch("responses")[0]), strict=True))

@@ -138,6 +138,9 @@ def test_a_batch_that_is_not_finite_ends_the_run_and_is_kept(
     assert kept[column].isnan().sum(1).tolist() == [0, 1, 0, 0, 0]
     assert set(kept) >= {"rm_scores", "old_log_probs", "entropy", "responses", "response_mask"}
     assert saved == [1], "what was trained before is saved"
+    with pytest.raises(NotFiniteError, match=r"The batch is kept in .*/1-2\.pt"):
+        to_advantages(trainer, put(trainer, spoiled(column, math.inf)))
+    assert torch.load(tmp_path / "not_finite" / "1.pt")[column].isnan().any()
 
 
 def test_values_outside_the_mask_may_be_anything(tmp_path: Path) -> None:

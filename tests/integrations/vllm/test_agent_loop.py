@@ -25,6 +25,7 @@ from verl.utils.tokenizer.continuous_token import ContinuousTokenBuilder, MergeR
 from verl.workers.rollout.replica import TokenOutput
 
 from gtpo_verl.errors import UserError
+from gtpo_verl.integrations.continuations import Prompts
 from gtpo_verl.integrations.vllm.agent_loop import (
     EntropySingleTurnAgentLoop,
     EntropyToolAgentLoop,
@@ -296,6 +297,15 @@ def test_a_mask_may_be_an_array():
     loop = two_turns(end=np.array)
     columns = run(loop, [turn("ab", step=3, first=1), turn("cd", step=4, first=50)]).as_dict()
     assert columns["rollout_entropies"].tolist() == [1 / 8, 2 / 8, 50 / 8, 51 / 8]
+
+
+def test_an_audit_cuts_a_prompt_as_the_agent_loop_does():
+    prompts = object.__new__(Prompts)
+    prompts._known = {0: (1, 2, 3, 4, 5, 6, 7)}
+    for limit in (4, 7, 9):
+        prompts._limit = limit
+        loop = SimpleNamespace(rollout_config=SimpleNamespace(prompt_length=limit))
+        assert list(prompts.tokens(0)) == AgentLoopBase._cap_text_prompt_length(loop, [1, 2, 3, 4, 5, 6, 7])
 
 
 def test_a_merge_that_is_cut_cuts_all_columns():
