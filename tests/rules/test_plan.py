@@ -108,9 +108,16 @@ def test_each_finding_is_found_where_it_is_and_not_elsewhere(
 @pytest.mark.parametrize(
     ("changes", "remedy"),
     [
-        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 200_000}, f"lower {ACTOR}.ppo_max_token_len_per_gpu"),
         (
-            {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 32},
+            {"trainer.nnodes": 1, f"{ACTOR}.ppo_max_token_len_per_gpu": 98304},
+            f"lower {ACTOR}.ppo_max_token_len_per_gpu",
+        ),
+        (
+            {
+                f"{ACTOR}.use_dynamic_bsz": False,
+                f"{ACTOR}.ppo_micro_batch_size_per_gpu": 32,
+                f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1,
+            },
             f"lower {ACTOR}.ppo_micro_batch_size_per_gpu",
         ),
         ({"trainer.n_gpus_per_node": 1, "trainer.nnodes": 1}, f"set {ACTOR}.fsdp_config.offload_policy=true"),
