@@ -13,7 +13,7 @@ QUANTILES = 7.85  # (1.96 + 0.84)²: a test at 5 %, two-sided, with a power of 8
 AT_PROMPT = 4  # V(0) is shared by the responses to a prompt, so it gets so many times the continuations
 BYTES_OF_A_CREDIT = 12  # for each parameter: its gradient in float32, and the sum over groups in float64
 BYTES_BESIDE = 60  # for each parameter, whatever the methods: products and Adam's metric in float64; measured at 16 M
-PROCESS = 2**30  # bytes that do not depend on the model: libraries, or CUDA's context
+PROCESS = 2**30  # bytes that do not depend on the model: 0.8 GiB of libraries on a CPU, or CUDA's context
 MOST_LOGITS = 2**26  # of one forward pass, or one response
 BLOCK = 16  # tokens of vLLM's prefix cache that are computed again for a continuation, on average less
 

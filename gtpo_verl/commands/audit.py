@@ -254,8 +254,8 @@ def _measure_gradients(
 
     facts = store.facts
     groups = sampling.groups_with_contrast(store.rollouts, plan)
-    sampled = [each for group in groups for each in group]
-    longest = max(len(prompts.tokens(each.row)) for each in sampled), max(len(each.tokens) for each in sampled)
+    lengths = ((len(prompts.tokens(each.row)), len(each.tokens)) for group in groups for each in group)
+    longest = max(lengths, key=sum)
     _check_memory(config, chosen, facts["chosen"], plan.samples, longest)
     parts, number = parts_of(groups, plan.gradients, facts["step"], chosen, _penalty(store), facts["seed"])
     with progress_over(store.directory / LOG_FILE, store.directory) as progress:

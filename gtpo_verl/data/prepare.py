@@ -76,10 +76,13 @@ def prepare(request: Request) -> "Summary":
     columns = {name: getattr(request, name) for name in ("problem_column", "answer_column", "guide_column")}
     aime = dataset is not None and dataset.aime
     rows = (row for file in files for row in _with_progress(file, read(file, **columns, aime=aime)))
-    others = [row for file in request.against for row in read(file, request.problem_column, answers=False)]
-    seen = {loose_key(row.problem) for row in others}
+    others = (row for file in request.against for row in read(file, request.problem_column, answers=False))
+    seen, whole = set(), 0
+    for row in others:  # of which there may be millions
+        seen.add(loose_key(row.problem))
+        whole += row.prompt is not None and _style(row.prompt) is None
     prepared, summary = select(rows, seen, conflicts=request.conflicts)
-    summary.whole_prompts = sum(row.prompt is not None and _style(row.prompt) is None for row in others)
+    summary.whole_prompts = whole
     if not prepared:
         raise UserError(f"{request.name}: no problem is left of {summary.rows} rows; nothing was written.")
     name = request.data_source or (dataset.data_source if dataset else None)

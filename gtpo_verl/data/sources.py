@@ -174,8 +174,7 @@ def _responses(values: dict[str, Any], column: str, place: str) -> list[Any]:
         raise UserError(f"--guide-column {column}: {place} has no such column; it has {', '.join(values)}.")
     found = values[column]
     responses = [] if is_missing(found) else [found] if isinstance(found, str) else found
-    kinds = {type(response) for response in responses} if isinstance(responses, list) else {type(responses)}
-    if not isinstance(responses, list) or (not kinds <= {str} and not kinds <= {list}):
+    if not isinstance(responses, list) or {type(each) for each in responses} not in (set(), {str}, {list}):
         raise UserError(
             f"--guide-column {column}: {place} must hold a text, a list of texts, or a list of lists of token ids."
         )

@@ -55,7 +55,7 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     else:
         found += _choices(items)
     refuse(found)
-    return in_job(result, working_dir)
+    return [_with_copied_path(item, working_dir) for item in items]
 
 
 def in_job(overrides: Sequence[str], working_dir: Path) -> list[str]:

@@ -65,8 +65,8 @@ class Assumption:
         return self.origin.startswith("measured")
 
     def told(self, name: str) -> str:
-        """How the user knows it: by his option, or by its origin."""
-        return f"{name}={self.value:g} ({self.origin})" if self.measured else f"--assume {name}={self.value:g}"
+        """How the user knows it: by the option, or by where it comes from."""
+        return f"--assume {name}={self.value:g}" if self.origin == "given" else f"{name}={self.value:g} ({self.origin})"
 
 
 Assumptions = dict[str, Assumption]

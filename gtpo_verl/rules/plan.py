@@ -87,19 +87,20 @@ def steps(config: DictConfig, plan: Plan) -> Iterator[Problem]:
 
 def _remedy(config: DictConfig, phase: str, part: str) -> str:
     """What makes the largest part of a phase of `memory_of` smaller."""
-    update = phase == "update"
     if part in ("parameters", "gradients", "optimizer"):
-        engine = f"{ACTOR}.{'megatron' if config.actor_rollout_ref.actor.strategy == 'megatron' else 'fsdp_config'}"
-        needed = update or (part == "parameters" and phase != "generate")  # on the GPU, offloaded between or not
-        offload = f"{engine}.{'optimizer' if part == 'optimizer' else 'param'}_offload"
-        if needed and engine.endswith("megatron"):
-            return "shard over more GPUs"
-        return f"shard over more GPUs, or set {f'{engine}.offload_policy' if needed else offload}=true"
+        megatron = config.actor_rollout_ref.actor.strategy == "megatron"
+        if phase == "update" or (phase, part) == ("old log-probs", "parameters"):  # there, offloaded between or not
+            own = f", or set {ACTOR}.fsdp_config.offload_policy=true, of FSDP2"
+            return f"shard over more GPUs{'' if megatron else own}"
+        offload = (
+            f"{'megatron' if megatron else 'fsdp_config'}.{'optimizer' if part == 'optimizer' else 'param'}_offload"
+        )
+        return f"shard over more GPUs, or set {ACTOR}.{offload}=true"
     return {
         "gathered layers": "use Megatron's tensor parallelism, which does not gather layers",
         "entropy": f"set {ACTOR}.entropy_from_logits_with_chunking=true",
         "rollout engine": f"lower {ROLLOUT}.gpu_memory_utilization, or offload the actor",
-    }.get(part, f"lower {micro_batch_key(config, update=update)}, or split sequences over more GPUs")
+    }.get(part, f"lower {micro_batch_key(config, update=phase == 'update')}, or split sequences over more GPUs")
 
 
 def memory(config: DictConfig, plan: Plan) -> Iterator[Problem]:
