@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import ray
 import transfer_queue as tq
+from actor_death import await_death
 from omegaconf import OmegaConf
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -115,14 +116,15 @@ def test_its_creator_ends_it(cluster: Cluster) -> None:
     tq.init(QUEUE)
     controller = ray.get_actor("TransferQueueController", namespace=queue_namespace.namespace())
     tq.close()
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(controller.get_config.remote(), timeout=60)
+    await_death(controller)
 
 
 @pytest.mark.parametrize("part", ["TransferQueueController", "TransferQueueStorageUnit#0"])
 def test_a_dead_part_of_the_queue_is_named(cluster: Cluster, queue: None, part: str) -> None:
     space = queue_namespace.namespace() if "Controller" in part else None
-    ray.kill(ray.get_actor(part, namespace=space))
+    actor = ray.get_actor(part, namespace=space)
+    ray.kill(actor)
+    await_death(actor)
     with pytest.raises(UserError, match=f"TransferQueue died \\({part}: its Ray actor has ended\\)"):
         queue_namespace.QueueWatch().check()
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 import torch
 import transfer_queue as tq
+from actor_death import await_death
 from checkpoint_writer import write_fsdp
 from step_trainer import Row, clear, put, read, run_trainer, to_advantages
 from transfer_queue import KVBatchMeta
@@ -464,8 +465,7 @@ def test_a_worker_that_was_killed_is_named_and_a_busy_one_is_not(
         trainer.health.check()
     trainer.reward_loop_manager = SimpleNamespace(reward_loop_workers=[idle, dead])
     ray.kill(dead)
-    with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(dead.__ray_ready__.remote(), timeout=60)  # until Ray knows
+    await_death(dead)
     with pytest.raises(
         UserError, match=r"^reward worker 1: its Ray actor has ended\. .* resumes from the last checkpoint"
     ):
