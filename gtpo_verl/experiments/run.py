@@ -17,7 +17,7 @@ from gtpo_verl.experiments.launchers import Launcher, LocalLauncher, RayLauncher
 from gtpo_verl.experiments.package import carried_files
 from gtpo_verl.experiments.scheduler import FULL, Scheduler, cluster_of, unfinished
 from gtpo_verl.experiments.status import progress_line, statuses, summary, table
-from gtpo_verl.experiments.sweep import check_directory, compose_runs, define, embedded_task, few_seeds, idle_axes
+from gtpo_verl.experiments.sweep import check_directory, compose_runs, define, embedded_task, idle_axes, untestable
 from gtpo_verl.rules.stages import check
 from gtpo_verl.runs.directory import STOP_FILE
 from gtpo_verl.runs.lock import live_owner, sweep_lock
@@ -184,7 +184,7 @@ def _checked(sweep: Sweep, console: Console) -> dict[str, DictConfig]:
     console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.runs)} runs in {sweep.directory}")
     console.print("every run:", " ".join(sweep.common), markup=False)
     configs = compose_runs(sweep)
-    for line in (*idle_axes(sweep, configs), *few_seeds(sweep)):
+    for line in (*idle_axes(sweep, configs), *untestable(sweep)):
         console.print(f"warning: {line}", markup=False)
     return configs
 

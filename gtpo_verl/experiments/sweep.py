@@ -226,13 +226,18 @@ def idle_axes(sweep: Sweep, configs: Mapping[str, DictConfig]) -> list[str]:
     return found
 
 
-def few_seeds(sweep: Sweep) -> list[str]:
-    """A line where the arms have too few seeds for a test to find a difference."""
+def untestable(sweep: Sweep) -> list[str]:
+    """A line where the report will compare no arms, or the arms have too few seeds for a test to find a difference."""
     from gtpo_verl.evaluation.paired import least_sign_flip_p  # imports scipy
 
     seeds, starts = (max(1, len(sweep.axes.get(key, ()))) for key in (SEED, START))  # both make pairs
+    if len(sweep.runs) == seeds * starts:  # one arm
+        return []
+    found = read(sweep.directory)  # its baseline stays, see `runs.sweep.write`
+    if sweep.baseline is None and (found is None or found.baseline is None):
+        return ["no arm is the baseline, so the report will compare none: name it, as in sweep.baseline={algo:dapo}."]
     least = least_sign_flip_p(seeds * starts)
-    if len(sweep.runs) == seeds * starts or least <= 0.05:  # one arm, or enough
+    if least <= 0.05:
         return []
     arms = f"{seeds} seed{'s' * (seeds > 1)}{f' from {starts} starts' if starts > 1 else ''} for each arm"
     return [f"{arms}: the sign-flip test cannot reject at 5 %, its smallest p is {least:.2g}."]

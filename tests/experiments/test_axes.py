@@ -16,14 +16,15 @@ from gtpo_verl.experiments.sweep import (
     compose_runs,
     define,
     embedded_task,
-    few_seeds,
     idle_axes,
+    untestable,
 )
 from gtpo_verl.files import write_text
 from gtpo_verl.runs.lock import sweep_lock
 from gtpo_verl.runs.sweep import load, write
 
 CPU = ("setting=quickstart", "hardware=cpu")
+SOME_ALPHAS = ("sweep=alpha", "algorithm.gtpo.alpha2=0.1,0.2")  # without that of its baseline
 
 
 def names(*overrides: str) -> list[str]:
@@ -190,12 +191,23 @@ def test_the_hardware_of_this_machine_is_for_runs_of_this_machine() -> None:
 
 @pytest.mark.parametrize(("seeds", "said"), [("1", "1 seed for"), ("range(5)", "5 seeds for"), ("range(6)", None)])
 def test_too_few_seeds_for_a_test_are_said(seeds: str, said: str | None) -> None:
-    lines = few_seeds(define(["algo=dapo,gtpo", f"seed={seeds}"]))
+    lines = untestable(define(["algo=dapo,gtpo", f"seed={seeds}"]))
     assert [line.startswith(said) for line in lines] == ([True] if said else [])
-    assert few_seeds(define(["seed=1,2"])) == []  # one arm: nothing is compared
+    assert untestable(define(["seed=1,2"])) == []  # one arm: nothing is compared
     starts = "actor_rollout_ref.model.path=a,b,c"
-    assert few_seeds(define(["algo=dapo,gtpo", "seed=1,2", starts])) == []  # six pairs
-    assert few_seeds(define(["algo=dapo,gtpo", starts]))[0].startswith("1 seed from 3 starts for each arm: ")
+    assert untestable(define(["algo=dapo,gtpo", "seed=1,2", starts])) == []  # six pairs
+    assert untestable(define(["algo=dapo,gtpo", starts]))[0].startswith("1 seed from 3 starts for each arm: ")
+
+
+def test_a_sweep_whose_report_will_compare_nothing_is_told_so(tmp_path: Path) -> None:
+    sixes = "seed=range(6)"
+    without = define([*SOME_ALPHAS, sixes], tmp_path)
+    (line,) = untestable(without)
+    assert line.startswith("no arm is the baseline, so the report will compare none: ")
+    assert untestable(define([*SOME_ALPHAS, sixes, "sweep.baseline={algorithm.gtpo.alpha2:0.1}"])) == []
+    assert untestable(define(["algo=gtpo,grpo_s", sixes, "sweep.baseline={algo:gtpo}"])) == []
+    write(define(["sweep=alpha", sixes], tmp_path))
+    assert untestable(without) == []  # the baseline of the sweep that it extends
 
 
 def test_the_cost_of_a_run_is_that_of_the_plan() -> None:
