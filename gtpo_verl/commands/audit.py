@@ -117,14 +117,13 @@ def run(args: argparse.Namespace) -> int:
         _check_memory(config, chosen, args.gradient_params, plan.samples)
     export_environment(config)
     from gtpo_verl.integrations.checks import check_with_verl
+    from gtpo_verl.integrations.continuations import Prompts, bulk_servers
 
     check_with_verl(config)
     if args.check:
+        bulk_servers(config)
         _print_plan(plan, config, output, chosen)
         return 0
-
-    from gtpo_verl.integrations.continuations import Prompts, bulk_servers
-
     penalty = overlong(config)
     settings = settings_as_in_training(config) | as_facts(plan)
     facts = facts_of(config, settings) | {

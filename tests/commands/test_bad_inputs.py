@@ -202,6 +202,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "audit ...": ("...",),
     "audit --reanalyse empty": ("empty",),
     "audit task/model setting=quickstart hardware=cpu --methods nonsense": ("nonsense",),
+    "audit task/model setting=quickstart hardware=cpu data.val_files=task/val.parquet --check "
+    "actor_rollout_ref.rollout.top_p=0.9": ("top_p=0.9", "an audit needs the entropy"),
     "submit --list --address http://127.0.0.1:9": ("http://127.0.0.1:9", "--address"),
     "submit --list --address nowhere": ("nowhere", "--address"),
     "submit --address http://127.0.0.1:9 -- setting=quickstart hardware=cpu": ("trainer.run_dir",),
