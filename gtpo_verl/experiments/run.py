@@ -48,7 +48,7 @@ def train(overrides: Sequence[str], directory: Path | None, where: Where) -> int
     outlive_terminal()
     console = _console()
     sweep, task = embedded_task(define(overrides, directory, local=where.local))
-    configs = _checked(sweep, console)
+    configs = _checked(sweep, console, where)
     launcher = launcher_for(list(configs.values()), where)  # the cluster answers, before anything takes time
     with locked(sweep.directory):
         if task is not None:
@@ -98,7 +98,7 @@ def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu:
         raise UserError(f"--measured {measured}: no such directory; it must be a run's.")
     console = _console()
     sweep, _ = embedded_task(define(overrides, directory, local=where.local))
-    configs = _checked(sweep, console)
+    configs = _checked(sweep, console, where)
     costs = {name: cost_of(config, gpu, measured) for name, config in configs.items()}
     found = Table(box=None, pad_edge=False)
     for column in ("run", "overrides", "cost", ""):
@@ -178,9 +178,11 @@ def stop(directory: Path) -> int:
     return 0
 
 
-def _checked(sweep: Sweep, console: Console) -> dict[str, DictConfig]:
+def _checked(sweep: Sweep, console: Console, where: Where) -> dict[str, DictConfig]:
     """Say what a sweep trains and what of it shows nothing; compose its runs, see `compose_runs`."""
     check_directory(sweep)
+    if not where.local:
+        carried_files(Path.cwd())  # refuses a directory that is too large for its jobs
     console.print(f"[bold]Sweep {sweep.name}[/]: {len(sweep.runs)} runs in {sweep.directory}")
     console.print("every run:", " ".join(sweep.common), markup=False)
     configs = compose_runs(sweep)
@@ -195,8 +197,6 @@ def launcher_for(configs: Sequence[DictConfig], where: Where) -> Launcher:
         return LocalLauncher(local_slots(configs, where.parallel) if configs else [])
     from gtpo_verl.experiments.jobs import Jobs
 
-    if configs:
-        carried_files(Path.cwd())  # refuses a directory that is too large for its jobs
     jobs = Jobs(where.address)
     return RayLauncher(jobs, where.parallel or cluster_slots(configs, jobs.address))
 

@@ -9,8 +9,9 @@ import pytest
 
 from gtpo_verl.config import choices, compose_config, prepare
 from gtpo_verl.errors import UserError
+from gtpo_verl.experiments import package
 from gtpo_verl.experiments.axes import combinations, parse, split
-from gtpo_verl.experiments.run import cost_of
+from gtpo_verl.experiments.run import Where, cost_of, plan
 from gtpo_verl.experiments.sweep import (
     check_directory,
     compose_runs,
@@ -208,6 +209,18 @@ def test_a_sweep_whose_report_will_compare_nothing_is_told_so(tmp_path: Path) ->
     assert untestable(define(["algo=gtpo,grpo_s", sixes, "sweep.baseline={algo:gtpo}"])) == []
     write(define(["sweep=alpha", sixes], tmp_path))
     assert untestable(without) == []  # the baseline of the sweep that it extends
+
+
+def test_a_directory_that_is_too_large_for_jobs_is_refused_by_their_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(package, "MAX_FILES", 0)
+    (tmp_path / "file").touch()
+    overrides = ["algo=dapo,gtpo", *CPU]
+    with pytest.raises(UserError, match=r"holds more than 0 files or 50 MiB to carry"):
+        plan(overrides, None, Where(), gpu="h100", measured=None)
+    assert plan(overrides, None, Where(local=True), gpu="h100", measured=None) == 0
 
 
 def test_the_cost_of_a_run_is_that_of_the_plan() -> None:
