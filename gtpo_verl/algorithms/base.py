@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
-from gtpo_verl.algorithms.checks import check_finite
+from gtpo_verl.algorithms.checks import check_entropies, check_finite
 from gtpo_verl.algorithms.groups import group_rows
 from gtpo_verl.algorithms.grpo import DAPO
 
@@ -44,9 +44,11 @@ def dapo_advantages(batch: Batch) -> torch.Tensor:
 
 
 def entropies(batch: Batch) -> torch.Tensor:
-    """H (B, T), at least float32; round-off below 0 is 0."""
+    """H (B, T), at least float32; round-off below 0 is 0. Raises ValueError for one that cannot be an entropy."""
     assert batch.entropy is not None
-    return torch.where(batch.response_mask != 0, _at_least_float32(batch.entropy.detach()), 0.0).clamp(min=0)
+    H = torch.where(batch.response_mask != 0, _at_least_float32(batch.entropy.detach()), 0.0)
+    check_entropies(H, range(len(H)), batch.entropy.dtype)
+    return H.clamp(min=0)
 
 
 def log_probs(batch: Batch) -> torch.Tensor:

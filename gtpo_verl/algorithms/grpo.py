@@ -42,7 +42,7 @@ def grpo_advantages(
         metrics.add_group(members.ends, verdict[members.rows])
         if entropy is not None:
             H = torch.where(members.mask, members.take(entropy).double(), 0.0)
-            check_entropies(H, members, entropy.dtype)
+            check_entropies(H, members.rows, entropy.dtype)
             metrics.add_entropies(members, H, members.mask)
         check_finite("reward", reward, members.rows)
         R = reward[members.rows, None].double()

@@ -99,7 +99,7 @@ def credit_metrics(
     for members in groups_of(response_mask, group, correct):
         mask = members.mask
         H = torch.where(mask, members.take(entropy).double(), 0.0)
-        check_entropies(H, members, entropy.dtype)
+        check_entropies(H, members.rows, entropy.dtype)
         metrics.add_group(members.ends, correct[members.rows])
         metrics.add_entropies(members, H, mask)
         A = members.take(advantages).double()

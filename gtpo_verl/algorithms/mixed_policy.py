@@ -158,11 +158,14 @@ def guided_advantages(
     rows have DAPO's advantage A0, and the method reshapes that of own rows, seeing no entropy or probability of the
     others; A0 is over the rows that `settings.adv_scope` says. `unshaped`: GTPO and GRPO-S, `gtpo_advantages`.
     Metrics of the method are of own rows, unless the rule is `alike`.
-    Raises ValueError for a method without a rule, and for GTPO and GRPO-S with `adv_scope=on_only`: where own rows have
-    one verdict, their shaped rewards differ by entropies alone, and say nothing about the size of an advantage.
+    Raises ValueError for a method without a rule; with `adv_scope=on_only`, for those of verl's estimator, which knows
+    none, and for GTPO and GRPO-S: where own rows have one verdict, their shaped rewards differ by entropies alone, and
+    say nothing about the size of an advantage.
     """
     if not has_rule(entry, settings):
         raise ValueError(f"{entry.label} has no rule for rows of a guide with adv_scope={settings.adv_scope}")
+    if entry.guide == "alike" and settings.adv_scope == "on_only":
+        raise ValueError(f"{entry.label} is verl's estimator, which knows no adv_scope: see `on_only_advantages`")
     if entry.guide == "alike" or settings.in_entropy_stats:
         return entry.advantages(batch, config)
     if entry.guide == "unshaped":

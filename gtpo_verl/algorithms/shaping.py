@@ -117,7 +117,7 @@ class ShapedBatch:
         """H (G, T) as it was given, 0 outside of the mask (G, T) of the policy's own tokens, which comes with it."""
         own = group.mask if self.guide is None else group.mask & ~self.guide[group.rows, None]
         H = torch.where(own, group.take(self.entropy).double(), 0.0)
-        check_entropies(H, group, self.entropy.dtype)
+        check_entropies(H, group.rows, self.entropy.dtype)
         return H, own
 
     def _compared(

@@ -73,7 +73,7 @@ NSR = replace(W_REINFORCE, name="nsr", label="NSR", config=NSRConfig)
 @dataclass(frozen=True, kw_only=True)
 class QAEConfig(Settings):
     """K: the quantile, in (0, 1). Groups with a share of correct responses up to 1 - K train on the correct ones alone,
-    the others on the wrong ones.
+    the others on the wrong ones, and either on the length penalty of the rest.
     """
 
     K: float = 0.4

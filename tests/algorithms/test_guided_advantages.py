@@ -257,6 +257,17 @@ def test_guide_rows_may_be_asked_into_the_entropy_statistics() -> None:
         assert not torch.equal(found, guided(name, batch, guide).advantages)
 
 
+@pytest.mark.parametrize("name", [name for name in RESHAPED if "entropy" in algorithm(name).needs])
+@pytest.mark.parametrize("value", [math.nan, -5.0])
+def test_entropies_of_own_rows_that_cannot_be_are_refused(name: str, value: float) -> None:
+    batch = three_rows([True, False, True])
+    assert batch.entropy is not None
+    batch.entropy[1, 1] = value
+    batch = replace(batch, old_log_probs=-torch.ones(3, 2).double())
+    with pytest.raises(ValueError, match=rf"entropy of row 1, position 1 is {value}"):
+        guided(name, batch, GUIDE)
+
+
 def test_methods_without_a_rule_are_refused() -> None:
     batch, guide = random_batch(4, with_penalty=False)
     for name in ("rl_zvp", "empg"):
@@ -265,5 +276,8 @@ def test_methods_without_a_rule_are_refused() -> None:
     for name in ("gtpo", "grpo_s", "qae"):
         with pytest.raises(ValueError, match="has no rule for rows of a guide with adv_scope=on_only"):
             guided(name, batch, guide, ON_ONLY)
+    for name in ("dapo", "dr_grpo"):
+        with pytest.raises(ValueError, match="which knows no adv_scope"):
+            guided(name, three_rows([True, False, True]), GUIDE, ON_ONLY)
     with pytest.raises(ValueError, match="in_entropy_stats=true makes guide rows like any other"):
         GuideConfig(mode="mix", adv_scope="on_only", in_entropy_stats=True)
