@@ -13,7 +13,7 @@ from typing import Any
 import transfer_queue as tq
 from omegaconf import DictConfig
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import DAPO_FILTERED_REWARD_COUNTS_KEY, ReplayBuffer, ReplayBufferAsync
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.step.generation import Generation, GroupVerdict, groups_to_train
@@ -27,6 +27,42 @@ FAILED = "training/failed_responses"  # metric
 
 class BudgetSpentError(UserError):
     """A step has generated all that it may and found too few groups with contrast."""
+
+
+def refuse_failures(what: str, failed: int, ended: int, share: float, why: Callable[[], str]) -> None:
+    """Raise UserError where all groups, or responses, of a step have failed or more than a share, with the last one."""
+    if failed and (failed == ended or failed > share * ended):
+        raise UserError(
+            f"{failed} of {ended} {what} of the step failed, and guards.max_failed_share={share}. The last one: "
+            f"{why()}. Nothing was trained on this step; the same command resumes from the last checkpoint."
+        )
+
+
+class BoundedFailures:
+    """Takes the place of an asynchronous buffer's ``_evict_terminal_groups``, which has another group generated for each
+    that failed, without end: of the groups that end in a step no more than ``guards.max_failed_share`` may fail.
+    """
+
+    def __init__(self, buffer: ReplayBufferAsync, config: DictConfig, why: Callable[[], str]) -> None:
+        self._buffer = buffer
+        self._evict = buffer._evict_terminal_groups
+        self._share, self._least = config.guards.max_failed_share, config.data.train_batch_size
+        self._why = why
+        self._step = 0
+        self._ended: set[str] = set()
+        self._failed: set[str] = set()
+        vars(buffer)["_evict_terminal_groups"] = self
+
+    def __call__(self, global_steps: int, partition_id: str, reasons: tuple[set[str], ...]) -> Any:
+        """verl's; raises UserError where too many groups failed."""
+        if partition_id != VALIDATION:
+            if global_steps != self._step:
+                self._step, self._ended, self._failed = global_steps, set(), set()
+            self._failed |= self._buffer.failure_keys[partition_id]
+            self._ended |= self._failed | self._buffer.finished_keys[partition_id]
+            if len(self._ended) >= self._least:
+                refuse_failures("groups", len(self._failed), len(self._ended), self._share, self._why)
+        return self._evict(global_steps, partition_id, reasons)
 
 
 class BudgetedReplayBuffer(ReplayBuffer):
@@ -145,12 +181,7 @@ class BudgetedReplayBuffer(ReplayBuffer):
 
     def _check_failures(self, what: str, failed: int, ended: int) -> None:
         """End the run where all groups, or responses, have failed or too many; warn of responses that are left out."""
-        share = self._max_failed_share
-        if failed and (failed == ended or failed > share * ended):
-            raise UserError(
-                f"{failed} of {ended} {what} of the step failed, and guards.max_failed_share={share}. The last one: "
-                f"{self.why()}. Nothing was trained on this step; the same command resumes from the last checkpoint."
-            )
+        refuse_failures(what, failed, ended, self._max_failed_share, self.why)
         if failed and what == "responses":
             logger.warning("%d of %d responses failed and are left out; the last one: %s.", failed, ended, self.why())
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import transfer_queue as tq
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import trainer_base
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 from verl.utils.device import get_device_name
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
@@ -22,7 +23,7 @@ from gtpo_verl.integrations.cpu_platform import for_cpu
 from gtpo_verl.integrations.credit_trainer import CreditTrainer
 from gtpo_verl.integrations.guide import CLIENT, GuideServerManager
 from gtpo_verl.integrations.reward_loop import BoundedRewardLoopManager
-from gtpo_verl.integrations.sampling import BudgetedReplayBuffer, BudgetSpentError
+from gtpo_verl.integrations.sampling import BoundedFailures, BudgetedReplayBuffer, BudgetSpentError
 from gtpo_verl.integrations.standalone import guide_servers
 from gtpo_verl.integrations.step.checkpoints import Checkpoints
 from gtpo_verl.integrations.step.health import BoundedWait, Health
@@ -31,7 +32,7 @@ from gtpo_verl.integrations.step.records import Records
 from gtpo_verl.integrations.step.samples import CreditFiles
 from gtpo_verl.integrations.streams import PromptNames, SeedingClient, SeedingFullyAsyncClient
 from gtpo_verl.integrations.temporarily import temporarily
-from gtpo_verl.integrations.transfer_queue import put_zeros
+from gtpo_verl.integrations.transfer_queue import TRAIN, listed, put_zeros, uid_of
 from gtpo_verl.integrations.validation import ValidatingTrainer
 from gtpo_verl.runs.directory import record_metrics, record_phase
 
@@ -71,6 +72,8 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
         if type(buffer) is ReplayBuffer:  # asynchronous trainers and custom samplers keep their own
             buffer = BudgetedReplayBuffer(buffer, self.config)
             buffer.why = self._why_failed
+        elif isinstance(buffer, ReplayBufferAsync):
+            BoundedFailures(buffer, self.config, self._why_failed)
         BoundedWait(buffer, self.health, self.config.guards.stall_timeout)
         return buffer
 
@@ -236,6 +239,12 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
+        if (
+            self.trainer_mode != "sync"
+        ):  # verl saves the rows of a step before it clears them, and would keep them for good
+            rows = listed(TRAIN)
+            if trained := [key for key in rows if uid_of(key) not in rows]:
+                tq.kv_clear(keys=trained, partition_id=TRAIN)
         if self.global_steps > 0:
             self.checkpoints.restore(self.global_steps, self._sampling())
 

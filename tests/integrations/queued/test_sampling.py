@@ -13,11 +13,11 @@ import pytest
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 from gtpo_verl.errors import UserError
-from gtpo_verl.integrations.sampling import BudgetedReplayBuffer
+from gtpo_verl.integrations.sampling import BoundedFailures, BudgetedReplayBuffer
 from gtpo_verl.integrations.step.checkpoints import restore_groups, save_groups
 
 pytestmark = pytest.mark.slow
@@ -257,6 +257,42 @@ def test_a_step_whose_rollouts_mostly_fail_ends_the_run_before_its_update(
         return
     with pytest.raises(UserError, match=r"3 of 4 groups of the step failed, .*max_failed_share=0\.5\."):
         run.step()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ([(-1, -1, -1)], "4 of 4 groups"),
+        ([MIXED, (1, 0, -1), (1, -1, -1)], "4 of 6 groups"),  # verl drops a group with a failed response
+        ([MIXED, MIXED, (1, 0, -1)], None),
+    ],
+)
+def test_an_asynchronous_trainer_does_not_replace_failed_groups_without_end(
+    pattern: list[tuple[int, ...]], said: str | None
+) -> None:
+    prompts = Prompts(itertools.cycle(pattern))
+    buffer = ReplayBufferAsync(
+        trainer_mode="colocate_async",
+        trainer_config=OmegaConf.create({}),
+        max_off_policy_threshold=8,
+        max_off_policy_strategy="drop",
+        sampler_kwargs=OmegaConf.create({}),
+        refill_fn=prompts.submit,
+    )
+    config = {"guards": {"max_failed_share": 0.5}, "data": {"train_batch_size": BATCH}}
+    BoundedFailures(buffer, OmegaConf.create(config), lambda: "the reward function raised ValueError")
+    try:
+        for step in (1, 2, 3):
+            prompts.submit(BATCH)
+            if said is None:
+                batch, _ = buffer.sample(step, "train", BATCH)
+                assert len({key.split("_")[0] for key in batch.keys}) == BATCH
+                continue
+            with pytest.raises(UserError, match=rf"^{said} of the step failed, .* The last one: the reward function"):
+                buffer.sample(step, "train", BATCH)
+            break
+    finally:
+        clear_queue()
 
 
 def test_a_reward_without_the_verdict_is_named(make_run: MakeRun) -> None:

@@ -402,6 +402,24 @@ def test_the_old_checkpoint_goes_when_the_new_one_is_the_last(saving: Any, tmp_p
     assert list(checkpoints(tmp_path / "checkpoints")) == [4]
 
 
+@pytest.mark.parametrize(("mode", "left"), [("sync", 5), ("colocate_async", 4)])
+def test_rows_whose_prompts_were_trained_on_do_not_stay_in_the_queue_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, left: int
+) -> None:
+    """verl saves TransferQueue in the step before it clears the step's rows, but after it has cleared their prompts."""
+    monkeypatch.setattr(PPOTrainer, "_load_checkpoint", lambda self: None)
+    trainer = run_trainer(tmp_path, "algorithm.filter_groups.enable=false", mode=mode)
+    trainer.global_steps = 0
+    put(trainer, {"a_0_0": Row(2), "b_0_0": Row(2), "b_1_0": Row(2)})
+    prompts = [{"is_prompt": True, "status": status, "global_steps": 1} for status in ("running", "pending")]
+    tq.kv_batch_put(keys=["b", "c"], partition_id="train", tags=prompts)
+    trainer._load_checkpoint()
+    rows = tq.kv_list("train")["train"]
+    clear()
+    assert len(rows) == left
+    assert ("a_0_0" in rows) == (mode == "sync")
+
+
 def test_a_step_that_was_saved_and_not_logged_is_logged_when_it_resumes(
     saving: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
