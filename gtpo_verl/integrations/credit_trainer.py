@@ -25,7 +25,6 @@ SUMMED = (
     "credit/responses",
     "credit/tail_alive_correct",
     "credit/tail_alive_wrong",
-    "guide/rescued_groups",
     "rollout_entropy/check_s",
     "rollout_entropy/time_saved_s",
     "training/lone_responses",

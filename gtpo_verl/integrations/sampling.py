@@ -39,8 +39,8 @@ def refuse_failures(what: str, failed: int, ended: int, share: float, why: Calla
 
 
 class BoundedFailures:
-    """Takes the place of an asynchronous buffer's ``_evict_terminal_groups``, which has another group generated for each
-    that failed, without end: of the groups that end in a step no more than ``guards.max_failed_share`` may fail.
+    """Takes the place of an asynchronous buffer's ``_evict_terminal_groups``, which has another group generated for
+    each that failed, without end: of those that end in a step no more than ``guards.max_failed_share`` may fail.
     """
 
     def __init__(self, buffer: ReplayBufferAsync, config: DictConfig, why: Callable[[], str]) -> None:
@@ -53,7 +53,7 @@ class BoundedFailures:
         self._failed: set[str] = set()
         vars(buffer)["_evict_terminal_groups"] = self
 
-    def __call__(self, global_steps: int, partition_id: str, reasons: tuple[set[str], ...]) -> Any:
+    def __call__(self, global_steps: int, partition_id: str, reasons: Any) -> Any:
         """verl's; raises UserError where too many groups failed."""
         if partition_id != VALIDATION:
             if global_steps != self._step:

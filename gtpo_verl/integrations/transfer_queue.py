@@ -1,8 +1,8 @@
 """TransferQueue as verl's V1 trainers use it: keys and tags of rows, columns of them, ragged.
 
 A response is a row under the key ``uid_session_output``: the group (one prompt), the rollout in it, and the number of
-the output where an agent loop writes several. A prompt is a row under its uid alone, without columns. verl fills a
-batch with rows tagged ``is_padding``.
+the output where an agent loop writes several. A prompt is a row under its uid alone, with columns in asynchronous
+modes only. verl fills a batch with rows tagged ``is_padding``.
 """
 
 from collections.abc import Mapping, Sequence

@@ -72,7 +72,8 @@ def recorded(buffer: ReplayBuffer, agents: Any, config: DictConfig) -> Iterator[
     """Record the prompts that a validation submits to the trainer's agent loop manager and the responses in its replay
     buffer, before verl clears them; a prompt whose samples all fail leaves none.
 
-    Every validation samples the same row of the data from the same streams: what differs is the model.
+    Every validation samples the same row of the data from the same streams (but with `data.validation_shuffle`): what
+    differs is the model.
     """
     validated = Validated()
     sample, generate = buffer.sample, agents.generate_sequences

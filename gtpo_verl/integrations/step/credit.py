@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 SEED_STRIDE = 1_000_003  # between the seeds of two runs: no step of one draws what a step of the other does
 # verl's estimators that subtract the mean of the group, and take it to be 0 for a lone response.
-GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized")
+GROUP_MEAN_ESTIMATORS = ("grpo", "grpo_vectorized", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
 
 
 class Credit:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from verl.utils.torch_dtypes import PrecisionType
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.step.columns import Step
@@ -38,8 +39,11 @@ class NotFinite:
     def __init__(self, config: DictConfig) -> None:
         self._directory = Path(config.trainer.run_dir) / DIRECTORY
         self._guards = config.guards
-        # whether the actor applies a gradient that is not finite; FSDP leaves it out
-        self._applied = config.actor_rollout_ref.actor.strategy == "megatron"
+        actor = config.actor_rollout_ref.actor
+        self._applied = actor.strategy == "megatron"
+        # with fp16 the scale of verl's loss is raised until a gradient overflows, which is then left out
+        precision = {} if self._applied else actor.fsdp_config.get("mixed_precision") or {}
+        self._scaled = PrecisionType.to_dtype(precision.get("param_dtype", "bf16")) == torch.float16
         self.skipped = 0
 
     def batch(self, number: int, step: Step, names: Sequence[str]) -> bool:
@@ -50,7 +54,7 @@ class NotFinite:
             finite = values.isfinite()
             if finite.all():
                 continue
-            bad = ~finite & step.mask
+            bad = ~finite if name == "rm_scores" else ~finite & step.mask  # the reward may be at a tool's token
             if bad.any():
                 keys = [key for key, row in zip(step.keys, step.rows(bad), strict=True) if row.any()]
                 problem = (
@@ -65,8 +69,8 @@ class NotFinite:
         """Look at the metrics of an update; raises NotFiniteError where one is NaN or infinite, and the run is to stop
         or the actor has applied the gradient.
         """
-        looked_at = [name for name in ("actor/grad_norm", "actor/loss", "actor/pg_loss") if name in metrics]
-        found = [name for name in looked_at if not torch.as_tensor(metrics[name]).isfinite().all()]
+        looked_at = ("actor/loss", "actor/pg_loss", *(() if self._scaled else ("actor/grad_norm",)))
+        found = [name for name in looked_at if not torch.as_tensor(metrics.get(name, 0.0)).isfinite().all()]
         if not found:
             return
         problem = (
@@ -76,7 +80,7 @@ class NotFinite:
         kept = f"The batch is kept in {self._keep(number, step, ('old_log_probs', 'advantages'))}"
         if self._applied:
             raise NotFiniteError(f"{problem}. Megatron has applied it to the weights. {kept}. {RESUMES}.")
-        self._decide(f"{problem}. FSDP did not apply it. {kept}")
+        self._decide(f"{problem}. FSDP left out each mini-batch with such a gradient, and applied others. {kept}")
 
     def _keep(self, number: int, step: Step, names: Sequence[str]) -> Path:
         file, others = self._directory / f"{number}.pt", itertools.count(2)
@@ -96,4 +100,4 @@ class NotFinite:
         most = self._guards.max_skipped_steps
         if self.skipped > most:
             raise NotFiniteError(f"{problem}. More than guards.max_skipped_steps={most} were skipped. {RESUMES}.")
-        logger.warning("%s. Its update is skipped, the %d. of this attempt.", problem, self.skipped)
+        logger.warning("%s. Counted as skipped, the %d. of this attempt.", problem, self.skipped)
