@@ -36,6 +36,7 @@ from gtpo_verl.planning.memory import FP32, GIB, machine_memory
 from gtpo_verl.planning.shapes import load_shape
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
+from gtpo_verl.runs.lock import LOCK_FILE, results_lock
 from gtpo_verl.runs.terminal import progress_over
 
 if TYPE_CHECKING:  # imports verl
@@ -135,15 +136,16 @@ def run(args: argparse.Namespace) -> int:
     }
     bulk_servers(config)
     prompts = Prompts(config)
-    store = Store(output, facts, fresh=args.fresh)
-    print(f"Audit: {output}", flush=True)
-    _print_plan(plan, config, output, chosen)
-    started = time.monotonic()
-    _sample(config, prompts, store, plan, wait=args.wait)
-    if plan.gradients:
-        _measure_gradients(config, prompts, store, plan, chosen)
-    store.facts["seconds"] += time.monotonic() - started
-    return _report(store, plan, chosen)
+    with results_lock(output / LOCK_FILE):
+        store = Store(output, facts, fresh=args.fresh)
+        print(f"Audit: {output}", flush=True)
+        _print_plan(plan, config, output, chosen)
+        started = time.monotonic()
+        _sample(config, prompts, store, plan, wait=args.wait)
+        if plan.gradients:
+            _measure_gradients(config, prompts, store, plan, chosen)
+        store.facts["seconds"] += time.monotonic() - started
+        return _report(store, plan, chosen)
 
 
 def _output(subject: Subject, plan: Plan) -> Path:

@@ -1,8 +1,10 @@
 """``gtpo-verl eval``: samples a model's responses to a validation set, verifies them as the training does, reports."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -16,6 +18,7 @@ from gtpo_verl.files import write_bytes, write_json
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
+from gtpo_verl.runs.lock import LOCK_FILE, results_lock
 from gtpo_verl.runs.terminal import progress_over
 
 if TYPE_CHECKING:
@@ -67,7 +70,17 @@ def run(args: argparse.Namespace) -> int:
     standalone(config)
     check_with_verl(config)
     problems = Problems(config)
+    with results_lock(output / LOCK_FILE):
+        return _finish(config, settings, problems, output, args)
+
+
+def _finish(
+    config: DictConfig, settings: Mapping[str, Any], problems: "Problems", output: Path, args: argparse.Namespace
+) -> int:
+    """Begin the evaluation, or go on with the one that is there, to its summary; returns the exit code."""
     facts = facts_of(config, settings)
+    if args.fresh:
+        (output / SUMMARY_FILE).unlink(missing_ok=True)
     file = open_evaluation(output, facts, fresh=args.fresh)
     todo = [row for row in range(len(problems)) if row not in file.records]
     print(f"Evaluation: {output}\n{len(problems)} rows, {len(file.records)} of them finished before.", flush=True)

@@ -16,6 +16,7 @@ from gtpo_verl.evaluation.subject import configuration, find_subject
 from gtpo_verl.integrations.launch import export_environment
 from gtpo_verl.rules.stages import check_evaluation
 from gtpo_verl.rules.start import check_output
+from gtpo_verl.runs.lock import results_lock
 from gtpo_verl.runs.terminal import progress_over
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def run(args: argparse.Namespace) -> int:
     bulk_servers(config)
     check_with_verl(config)
     prompts = Prompts(config)
-    file = TraceFile(output.with_name(f"{output.name}.sampled.jsonl"), settings, fresh=args.fresh)
-    todo = [row for row in range(len(prompts)) if row not in file.answers]
-    print(f"{len(prompts)} prompts, {len(file.answers)} of them answered before.", flush=True)
-    if todo:
-        _sample(config, prompts, file, todo, args)
-    write_with_traces(source, output, file.answers.values())
+    with results_lock(output.with_name(f".{output.name}.lock")):
+        file = TraceFile(output.with_name(f"{output.name}.sampled.jsonl"), settings, fresh=args.fresh)
+        todo = [row for row in range(len(prompts)) if row not in file.answers]
+        print(f"{len(prompts)} prompts, {len(file.answers)} of them answered before.", flush=True)
+        if todo:
+            _sample(config, prompts, file, todo, args)
+        write_with_traces(source, output, file.answers.values())
     _report(file, output)
     return 0
 

@@ -229,6 +229,17 @@ def sweep_lock(directory: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def results_lock(file: Path) -> Iterator[None]:
+    """Be the only process that samples into the results beside this lock file. UserError: another one does."""
+
+    def refuse(error: LockedError) -> str:
+        raise UserError(f"another process samples into {file.parent}: {error}. Choose another --output.") from error
+
+    with _held(DirectoryLock(file), refuse, print):
+        yield
+
+
 def ask_to_stop(run_dir: Path) -> bool:
     """Ask the training in a run directory to stop after its step, by the file ``STOP``; False if none runs there."""
     if live_owner(run_dir) is None:

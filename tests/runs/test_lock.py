@@ -18,7 +18,7 @@ from filelock import FileLock
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_json
 from gtpo_verl.runs import lock as module
-from gtpo_verl.runs.lock import DirectoryLock, LockedError, Owner, live_owner, preparing, training_lock
+from gtpo_verl.runs.lock import DirectoryLock, LockedError, Owner, live_owner, preparing, results_lock, training_lock
 
 
 def write_owner(file: Path, *, host: str = "node7", age: float) -> None:
@@ -46,6 +46,12 @@ def test_a_second_training_is_refused_and_told_who_the_first_is(tmp_path: Path) 
     with training_lock(tmp_path / "run"):  # the first has ended
         pass
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["LOCK"]
+
+
+def test_two_processes_do_not_sample_into_the_same_results(tmp_path: Path) -> None:
+    refused = pytest.raises(UserError, match=rf"another process samples into {tmp_path}: process {os.getpid()} on ")
+    with results_lock(tmp_path / "LOCK"), refused, results_lock(tmp_path / "LOCK"):
+        pass
 
 
 def test_a_training_that_was_killed_frees_its_directory_at_once(tmp_path: Path) -> None:
