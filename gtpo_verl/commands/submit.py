@@ -137,6 +137,8 @@ def variables(given: Iterable[str], script: Path | None) -> dict[str, str]:
         print(f"note: {', '.join(left)} of {script}: the nodes' own is used, from before `ray start`.", flush=True)
     for item in given:
         name, separator, value = item.partition("=")
+        if not name:
+            raise UserError(f"--env {item}: it has no name.")
         if not separator and name not in os.environ:
             raise UserError(f"--env {name}: it is not set here.")
         found[name] = value if separator else os.environ[name]
@@ -154,14 +156,19 @@ def exports(script: Path) -> dict[str, str]:
     if not script.is_file():
         raise UserError(f"--environment {script}: no such file.")
     program = (  # sourced where no variable is exported yet, all keeping their values: its own exports are left
-        'for name in $(compgen -e); do declare +x "$name"; done; source "$1" >&2 || exit; '
-        'for name in $(compgen -e); do printf "%s=%s\\0" "$name" "${!name}"; done'
+        'for _gtpo in $(compgen -e); do declare +x "$_gtpo"; done; source "$1" >&2; _gtpo=$?; '
+        '[ $_gtpo = 0 ] || exit $_gtpo; printf "%s\\0" end; '
+        'for _gtpo in $(compgen -e); do printf "%s=%s\\0" "$_gtpo" "${!_gtpo}"; done'
     )
-    done = subprocess.run(["bash", "-c", program, "bash", str(script.resolve())], capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", "-c", program, "bash", str(script.resolve())], capture_output=True, text=True, errors="surrogateescape"
+    )
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
         raise UserError(f"{script}: {said[-1].removeprefix('error: ')}")
-    return dict(item.split("=", 1) for item in done.stdout.split("\0") if item)
+    if not done.stdout:
+        raise UserError(f"{script}: it ends the shell, and its exports with it: `return` in place of `exit`.")
+    return dict(item.split("=", 1) for item in done.stdout.split("\0")[1:] if item)
 
 
 def _as_id(path: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pathspec import PathSpec
 
 import gtpo_verl
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.runs.provenance import keep_code_state
 
 MAX_FILES = 2000
@@ -38,9 +38,11 @@ def carried_files(directory: Path, exclude: Sequence[str] = ()) -> list[Path]:
     if not directory.is_dir():
         raise UserError(f"--working-dir {directory}: no such directory.")
     ignored = [directory / name for name in IGNORE_FILES if (directory / name).is_file()]
-    lines = [line for file in ignored for line in file.read_text(encoding="utf-8").splitlines()]
-    # ours behind them, so that a `!` of theirs does not bring a hidden file back
-    excluded = PathSpec.from_lines("gitignore", [*lines, *EXCLUDED, *exclude])
+    lines = [line for file in ignored for line in file.read_text("utf-8", "surrogateescape").splitlines()]
+    try:  # ours behind them, so that a `!` of theirs does not bring a hidden file back
+        excluded = PathSpec.from_lines("gitignore", [*lines, *EXCLUDED, *exclude])
+    except ValueError as error:
+        raise UserError(f"a pattern of {', '.join((*map(str, ignored), '--exclude'))}: {first_line(error)}") from error
     found: list[Path] = []
     sizes: Counter[str] = Counter()
     for file in _walk(directory, excluded):

@@ -30,6 +30,25 @@ def test_a_script_gives_its_exports_and_no_others(tmp_path: Path, monkeypatch: p
     assert exports(script) == {"A": 'it\'s "$x"\nü', "KEY": 'it\'s "$x"\nü', "C": "set"}
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("export name=5 status=6\nreturn 0\n", {"name": "5", "status": "6"}),
+        ("export X=$'\\xff'\n", {"X": "\udcff"}),
+        ("export X=1\nexit 0\n", "it ends the shell, and its exports with it"),
+        ("export X=1\nset -e\nfalse\nexport Y=2\n", "it ends with 1"),
+    ],
+)
+def test_no_export_is_lost_without_a_word(tmp_path: Path, text: str, expected: dict[str, str] | str) -> None:
+    script = tmp_path / "environment.sh"
+    script.write_text(text)
+    if isinstance(expected, dict):
+        assert exports(script) == expected
+        return
+    with pytest.raises(UserError, match=expected):
+        exports(script)
+
+
 def test_a_script_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     script = ROOT / "scripts" / "environment.sh"
     assert exports(script).items() >= {"PYTHONUNBUFFERED": "1", "RAY_AUTH_MODE": "token"}.items()
@@ -48,6 +67,8 @@ def test_variables_are_taken_from_here_or_given(monkeypatch: pytest.MonkeyPatch)
     }
     with pytest.raises(UserError, match="--env NOT_SET: it is not set here"):
         variables(["NOT_SET"], None)
+    with pytest.raises(UserError, match="--env =x: it has no name"):
+        variables(["=x"], None)
     with pytest.raises(UserError, match="LD_PRELOAD: set it on the nodes"):
         variables(["LD_PRELOAD=/x.so"], None)
 

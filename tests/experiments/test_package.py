@@ -48,6 +48,14 @@ def test_patterns_of_files_and_of_the_command_exclude(tmp_path: Path) -> None:
     assert carried(tmp_path, "/notes/") == ["keep/a.log", "reward.py"]
 
 
+def test_patterns_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    fill(tmp_path, "reward.py")
+    (tmp_path / ".gitignore").write_bytes(b"donn\xe9es/\n")
+    assert carried(tmp_path) == ["reward.py"]
+    with pytest.raises(UserError, match=r"^a pattern of .*/\.gitignore, --exclude: "):
+        carried(tmp_path, "!")
+
+
 def test_too_many_files_are_refused_while_they_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "MAX_FILES", 3)
     fill(tmp_path, *(f"many/{number}.txt" for number in range(5)), size=2**20)
