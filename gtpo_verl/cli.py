@@ -98,9 +98,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def as_now(argv: list[str]) -> list[str]:
     """A command line in today's spelling, with a note on stderr for each word of 0.1's."""
     command, words = argv[:1], []
-    for word in argv[1:]:
+    for number, word in enumerate(argv[1:]):
         option, equals, value = word.partition("=")
-        if moved := MOVED.get((argv[0], word)):
+        moved = MOVED.get((argv[0], word)) if number == 0 or word.startswith("--") else None
+        if moved:
             command = [moved]
         elif renamed := RENAMED.get((argv[0], option)):
             words.append(renamed + equals + value)

@@ -7,6 +7,7 @@ import datetime as dt
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -159,7 +160,9 @@ def chosen(overrides: Sequence[str], group: str) -> str | None:
 
 def quoted(value: object) -> str:
     """A value as Hydra reads it back, whatever characters it has: a path may have commas and equals signs."""
-    return json.dumps(str(value), ensure_ascii=False)
+    # in Hydra's grammar a backslash is one, but before a quote
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), str(value))
+    return f'"{escaped}"'
 
 
 def written(value: object) -> str:

@@ -18,7 +18,9 @@ from gtpo_verl.config import (
     check_path_in_job,
     choices,
     compose_config,
+    parse_overrides,
     prepare,
+    quoted,
     verl_config_dir,
     with_config_dir,
 )
@@ -403,6 +405,12 @@ def test_a_new_key_needs_a_plus_except_where_verl_hands_a_section_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("value", ["a,b=c", "a\\b", "a\\", '\\"q"', "x\ty", "a\nb", "it's ${x}", "ü", ""])
+def test_hydra_reads_a_quoted_value_back(value: str) -> None:
+    (item,) = parse_overrides([f"key={quoted(value)}"])
+    assert item.value() == value
+
+
 def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
     def names(*overrides: str) -> tuple[str, str]:
         config = compose_config(overrides)

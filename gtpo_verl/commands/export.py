@@ -40,7 +40,8 @@ def run(args: argparse.Namespace) -> int:
     if broken:
         raise UserError(f"{folder}: {broken}.")
     merged = actor / ".export"
-    shutil.rmtree(merged, ignore_errors=True)
+    for left in (merged, actor / ".former"):  # by an export that was killed
+        shutil.rmtree(left, ignore_errors=True)
     run_dir = folder.parent.parent
     dtype = args.dtype or _rollout_dtype(run_dir)
     command = [sys.executable, "-m", "gtpo_verl.integrations.merge", str(actor), str(merged), dtype]
@@ -55,11 +56,13 @@ def run(args: argparse.Namespace) -> int:
         )
     weights = actor / "huggingface"
     weights.mkdir(exist_ok=True)
-    for file in weights.glob("*.safetensors*"):  # of an export in another type, perhaps in other pieces
-        file.unlink()
-    for file in sorted(merged.iterdir(), key=lambda file: file.suffix == ".json"):  # the list of weights after them
-        file.replace(weights / file.name)
-    merged.rmdir()
+    for file in weights.iterdir():  # but weights of an export in another type, perhaps in other pieces
+        if ".safetensors" not in file.name and not (merged / file.name).exists():
+            shutil.move(file, merged)
+    former = actor / ".former"
+    weights.rename(former)
+    merged.rename(weights)
+    shutil.rmtree(former)
     print(f"Weights in Hugging Face format, {dtype}: {weights}")
     if link_model(run_dir) and (run_dir / MODEL_LINK).resolve() == weights.resolve():
         print(f"Linked: {run_dir / MODEL_LINK}")

@@ -97,8 +97,8 @@ def print_report(agreement: Agreement, total: int) -> None:
     if agreement.samples < total:
         console.print(f"interrupted: {agreement.samples} of {total} responses were verified", style="bold yellow")
     console.print(
-        f"agreement {_percent(agreement.share())} of {agreement.samples} responses to {len(set(agreement.prompts))} "
-        f"prompts, 95 % interval {_percent(low)} to {_percent(high)}",
+        f"agreement {_percent(agreement.share())}, the mean over {len(set(agreement.prompts))} prompts with "
+        f"{agreement.samples} responses, 95 % interval {_percent(low)} to {_percent(high)}",
         highlight=False,
     )
     for rule in RULES:

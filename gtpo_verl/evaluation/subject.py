@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
 from gtpo_verl.config import GROUPS, SEARCH_PATH, compose_config, parse_overrides, prepare, quoted, with_hardware
-from gtpo_verl.errors import UserError
+from gtpo_verl.errors import UserError, first_line
 from gtpo_verl.files import reading
 from gtpo_verl.runs.checkpoints import hf_weights, merging, newest
 from gtpo_verl.runs.directory import CONFIG_FILE, RECORD_FILE, SWEEP_FILE
@@ -98,7 +99,10 @@ def configuration(subject: Subject, overrides: Sequence[str]) -> DictConfig:
                 raise ValueError("it is no configuration")
         config = override(loaded, overrides)
         config.actor_rollout_ref.model.path = subject.path
-    prepare(config, overrides)
+    try:
+        prepare(config, overrides)
+    except ConfigAttributeError as error:
+        raise UserError(f"{subject.config_file} is damaged, or another version's: {first_line(error)}.") from error
     config.data.train_files = None  # nothing is trained
     return config
 

@@ -97,6 +97,9 @@ def link_model(run_dir: Path) -> Path | None:
     link, weights = run_dir / MODEL_LINK, hf_weights(saved) if saved else None
     if weights is None:
         return None
+    if link.is_dir() and not link.is_symlink():  # the run was copied with its links followed
+        print(f"note: {link} is a directory and stays as it is; the newest weights are in {weights}.", flush=True)
+        return None
     write_atomically(link, lambda path: path.symlink_to(weights.relative_to(run_dir)))
     return link
 

@@ -79,21 +79,27 @@ class Agreement:
         return len(self.agreed)
 
     def share(self) -> float:
-        """The share of samples on which the rules agree."""
-        return sum(self.agreed) / self.samples
+        """The share of samples on which the rules agree, a mean over prompts, each of the mean over its samples."""
+        return float(self._means().mean())
 
     def interval(self) -> tuple[float, float]:
         """A 95 % interval of the share, by a bootstrap over prompts. Where it has no spread, a share of 0 or 1 gets the
         exact interval for as many independent prompts (Clopper and Pearson 1934), any other share the whole range.
         """
-        from gtpo_verl.runs.statistics import CONFIDENCE, cluster_means, estimate
+        from gtpo_verl.runs.statistics import CONFIDENCE, estimate
 
-        _, means, _ = cluster_means(self.prompts, [float(agreed) for agreed in self.agreed])
+        means = self._means()
         interval = estimate(means).interval
         if interval is not None:
             return interval.low, interval.high
         edge = ((1 - CONFIDENCE) / 2) ** (1 / len(means))
         return {1.0: (edge, 1.0), 0.0: (0.0, 1 - edge)}.get(self.share(), (0.0, 1.0))
+
+    def _means(self) -> Any:
+        """(P,) float64: the share of each prompt."""
+        from gtpo_verl.runs.statistics import cluster_means
+
+        return cluster_means(self.prompts, [float(agreed) for agreed in self.agreed])[1]
 
     def as_dict(self) -> dict[str, Any]:
         """The counts for programs."""

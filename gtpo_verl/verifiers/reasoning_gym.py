@@ -18,7 +18,7 @@ with warnings.catch_warnings():  # its requirements compile with warnings
     warnings.simplefilter("ignore")
     from reasoning_gym import factory, utils
 
-NUMBER = re.compile(r"(?:(?<!\w)[-+])?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+NUMBER = re.compile(r"(?:(?<!\w)[-+])?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
 MINUS = "\N{MINUS SIGN}"
 
 

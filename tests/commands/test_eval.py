@@ -191,6 +191,14 @@ def test_overrides_of_a_run_that_do_not_fit(run_dir: Path, override: str, messag
         configuration(find_subject(str(run_dir)), [override])
 
 
+@pytest.mark.parametrize("key", ["seed", "transfer_queue"])
+def test_a_configuration_that_lacks_a_key_is_one_line(run_dir: Path, key: str) -> None:
+    file = run_dir / "config.yaml"
+    file.write_text(OmegaConf.to_yaml({name: value for name, value in OmegaConf.load(file).items() if name != key}))
+    with pytest.raises(UserError, match=rf"config\.yaml is damaged, or another version's: .*{key}"):
+        configuration(find_subject(str(run_dir)), [])
+
+
 # -------------------------------------------------------------------- settings
 
 

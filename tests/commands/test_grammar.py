@@ -131,6 +131,7 @@ def test_what_neither_is_cannot_be_stopped(tmp_path: Path, capsys: pytest.Captur
         ("sweep status x", "status x"),
         ("submit --stop job --address y", "stop job --address y"),
         ("report --dry-run status", "report --dry-run status"),
+        ("sweep --output status seed=1,2", "sweep --output status seed=1,2"),
     ],
 )
 def test_spellings_of_the_last_release_are_understood(

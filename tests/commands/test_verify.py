@@ -57,7 +57,7 @@ def test_the_table_the_share_and_the_examples(
     assert found["failures"] == {"answer": {}, "boxed": {}}
     assert [example["place"] for example in found["examples"]] == [f"{path}:6"]
     printed = capsys.readouterr().out
-    assert "agreement 80.00 % of 10 responses to 5 prompts" in printed
+    assert "agreement 80.00 %, the mean over 5 prompts with 10 responses" in printed
     assert "boxed: agrees with the run on 100.00 % of 10" in printed
 
 
@@ -91,6 +91,9 @@ def test_the_interval_is_over_prompts() -> None:
     hundred = agreement(*[(name, same) for name, same in zip("abcd", (1, 0, 1, 1), strict=True) for _ in range(100)])
     assert one.interval() == hundred.interval()
     assert one.share() == hundred.share() == 0.75
+    uneven = agreement(*[("a", False)] * 100, ("b", True), ("c", True), ("d", True))
+    assert uneven.share() == 0.75
+    assert uneven.interval() == one.interval()
     full = agreement(*[(f"prompt {number}", True) for number in range(100)])
     assert full.interval() == (pytest.approx(0.025**0.01), 1.0)
     assert agreement(("a", False), ("b", False)).interval() == (0.0, pytest.approx(1 - 0.025**0.5))

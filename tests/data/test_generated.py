@@ -79,6 +79,8 @@ def test_the_verdict_is_the_generators_own(tmp_path: Path) -> None:
         ("number", "The answer is \N{MINUS SIGN}5.", "-5"),
         ("number", "on pages 3-5", "5"),
         ("number", "so x=-5", "-5"),
+        ("number", "it is .5", ".5"),
+        ("number", "it is 1e1.", "1e1"),
         ("tags", "<answer> 7 </answer> and <answer>8</answer>", "8"),
         ("tags", "7", None),
         ("answer", "Answer: 6\nAnswer: 7 \n", "7"),

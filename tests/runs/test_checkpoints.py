@@ -63,8 +63,11 @@ def test_stray_folders_are_never_the_newest_checkpoint(saved: Path, stray: str) 
     assert (run_dir / "model").resolve() == (saved / "global_step_12" / "actor" / "huggingface").resolve()
     assert prune(saved, 2) == [4]
     assert (saved / stray).is_dir()
-    (saved / TRACKER).write_text("")
     (run_dir / "model").unlink()
+    (run_dir / "model").mkdir()  # the run was copied with its links followed
+    assert link_model(run_dir) is None
+    (run_dir / "model").rmdir()
+    (saved / TRACKER).write_text("")
     assert link_model(run_dir) is None, "which one is meant is not known"
 
 
