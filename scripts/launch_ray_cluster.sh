@@ -9,6 +9,9 @@ here="$(dirname "${BASH_SOURCE[0]}")"
 source "$here/environment.sh"
 with_gpus "$@"
 for argument in "$@"; do
-    case "$argument" in --cfg | --help) exec gtpo-verl train "$@" "${hardware[@]}" ;; esac # nothing to submit
+    case "$argument" in # nothing to submit
+        --cfg | --help) exec gtpo-verl train "$@" "${hardware[@]}" ;;
+        --list | --logs | --logs=*) exec gtpo-verl submit "$@" ;;
+    esac
 done
 exec gtpo-verl submit --environment "$here/environment.sh" "$@" "${hardware[@]}"

@@ -200,6 +200,12 @@ def test_launchers_are_for_gpus_wherever_they_are_called(script: str, words: tup
     assert "hardware=gpu" not in given
 
 
+@pytest.mark.parametrize("words", [("--list",), ("--logs", "job"), ("--logs=job",)])
+def test_jobs_are_asked_for_without_overrides(words: tuple[str, ...], tools: Path) -> None:
+    asked = call("scripts/launch_ray_cluster.sh", *words, tools=tools).stdout.splitlines()
+    assert asked == ["gtpo-verl", "submit", *words]
+
+
 def test_the_check_of_a_cluster_run_is_that_of_the_run(tools: Path) -> None:
     words = ("algo=gtpo", "trainer.run_dir=relative")
     run = call("scripts/launch_ray_cluster.sh", *words, tools=tools).stdout.splitlines()

@@ -156,7 +156,7 @@ def exports(script: Path) -> dict[str, str]:
     if not script.is_file():
         raise UserError(f"--environment {script}: no such file.")
     program = (  # sourced where no variable is exported yet, all keeping their values: its own exports are left
-        'for _gtpo in $(compgen -e); do declare +x "$_gtpo"; done; source "$1" >&2; _gtpo=$?; '
+        'for _gtpo in $(compgen -e); do declare +x "$_gtpo"; done; source "$1" >&2; _gtpo=$?; set +a; '
         '[ $_gtpo = 0 ] || exit $_gtpo; printf "%s\\0" end; '
         'for _gtpo in $(compgen -e); do printf "%s=%s\\0" "$_gtpo" "${!_gtpo}"; done'
     )

@@ -42,12 +42,15 @@ def check_with_verl(config: DictConfig) -> None:
 
 
 def names(config: DictConfig) -> Iterator[Problem]:
-    """Estimator and loss are registered with verl."""
+    """Estimator, loss and rollout engine are registered with verl."""
     from verl.trainer.ppo import core_algos
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
 
     yield from _name("algorithm.adv_estimator", config.algorithm.adv_estimator, core_algos.ADV_ESTIMATOR_REGISTRY)
     loss = config.actor_rollout_ref.actor.policy_loss.loss_mode
     yield from _name("actor_rollout_ref.actor.policy_loss.loss_mode", loss, core_algos.POLICY_LOSS_REGISTRY)
+    engine = config.actor_rollout_ref.rollout.name
+    yield from _name("actor_rollout_ref.rollout.name", engine, RolloutReplicaRegistry._registry)
 
 
 def _name(key: str, name: str, known: Iterable[str]) -> Iterator[Problem]:

@@ -43,6 +43,9 @@ def registered() -> str:
 # -------------------------------------------------------------------- nodes
 
 
+HARDWARE = ("driver", "GPUs", "RDMA")
+
+
 @dataclass(frozen=True)
 class NodeView:
     """What a worker finds on its node: what all nodes should have alike, its hardware in words, and what is wrong."""
@@ -67,7 +70,7 @@ def look(*models: str) -> NodeView:
     return NodeView(
         common={"Python": platform.python_version()}
         | {name: installed_version(name) or "missing" for name in PACKAGES}
-        | {"driver": driver, "GPUs": ", ".join(gpus), "RDMA": ", ".join(ports)},
+        | dict(zip(HARDWARE, (driver, ", ".join(gpus), ", ".join(ports)), strict=True)),
         gpus=len(gpus),
         hardware=(f"{len(gpus)} × {gpus[0]}, driver {driver}" if gpus else "no NVIDIA GPU")
         + (f"; RDMA on {', '.join(ports)}" if ports else "; no RDMA device: NCCL uses TCP"),
@@ -79,10 +82,10 @@ def unreadable(model: str) -> str:
     """What keeps this node from reading a model's configuration and weights, or an empty string."""
     directory = Path(model)
     try:
-        for pattern in ("config.json", "*.safetensors"):
-            files = sorted(directory.glob(pattern))
+        for patterns in (("config.json",), ("*.safetensors", "*.bin")):
+            files = sorted(file for pattern in patterns for file in directory.glob(pattern))
             if not files:
-                raise OSError(0, f"{directory} has no {pattern}")
+                raise OSError(0, f"{directory} has no {' or '.join(patterns)}")
             for file in files:
                 with file.open("rb") as opened:
                     opened.read(4096)
@@ -95,10 +98,12 @@ def unreadable(model: str) -> str:
 def alike(views: Sequence[NodeView]) -> str:
     """The versions that all nodes have.
 
-    Raises UserError: versions, drivers, GPUs or ports differ; with the values that were found.
+    Raises UserError: versions differ, or drivers, GPUs or ports of nodes with GPUs; with the values that were found.
     """
-    rows = [view.common for view in views]
-    values = {name: sorted({row[name] or "none" for row in rows}) for name in rows[0]}
+    rows, with_gpus = [view.common for view in views], [view.common for view in views if view.gpus]
+    values = {
+        name: sorted({row[name] or "none" for row in (with_gpus if name in HARDWARE else rows)}) for name in rows[0]
+    }
     different = [f"{name} {' and '.join(found)}" for name, found in values.items() if len(found) > 1]
     if different:
         raise UserError(f"the nodes differ: {'; '.join(different)}.")

@@ -89,11 +89,7 @@ _TABLE = (
         f"the rollout's log-probs are not kept: {ROLLOUT}.calculate_log_probs=true keeps them",
         _not(f"{ROLLOUT}.calculate_log_probs", True),
     ),
-    Idle(
-        (f"{CORRECTION}.loss_type",),
-        "only verl's policy loss bypass_mode reads it",
-        _not(f"{ACTOR}.policy_loss.loss_mode", "bypass_mode"),
-    ),
+    Idle((f"{CORRECTION}.loss_type",), f"verl reads {ACTOR}.policy_loss.rollout_correction.loss_type"),
     Idle((f"{ACTOR}.grad_clip",), f"verl reads {ACTOR}.optim.clip_grad"),
     Idle(("trainer.use_v1",), "this command trains with verl's V1 trainers alone"),
     Idle(("critic.",), "none of the estimators has a critic", _is("critic.enable", False), but=("critic.enable",)),

@@ -84,7 +84,8 @@ SAMPLING: Table = (
     (_SIZE_IF_ANY, "trainer", "total_epochs total_training_steps"),
     (_RESPONSES, ROLLOUT, "n val_kwargs.n"),
     (_SHARE, ROLLOUT, "top_p val_kwargs.top_p gpu_memory_utilization"),
-    (_RATE, ACTOR, "optim.lr optim.weight_decay clip_ratio clip_ratio_low clip_ratio_high"),
+    (replace(_RATE, null=False), ACTOR, "optim.lr optim.weight_decay"),
+    (_RATE, ACTOR, "clip_ratio clip_ratio_low clip_ratio_high"),
     (_RATE, ROLLOUT, "val_kwargs.temperature"),
     (_RATE, OVERLONG, "penalty_factor"),
     (_FINITE, "algorithm", "correct_threshold"),
@@ -110,6 +111,9 @@ TRAINING: Table = (
     (one_of("train_smaller", "stop"), GROUPS, "on_budget"),
     (one_of("auto", "disable", "resume_path"), "trainer", "resume_mode"),
     (one_of("sync", "colocate_async", "separate_async"), "trainer.v1", "trainer_mode"),
+    (_SIZE_IF_ANY, "trainer.v1.sampler", "max_off_policy_threshold"),
+    (one_of("drop", "wait"), "trainer.v1.sampler", "max_off_policy_strategy"),
+    (one_of("fsdp", "fsdp2", "megatron"), ACTOR, "strategy"),
 )
 # Of the actor's engine, in its own section.
 _FSDP: Table = (

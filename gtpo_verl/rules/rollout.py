@@ -7,14 +7,20 @@ from omegaconf import DictConfig
 from gtpo_verl.integrations import contract
 from gtpo_verl.integrations.entropy_source import entropy_source
 from gtpo_verl.integrations.vllm.requirements import rollout_faults
+from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.versions import check_vllm, installed_version
 
 
 def backend(config: DictConfig) -> Iterator[Problem]:
-    """Megatron has no CPU engine."""
-    if config.actor_rollout_ref.actor.strategy == "megatron" and config.trainer.device == "cpu":
-        yield Problem("backend=megatron needs GPUs: with hardware=cpu choose backend=fsdp.")
+    """On a CPU verl has FSDP2 alone, with whole sequences."""
+    if config.trainer.device != "cpu":
+        return
+    strategy = config.actor_rollout_ref.actor.strategy
+    if strategy != "fsdp2":
+        yield Problem(f"actor_rollout_ref.actor.strategy={strategy} needs GPUs: with hardware=cpu choose backend=fsdp.")
+    elif (size := parallelism(config).sequence) > 1:
+        yield Problem(f"ulysses_sequence_parallel_size={size} needs GPUs: set it to 1 with hardware=cpu.")
 
 
 def entropies(config: DictConfig) -> Iterator[Problem]:

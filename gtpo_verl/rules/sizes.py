@@ -129,6 +129,12 @@ def lengths(config: DictConfig) -> Iterator[Problem]:
             f"{ROLLOUT}.max_model_len={engine} is shorter than {PROMPT_AND_RESPONSE} = {longest}: raise it, or set it "
             "to null."
         )
+    tokens, requests = (config.actor_rollout_ref.rollout[key] for key in ("max_num_batched_tokens", "max_num_seqs"))
+    if tokens is not None and tokens < requests:
+        yield Problem(
+            f"{ROLLOUT}.max_num_batched_tokens={tokens} is below max_num_seqs={requests}, which vLLM refuses: raise "
+            "it, or lower the other."
+        )
     if not overlong.get("enable"):
         return
     of_reward, length = reward.get("max_resp_len"), overlong.get("len")

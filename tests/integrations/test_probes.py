@@ -26,6 +26,13 @@ def test_nodes_that_differ_are_refused_with_what_differs() -> None:
     )
 
 
+def test_a_node_without_gpus_has_other_hardware_and_the_same_versions() -> None:
+    head = replace(NODE, common=NODE.common | {"driver": "", "GPUs": "", "RDMA": ""}, gpus=0)
+    assert alike([head, NODE, NODE]).startswith("3 alike: ")
+    with pytest.raises(UserError, match=r"the nodes differ: ray 0\.9 and 1\.0\.$"):
+        alike([replace(head, common=head.common | {"ray": "0.9"}), NODE])
+
+
 @pytest.fixture
 def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel with two ports for RDMA, of which one is up."""
@@ -71,7 +78,7 @@ def test_a_model_that_a_node_cannot_read(tmp_path: Path) -> None:
         f"{tmp_path} has no config.json: the model must be readable under the same path on every node."
     )
     (tmp_path / "config.json").write_text("{}")
-    assert f"{tmp_path} has no *.safetensors: " in look(str(tmp_path)).problem
+    assert f"{tmp_path} has no *.safetensors or *.bin: " in look(str(tmp_path)).problem
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "a blob that was not copied")
     assert f"{tmp_path}/model.safetensors: No such file or directory: the model" in look(str(tmp_path)).problem
     (tmp_path / "model.safetensors").unlink()

@@ -192,7 +192,6 @@ IDLE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # override; what mak
         {},
         {"algorithm.rollout_correction.rollout_rs": "token_k1"},
     ),
-    ("algorithm.rollout_correction.loss_type=reinforce", {}, {f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"}),
     (
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         {},
@@ -261,6 +260,7 @@ def test_a_setting_without_effect_is_named_with_the_reason(
     [
         *(f"{ACTOR}.grad_clip=0.5", f"{ACTOR}.clip_ratio=0.1", "critic.optim.lr=1e-5"),
         *("+custom_reward_function.path=x.py", "trainer.use_v1=false"),
+        "algorithm.rollout_correction.loss_type=reinforce",
     ],
 )
 def test_keys_that_no_run_here_reads(run: Run, override: str) -> None:

@@ -1008,6 +1008,25 @@ def test_weights_of_another_configuration_are_refused_before_ray_starts(composed
             ["actor_rollout_ref.actor.strategy=megatron"],
             r"strategy=megatron needs the section .*\.actor\.megatron",
         ),
+        (["actor_rollout_ref.actor.strategy=fsdp3"], r"strategy=fsdp3: choose fsdp, fsdp2 or megatron"),
+        (["actor_rollout_ref.actor.optim.lr=null"], r"optim\.lr=null: it must be a finite number"),
+        (["trainer.v1.sampler.max_off_policy_threshold=0"], r"max_off_policy_threshold=0: it must be from 1"),
+        (["trainer.v1.sampler.max_off_policy_strategy=dropp"], r"max_off_policy_strategy=dropp: choose drop or wait"),
+        (
+            ["hardware=cpu", "actor_rollout_ref.actor.strategy=fsdp"],
+            r"strategy=fsdp needs GPUs: with hardware=cpu choose backend=fsdp",
+        ),
+        (
+            [
+                *("hardware=cpu", "trainer.n_gpus_per_node=2"),
+                "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2",
+            ],
+            r"ulysses_sequence_parallel_size=2 needs GPUs",
+        ),
+        (
+            ["setting=small_gpu", "actor_rollout_ref.rollout.max_num_batched_tokens=128"],
+            r"max_num_batched_tokens=128 is below max_num_seqs=\d+, which vLLM refuses",
+        ),
     ],
     ids=lambda value: value[0][:60] if isinstance(value, list) else "",
 )
