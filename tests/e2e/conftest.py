@@ -1,5 +1,6 @@
 """The embedded task, prepared once for all end-to-end tests, and trainings on it with the real command."""
 
+import contextlib
 import json
 import os
 import signal
@@ -77,8 +78,17 @@ class Training:
         return self.log()[-5000:] + self.output()
 
     def steps(self) -> set[int]:
-        file = self.run_dir / "metrics.jsonl"
-        return {json.loads(line)["step"] for line in file.read_text().splitlines()} if file.exists() else set()
+        file = self.run_dir / METRICS_FILE
+        return set(read_metrics(file)[0]) if file.exists() else set()
+
+    def engines(self) -> list[psutil.Process]:
+        """vLLM's, oldest first; other processes of the training may end while they are listed."""
+        found = []
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "VLLM::EngineCor" in " ".join(process.cmdline() or [process.name()]):
+                    found.append(process)
+        return sorted(found, key=lambda process: process.create_time())
 
     def output(self) -> str:
         """What it showed on its terminal."""

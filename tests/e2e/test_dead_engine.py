@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from gtpo_verl.files import read_json
@@ -39,11 +38,6 @@ def wait_closely(training: Training, phase: str) -> None:
         time.sleep(0.005)
 
 
-def engines(training: Training) -> list[psutil.Process]:
-    processes = training.process.children(recursive=True)
-    return [process for process in processes if "VLLM::EngineCor" in " ".join(process.cmdline() or [process.name()])]
-
-
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_run_ends_with_one_line_that_names_it(start: Start, tmp_path: Path, phase: str, count: int) -> None:
@@ -55,7 +49,7 @@ def test_the_run_ends_with_one_line_that_names_it(start: Start, tmp_path: Path, 
         *(f"trainer.test_freq={STEP}", "data.val_max_samples=256"),
     )
     training.wait_for_step(STEP - 1)
-    found = engines(training)
+    found = training.engines()
     assert len(found) == count
     wait_closely(training, phase)
     found[0].kill()

@@ -157,8 +157,7 @@ def test_entropies_of_the_rollout_replace_the_actors_pass(training: Training, me
 @pytest.mark.parametrize("training", ["small"], indirect=True)
 def test_a_killed_engine_ends_the_training_with_its_name(training: Training) -> None:
     """Runs last: the training does not survive it. In every phase: test_dead_engine.py."""
-    processes = training.process.children(recursive=True)
-    (engine,) = [one for one in processes if "VLLM::EngineCor" in " ".join(one.cmdline() or [one.name()])]
+    (engine,) = training.engines()
     engine.kill()
     training.wait_for_end(code=2, seconds=300)
     lines = [line for line in training.output().splitlines() if line.startswith("error: ")]

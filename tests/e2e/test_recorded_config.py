@@ -24,7 +24,7 @@ def test_every_setting_of_an_algorithm_is_used_by_it(name: str) -> None:
 
     directory = Path(algorithms.__file__).parent
     source = "".join(path.read_text() for path in directory.glob("*.py") if path.name != "config.py")
-    used = set(re.findall(r"\.(\w+)", source))
+    used = set(re.findall(r"\bconfig\.(\w+)", source))
     assert [field.name for field in dataclasses.fields(getattr(algorithms, name)) if field.name not in used] == []
 
 

@@ -127,7 +127,7 @@ def test_a_step_that_is_not_compared_does_without_the_actors_pass(colocate_async
 def test_a_killed_engine_ends_the_training_with_its_name(colocate_async: Training) -> None:
     """Runs last: the training does not survive it."""
     started = colocate_async.process.children(recursive=True)
-    (engine,) = [process for process in started if "VLLM::EngineCor" in " ".join(process.cmdline() or [process.name()])]
+    (engine,) = colocate_async.engines()
     engine.kill()
     killed = time.monotonic()
     assert colocate_async.process.wait(timeout=60) not in (0, None)

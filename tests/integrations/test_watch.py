@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 import transfer_queue
+from local_ray import start_ray
 from omegaconf import OmegaConf
 
 from gtpo_verl.errors import UserError
@@ -108,7 +109,7 @@ def test_an_actor_that_waits_in_ray_get_ends_with_the_reason() -> None:
                 ray.get(never)
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=1)
     try:
         runner = ray.remote(Runner).remote()
         with pytest.raises(ray.exceptions.RayTaskError) as caught:

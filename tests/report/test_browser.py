@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=120_000)
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,13 @@ def opened(request: pytest.FixtureRequest, browser: Browser, report: Path) -> It
     """The page with its charts; whatever the console says or the network is asked for fails the test."""
     width, scheme = request.param
     page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(120_000)
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.on("request", lambda request: request.url == report.as_uri() or said.append(request.url))
     page.goto(report.as_uri())
-    page.wait_for_selector("body[data-drawn]", timeout=120_000)
+    page.wait_for_selector("body[data-drawn]")
     yield page
     page.close()
     assert said == []

@@ -136,8 +136,16 @@ def test_a_dead_owner_on_another_host_is_replaced(
 def test_an_owner_whose_host_is_gone_is_waited_for_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "SETTLE", 0.0)
-    write_owner(tmp_path / "LOCK", age=module.LEASE - 1)
+    write_owner(tmp_path / "LOCK", age=module.LEASE - 60)
+    monkeypatch.setattr(module.time, "sleep", lambda _: age(module.LEASE + 5))
+
+    def age(seconds: float) -> None:
+        """Time passes: the owner, who has said nothing since, is so old."""
+        file = tmp_path / "LOCK.json"
+        owner = json.loads(file.read_text())
+        if owner["token"] == "theirs":
+            write_json(file, owner | {"heartbeat": time.time() - seconds})
+
     with training_lock(tmp_path):
         assert re.search(r"Waiting to see .*\nTaking over .* no heartbeat for 30\d s", capsys.readouterr().err)
 

@@ -114,7 +114,9 @@ def test_the_hubs_cache_knows_its_checksums_and_what_is_not_there_is_unknown(
     assert checksums({key: "owner/model"}) == {key: "hub:c0ffee"}
 
 
-def test_a_training_records_everything_and_each_of_its_attempts(tmp_path: Path):
+def test_a_training_records_everything_and_each_of_its_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    code = {"commit": "c0ffee", "diff": "digest"}
+    monkeypatch.setattr("gtpo_verl.runs.session.code_state", lambda: (code, "+changed\n"))
     data = tmp_path / "train.parquet"
     data.write_text("rows")
     run_dir = tmp_path / "run"
@@ -140,4 +142,5 @@ def test_a_training_records_everything_and_each_of_its_attempts(tmp_path: Path):
     assert (first["status"], first["exit_reason"]) == ("failed", "vLLM died")
     assert (second["status"], second["exit_reason"]) == ("complete", "all steps were trained")
     assert record["created"] == first["started"] <= first["ended"] <= second["started"] <= second["ended"]
-    assert (run_dir / "code.diff").exists() == (record["code"]["diff"] is not None)
+    assert record["code"] == {"commit": "c0ffee", "diff": "digest"}
+    assert (run_dir / "code.diff").read_text() == "+changed\n"

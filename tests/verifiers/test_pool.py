@@ -25,7 +25,10 @@ RIGHT = {"score": 1.0, "acc": 1.0, "pred": "good", "verifier_failure": ""}
 
 
 def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -213,4 +216,4 @@ def test_the_end_of_a_long_response_begins_with_a_line() -> None:
 
 def test_ten_megabytes_are_not_sent(make_pool: MakePool) -> None:
     pool = make_pool(max_chars=100)
-    assert pool.judge("#" * 10**7 + "\n" + GOOD, "") == RIGHT
+    assert pool.judge("raise ValueError\n" + "#" * 10**7 + "\n" + GOOD, "") == RIGHT

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 import transfer_queue as tq
+from local_ray import start_ray
 
 from gtpo_verl.config import compose_config
 
@@ -12,7 +13,7 @@ from gtpo_verl.config import compose_config
 @pytest.fixture(scope="package")
 def queue() -> Iterator[None]:
     """A real TransferQueue, on a Ray of its own."""
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=8)
     config = compose_config(["hardware=cpu"]).transfer_queue
     config.enable = True
     tq.init(config)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 from actor_death import await_death
+from local_ray import start_ray
 from ray.exceptions import ActorUnavailableError
 
 from gtpo_verl.integrations.health import dead_servers
@@ -28,7 +29,7 @@ def unavailable() -> None:
 
 def test_the_dead_are_told_from_the_unreachable() -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import the tests
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    start_ray(num_cpus=1)
     try:
         actor = ray.remote(num_cpus=0)(Server)
         servers: list[Any] = [actor.remote(errored) for errored in (False, True, None, False)]
