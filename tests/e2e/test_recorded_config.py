@@ -51,7 +51,6 @@ _MEGATRON = "verl/workers/engine/megatron/transformer_impl.py"
 # Keys that the quickstart of conftest.py does not read, or not where the recorder sees it, and who does: FILE:LINE.
 ELSEWHERE = {
     # sections of an engine that became plain dicts, or that a module of settings acts on itself
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": f"{_FSDP}:393",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype": f"{_FSDP}:394",
     "actor_rollout_ref.actor.fsdp_config.mixed_precision.buffer_dtype": f"{_FSDP}:395",
     "actor_rollout_ref.actor.policy_loss._target_": "hydra/_internal/instantiate/_instantiate2.py:35",

@@ -73,7 +73,7 @@ def check(overrides: list[str], tiny_model: Path) -> None:
     config = compose_config(overrides)
     set_value(config, "actor_rollout_ref.model.path", str(tiny_model))
     if {"backend=megatron", "hardware=cpu"} <= set(overrides):
-        with pytest.raises(UserError, match="backend=megatron needs GPUs"):
+        with pytest.raises(UserError, match="strategy=megatron needs GPUs"):
             stages.check(config)
         return
     convert(config)

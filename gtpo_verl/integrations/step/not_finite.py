@@ -43,7 +43,7 @@ class NotFinite:
         self._applied = actor.strategy == "megatron"
         # with fp16 the scale of verl's loss is raised until a gradient overflows, which is then left out
         precision = {} if self._applied else actor.fsdp_config.get("mixed_precision") or {}
-        self._scaled = PrecisionType.to_dtype(precision.get("param_dtype", "bf16")) == torch.float16
+        self._scaled = PrecisionType.is_fp16(precision.get("param_dtype", "bf16"))
         self.skipped = 0
 
     def batch(self, number: int, step: Step, names: Sequence[str]) -> bool:
