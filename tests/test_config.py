@@ -404,13 +404,13 @@ def test_a_new_key_needs_a_plus_except_where_verl_hands_a_section_on() -> None:
     assert config.actor_rollout_ref.model.override_config.a.b == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("value", ["a,b=c", "a\\b", "a\\", '\\"q"', "x\ty", "a\nb", "it's ${x}", "ü", ""])
 def test_hydra_reads_a_quoted_value_back(value: str) -> None:
     (item,) = parse_overrides([f"key={quoted(value)}"])
     assert item.value() == value
 
 
+@pytest.mark.slow
 def test_a_run_is_named_after_what_it_trains(tmp_path: Path) -> None:
     def names(*overrides: str) -> tuple[str, str]:
         config = compose_config(overrides)

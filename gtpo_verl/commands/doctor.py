@@ -165,10 +165,8 @@ def check_address(address: str) -> None:
 
 
 def _ask_cluster(args: argparse.Namespace) -> list[Finding]:
-    import ray
-
     from gtpo_verl.integrations import probes
-    from gtpo_verl.integrations.nodes import nodes, on_every_node, prove_shared
+    from gtpo_verl.integrations.nodes import gpus, nodes, on_every_node, prove_shared
 
     places = nodes()
     try:
@@ -183,10 +181,10 @@ def _ask_cluster(args: argparse.Namespace) -> list[Finding]:
     if args.dir:
         shared = args.dir.expanduser().resolve()
         findings.append(_finding("directory", lambda: f"{shared} is one on {prove_shared(shared, '--dir')} nodes"))
-    of_ray = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes()}  # perhaps not all there are
-    gpus = {node: min(seen.gpus, of_ray[node]) for node, seen in views.items()}
-    if len(views) > 1 or sum(gpus.values()) > 1:
-        findings.append(_finding("all-reduce", lambda: probes.measure_all_reduce(gpus)))
+    of_ray = gpus()
+    counts = {node: min(seen.gpus, of_ray[node]) for node, seen in views.items()}
+    if len(views) > 1 or sum(counts.values()) > 1:
+        findings.append(_finding("all-reduce", lambda: probes.measure_all_reduce(counts)))
     findings.append(_finding("vLLM worker", lambda: probes.measure_vllm(args.tensor_parallel)))
     return findings
 

@@ -40,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
     if broken:
         raise UserError(f"{folder}: {broken}.")
     merged = actor / ".export"
-    for left in (merged, actor / ".former"):  # by an export that was killed
+    weights, former = actor / "huggingface", actor / ".former"
+    if former.is_dir() and not weights.is_dir():  # an export was killed between its two last steps
+        former.rename(weights)
+    for left in (merged, former):
         shutil.rmtree(left, ignore_errors=True)
     run_dir = folder.parent.parent
     dtype = args.dtype or _rollout_dtype(run_dir)
@@ -54,12 +57,10 @@ def run(args: argparse.Namespace) -> int:
             f"{folder}: its shards cannot be merged ({reason_in(done.stderr.splitlines())}): one may be damaged. "
             f"Export an earlier checkpoint; the stack trace is in {log}."
         )
-    weights = actor / "huggingface"
     weights.mkdir(exist_ok=True)
     for file in weights.iterdir():  # but weights of an export in another type, perhaps in other pieces
         if ".safetensors" not in file.name and not (merged / file.name).exists():
-            shutil.move(file, merged)
-    former = actor / ".former"
+            shutil.copy2(file, merged)
     weights.rename(former)
     merged.rename(weights)
     shutil.rmtree(former)

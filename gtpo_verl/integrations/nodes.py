@@ -36,6 +36,11 @@ def nodes() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
 
 
+def gpus() -> dict[str, int]:
+    """{node id: GPUs that Ray has there}, perhaps not all that the node has."""
+    return {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]}
+
+
 def on_every_node(function: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
     """Call a function in a worker on every node at once; it takes no CPU of the cluster's.
 

@@ -239,9 +239,8 @@ class RunTrainer(ValidatingTrainer, CreditTrainer):
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
-        if (
-            self.trainer_mode != "sync"
-        ):  # verl saves the rows of a step before it clears them, and would keep them for good
+        if self.trainer_mode != "sync":
+            # verl saves a step's rows before it clears them, and nothing clears those of a checkpoint
             rows = listed(TRAIN)
             if trained := [key for key in rows if uid_of(key) not in rows]:
                 tq.kv_clear(keys=trained, partition_id=TRAIN)

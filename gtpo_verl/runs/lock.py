@@ -218,23 +218,24 @@ def training_lock(run_dir: Path) -> Iterator[None]:
 @contextmanager
 def sweep_lock(directory: Path) -> Iterator[None]:
     """Be the only process that schedules the runs in a directory. UserError: another one does."""
-
-    def refuse(error: LockedError) -> str:
-        raise UserError(
-            f"another process trains the runs in {directory}: {error}. Ctrl-C there stops it, or "
-            f"`touch {directory / STOP_FILE}` from elsewhere."
-        ) from error
-
-    with _held(DirectoryLock(directory / LOCK_FILE), refuse, print):
+    remedy = f"Ctrl-C there stops it, or `touch {directory / STOP_FILE}` from elsewhere."
+    with _alone(directory / LOCK_FILE, f"trains the runs in {directory}", remedy):
         yield
 
 
 @contextmanager
 def results_lock(file: Path) -> Iterator[None]:
     """Be the only process that samples into the results beside this lock file. UserError: another one does."""
+    with _alone(file, f"samples into {file.parent}", "Choose another --output."):
+        yield
+
+
+@contextmanager
+def _alone(file: Path, does: str, remedy: str) -> Iterator[None]:
+    """Hold the lock, without waiting. UserError: another process has it, with what that one does and the remedy."""
 
     def refuse(error: LockedError) -> str:
-        raise UserError(f"another process samples into {file.parent}: {error}. Choose another --output.") from error
+        raise UserError(f"another process {does}: {error}. {remedy}") from error
 
     with _held(DirectoryLock(file), refuse, print):
         yield

@@ -93,7 +93,7 @@ class Agreement:
         if interval is not None:
             return interval.low, interval.high
         edge = ((1 - CONFIDENCE) / 2) ** (1 / len(means))
-        return {1.0: (edge, 1.0), 0.0: (0.0, 1 - edge)}.get(self.share(), (0.0, 1.0))
+        return {1.0: (edge, 1.0), 0.0: (0.0, 1 - edge)}.get(float(means.mean()), (0.0, 1.0))
 
     def _means(self) -> Any:
         """(P,) float64: the share of each prompt."""

@@ -54,6 +54,12 @@ def test_the_weights_are_those_of_the_shards(
             torch.testing.assert_close(weight, exact[name].to(dtype), atol=0, rtol=0)
         (tmp_path / "config.yaml").write_text("actor_rollout_ref: {rollout: {dtype: float32}}")
 
+    # Killed between its two last steps, an export has lost nothing.
+    (folder / "actor" / "huggingface").rename(folder / "actor" / ".former")
+    assert main(["export", str(tmp_path)]) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.float32
+    assert (folder / "actor" / "huggingface" / "tokenizer_config.json").is_file()
+
     later = write_fsdp(tmp_path / "checkpoints", 5)
     shutil.copytree(folder / "actor" / "huggingface", later / "actor" / "huggingface", dirs_exist_ok=True)
     capsys.readouterr()

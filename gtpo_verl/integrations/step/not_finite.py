@@ -42,8 +42,8 @@ class NotFinite:
         actor = config.actor_rollout_ref.actor
         self._applied = actor.strategy == "megatron"
         # with fp16 the scale of verl's loss is raised until a gradient overflows, which is then left out
-        precision = {} if self._applied else actor.fsdp_config.get("mixed_precision") or {}
-        self._scaled = PrecisionType.is_fp16(precision.get("param_dtype", "bf16"))
+        mixed = None if self._applied else actor.fsdp_config.get("mixed_precision")
+        self._scaled = mixed is not None and PrecisionType.is_fp16(mixed.get("param_dtype"))
         self.skipped = 0
 
     def batch(self, number: int, step: Step, names: Sequence[str]) -> bool:
