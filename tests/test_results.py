@@ -334,10 +334,9 @@ def test_the_second_question_has_the_registered_answer(small: ModuleType, gtpo: 
 
 
 def write_predictors(verdict: ModuleType, gains: dict[str, float], unresolved: tuple[str, ...] = ()) -> None:
-    methods = {
-        name: {key: {"along/dapo": [None if name in unresolved else float(np.exp(-gain))]} for key in ("sgd", "adam")}
-        for name, gain in gains.items()
-    }
+    figures = {name: [float(np.exp(-gain + step)) for step in (0, -0.1, 0.1)] for name, gain in gains.items()}
+    figures |= {name: [None] * 3 for name in unresolved}
+    methods = {name: {key: {"along/dapo": each} for key in ("sgd", "adam")} for name, each in figures.items()}
     for task in verdict.TASKS:
         record = {"counted": list(methods), "gradients": {"methods": methods}}
         verdict.write_json(verdict.predictors(task), record)
@@ -368,6 +367,26 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
     lines = verdict.correlation(verdict.PARTS["B"].seeds)
     assert lines[0].endswith("not resolved or too few pairs: eapo, w_reinforce.")
     assert lines[1].startswith(f"On sums, {metric}: rank correlation 1.00 of 7 methods, too few for a test.")
+
+
+def test_the_second_picture_has_the_methods_of_the_table_on_tasks_that_ended(small: ModuleType) -> None:
+    verdict = small
+    gains = {name: 0.03 * place for place, name in enumerate(verdict.PARTS["B"].arms)}
+    for part in "AB":
+        write_part(verdict, part, gains)
+    write_predictors(verdict, {"dapo": 0.0, **gains}, ("eapo",))
+
+    drawn = verdict.learning_picture({"sums": list(verdict.PARTS["B"].seeds)})
+
+    said = re.findall(r'aria-label="(\w+), (\w+): (\S+) groups, (\S+) points"', drawn)
+    assert [name for _, name, *_ in said] == ["dapo", *(name for name in gains if name != "eapo")]
+    page = verdict.page()
+    assert f"(../images/{verdict.LEARNING.name})" in page
+    assert "| dapo | 1.00 (0.90 to 1.11) | 1.00 (0.90 to 1.11) | 0 |" in page
+    assert "| eapo | not resolved | not resolved | +18." in page
+    for task, name, needed, gain in said[1:]:
+        assert task == "sums"
+        assert re.search(rf"^\| {name} \| {needed} \(.*\| {re.escape(gain)} \(", page, re.MULTILINE), name
 
 
 def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
     python docs/results/verdict.py train [--part A] [--tasks sums] [--hours 3]    one run after another; goes on
     python docs/results/verdict.py predict [--tasks sums]                         the figures that part B is about
-    python docs/results/verdict.py page                  verdict.md and its picture; what `make results` runs
+    python docs/results/verdict.py page                  verdict.md and its pictures; what `make results` runs
 
 `train` writes data/TASK-SEED.json after every run and skips what is there. Another machine goes on with the seeds that
 are not begun: it would make other warm starts, so models and logs in --scratch are needed until their seed is whole.
@@ -43,6 +43,7 @@ from gtpo_verl.runs.reader import read_metrics
 HERE = Path(__file__).parent
 DATA = HERE / "data"
 PICTURE = HERE.parent / "images" / "verdict.svg"
+LEARNING = HERE.parent / "images" / "verdict_learning.svg"
 TASKS = ("sums", "countdown")
 CONTROLS = ("random20", "random60")
 DESCRIBED = ("dapo_blame", "fork20")  # of part A, against DAPO
@@ -523,7 +524,7 @@ def colours(theme: str) -> dict[str, str]:
 
 def picture(seeds: Sequence[int]) -> str:
     """The contrasts of part A with their intervals, as SVG for light and dark pages; random20 is far to the left."""
-    light, dark = (colours(theme) for theme in THEMES)
+    light = colours(THEMES[0])
     kinds = {
         "primary": contrasts_of(TASKS, PRIMARY, seeds),
         "described": against_dapo(TASKS, DESCRIBED, seeds),
@@ -558,11 +559,17 @@ def picture(seeds: Sequence[int]) -> str:
             "encoding": marked | {"x": x | {"field": "mean"}, "shape": kind | {"scale": shape}},
         },
     ]
+    return drawn({"width": 330, "height": {"step": 24}, "layer": layers}, rows)
+
+
+def drawn(panel: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """A panel for every task of the rows as SVG, in the colours of `colours` for light and dark pages."""
+    light, dark = (colours(theme) for theme in THEMES)
     ink = {"labelColor": light["ink"], "titleColor": light["ink"], "titleFontWeight": "normal"}
     chart = {
         "data": {"values": rows},
         "facet": {"column": {"field": "task", "title": None, "sort": list(TASKS)}},
-        "spec": {"width": 330, "height": {"step": 24}, "layer": layers},
+        "spec": panel,
         "config": {
             "background": None,
             "padding": 24,
@@ -606,6 +613,70 @@ def learned(task: str, metric: str, seeds: Sequence[int]) -> dict[str, tuple[flo
 
 
 METRICS = {"sgd": "in the metric of plain gradient descent", "adam": "in Adam's metric"}
+
+
+def measured_and_learned(
+    task: str, seeds: Sequence[int]
+) -> Iterator[tuple[str, dict[str, list[float]], Contrast | None]]:
+    """Of the methods that sums count: the figure measured at step 0 with its interval, by metric, and the contrast."""
+    methods = json.loads(predictors(task).read_text())["gradients"]["methods"]
+    for method in json.loads(predictors("sums").read_text())["counted"]:
+        figures = {metric: methods[method][metric]["along/dapo"] for metric in METRICS}
+        yield method, figures, Contrast.of(task, method, "dapo", seeds) if method != "dapo" else None
+
+
+def measured_beside_learned(task: str, seeds: Sequence[int]) -> list[str]:
+    rows = []
+    for method, figures, found in measured_and_learned(task, seeds):
+        cells = [
+            "not resolved" if value is None else f"{value:.2f} ({low:.2f} to {high:.2f})"
+            for value, low, high in figures.values()
+        ]
+        gain = "0" if method == "dapo" else "too few"
+        rows.append(
+            [method, *cells, f"{points(found.mean)} ({points(found.low)} to {points(found.high)})" if found else gain]
+        )
+    return table(["method", *(f"groups needed, {metric}" for metric in METRICS), "difference from dapo"], rows)
+
+
+def learning_picture(seeds: dict[str, list[int]]) -> str:
+    """Groups needed in the metric of plain gradient descent against what was learned, as SVG. seeds: by task."""
+    light = colours(THEMES[0])
+    rows = [
+        {"task": task, "method": method, "kind": "part A's" if method in PARTS["A"].arms else "part B's"}
+        | dict(zip(("needed", "least", "most"), figures["sgd"], strict=True))
+        | {name: 0.0 if found is None else round(getattr(found, name), 2) for name in ("mean", "low", "high")}
+        for task in seeds
+        for method, figures, found in measured_and_learned(task, seeds[task])
+        if (figures["sgd"][0] or 0) > 0 and (found is not None or method == "dapo")
+    ]
+    for row in rows:
+        row["said"] = f"{row['task']}, {row['method']}: {row['needed']:.2f} groups, {points(row['mean'])} points"
+    grid = {"axis": {"grid": False}}
+    x = {
+        "type": "quantitative",
+        "title": "groups needed at step 0, DAPO 1",
+        "scale": {"type": "log", "nice": False, "padding": 12},
+    } | grid
+    y = {"type": "quantitative", "title": "points from DAPO", "axis": {"grid": False, "format": "+d"}}
+    colour = {"domain": ["part A's", "part B's"], "range": [light["described"], light["primary"]]}
+    kind = {"field": "kind", "type": "nominal", "title": None, "legend": {"orient": "top"}, "scale": colour}
+    middle = {"x": x | {"field": "needed"}, "y": y | {"field": "mean"}, "color": kind}
+    line = {"type": "rule", "aria": False}
+    layers = [
+        {"mark": line | {"color": light["ink"]}, "encoding": {"y": y | {"datum": 0}}},
+        {"mark": line, "encoding": middle | {"x": x | {"field": "least"}, "x2": {"field": "most"}}},
+        {"mark": line, "encoding": middle | {"y": y | {"field": "low"}, "y2": {"field": "high"}}},
+        {
+            "mark": {"type": "point", "filled": True, "size": 70, "opacity": 1},
+            "encoding": middle | {"description": {"field": "said"}},
+        },
+        {
+            "mark": {"type": "text", "align": "left", "dx": 6, "dy": -7, "color": light["ink"], "aria": False},
+            "encoding": {key: middle[key] for key in "xy"} | {"text": {"field": "method"}},
+        },
+    ]
+    return drawn({"width": 420, "height": 320, "layer": layers}, rows)
 
 
 def left_out(task: str, found: dict[str, tuple[float, float]], name: str) -> list[str]:
@@ -664,7 +735,7 @@ def ranked(pairs: list[tuple[float, float]], tested: bool) -> str:
     def products(order: np.ndarray, axis: int = -1) -> np.ndarray:  # all of the correlation that a permutation changes
         return (order * second).sum(axis)
 
-    said = f"rank correlation {coefficient(pairs):.2f} of {len(pairs)} methods"
+    said = f"rank correlation {coefficient(pairs):.2f} of {len(pairs)} methods".replace("-", "−")
     if not tested or len(pairs) < FEWEST:
         return f"{said}, too few for a test." if tested else f"{said}."
     options = {"permutation_type": "pairings", "alternative": "greater", "n_resamples": 100_000, "rng": 1}
@@ -746,6 +817,11 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
             by_task = {"sums": over["B"], "countdown": over["D"]}
             found = correlation(seeds) if name == "B" else tasks_compared(by_task)
             lines += [said, "", *(f"- {line}" for line in found), ""]
+            if name == "B":
+                said = "Groups needed in the metric of plain gradient descent and the differences, by task"
+                lines += [f"![{said}, of the tables below](../images/{LEARNING.name})", ""]
+            what = "Groups needed to learn as much as DAPO with one, and what was learned, with 95 % intervals:"
+            lines += [what, "", *measured_beside_learned(part.tasks[0], seeds), ""]
         if name == "C":
             said = "GTPO − DAPO at the same learning rate, a description that was added after the results were read:"
             rates = [("gtpo", "dapo"), *zip(list(part.arms)[2:], part.arms, strict=False)]
@@ -837,9 +913,14 @@ def main() -> None:
     else:
         (HERE / "verdict.md").write_text(page())
         print(HERE / "verdict.md")
-        if len(seeds := used("A", every_run())) >= PARTS["A"].least:
+        runs = every_run()
+        if len(seeds := used("A", runs)) >= PARTS["A"].least:
             PICTURE.write_text(picture(seeds))
             print(PICTURE)
+        ended = {PARTS[name].tasks[0]: used(name, runs) for name in "BD" if len(used(name, runs)) >= PARTS[name].least}
+        if "sums" in ended:
+            LEARNING.write_text(learning_picture(ended))
+            print(LEARNING)
 
 
 if __name__ == "__main__":
