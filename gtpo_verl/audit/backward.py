@@ -1,7 +1,8 @@
 """Gradients of a Hugging Face causal model: the sums over all groups first, then each group's products with them.
 
 Gradients are linear in the credit, so a group takes one forward pass and one backward pass a distinct credit, in either
-of the two passes over the data. Nothing of the size (groups x parameters) is kept.
+of the two passes over the data, and one more of each for the table by token. Nothing of the size (groups x parameters)
+is kept.
 """
 
 import itertools
@@ -105,7 +106,7 @@ class Policy:
 
     def _parts(self, rollouts: Sequence[Rollout]) -> Iterator[slice]:
         width = max(len(self._prompt(rollout.row)) + len(rollout.tokens) for rollout in rollouts)
-        rows = max(1, MOST_LOGITS // (width * self._model.config.vocab_size))
+        rows = max(1, MOST_LOGITS // (width * self._model.config.get_text_config().vocab_size))
         yield from (slice(start, start + rows) for start in range(0, len(rollouts), rows))
 
 
@@ -166,7 +167,7 @@ def parts_of(
 def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advance: Advance) -> tuple[Products, float]:
     """All dot products, and the largest difference of log π from that of the rollouts.
 
-    In Adam's metric products are weighted by 1 / the rms over steps of DAPO's step gradient in each coordinate.
+    In Adam's metric products are weighted by 1 / the rms over whole steps of DAPO's step gradient in each coordinate.
     """
     sums, adam = _sums(policy, parts, number[BASELINE], advance)
     metrics = (1.0, adam)
@@ -209,12 +210,13 @@ def measure(policy: Policy, parts: Sequence[Part], number: dict[str, int], advan
 def _sums(policy: Policy, parts: Sequence[Part], baseline: int, advance: Advance) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each credit the sum of the gradients of all groups, (C, P), and the weights of Adam's metric (P,)."""
     sums = torch.zeros(max(len(part.credits) for part in parts), policy.size, dtype=torch.float64, device=policy.device)
-    squares, steps = torch.zeros_like(sums[0]), sum(len(part.credits) > 1 for part in parts)
+    squares, step = torch.zeros_like(sums[0]), len(parts[0].groups)
+    steps = sum(len(part.credits) > 1 and len(part.groups) == step for part in parts)
     advance("sums of gradients", 0, len(parts))
     for done, part in enumerate(parts, 1):
         found = policy.gradients(part.rollouts, part.credits)
         sums[: len(found)] += found
-        if len(found) > 1:
+        if len(found) > 1 and len(part.groups) == step:
             squares += (found[baseline].double() / len(part.groups)) ** 2 / steps
         del found  # before the next, which is as large
         advance("sums of gradients", done, len(parts))

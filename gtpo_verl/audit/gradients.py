@@ -122,7 +122,7 @@ def figures(products: Products, step: int) -> dict[str, Any]:
     to each of `RELATIVE_TO`, the groups needed: `own`, tr Σ/|E g|², in the method's own direction; `along`, E|g|²/(E
     g·G)² with the sign of E g·G, along the truth. Not resolved: the interval of |E g|², of |G|² or of E g·G, whichever
     is divided by, includes 0. Nothing is resolved with fewer than `FEWEST_GROUPS` groups, nor in Adam's metric with
-    those of fewer than `FEWEST_STEPS` steps.
+    those of fewer than `FEWEST_STEPS` steps. By token (`tokens`): shares of noise and signal, those of E g·G.
     """
     methods: dict[str, Any] = {name: {} for name in products.names.tolist()}
     truth = {}
@@ -136,7 +136,8 @@ def figures(products: Products, step: int) -> dict[str, Any]:
             truth[metric] = Figure(None)
             for metrics in methods.values():
                 metrics[metric] = dict.fromkeys(metrics[metric], Figure(None))
-    return {"truth": truth, "methods": methods, "tokens": _by_token(products)}
+    known = {name: metrics["sgd"]["along_truth"].resolved for name, metrics in methods.items()}
+    return {"truth": truth, "methods": methods, "tokens": _by_token(products, known)}
 
 
 def figures_of(row: int, found: Moments, products: Products, step: int, truth: bool) -> dict[str, Figure]:
@@ -174,11 +175,16 @@ def figures_of(row: int, found: Moments, products: Products, step: int, truth: b
     return listed
 
 
-def _by_token(products: Products) -> dict[str, Any]:
-    """Where noise and signal are: shares of a method by verdict (wrong, correct) and decile of the entropy, given G."""
+def _by_token(products: Products, known: dict[str, bool]) -> dict[str, Any]:
+    """Where noise and signal are: shares of a method by verdict (wrong, correct) and decile of the entropy, given G.
+
+    known: by method, whether the sum that its shares of the signal are of is resolved.
+    """
     audited = products.audited
 
-    def shares(each: Floats) -> list[Any]:
+    def shares(each: Floats, resolved: bool = True) -> list[Any]:
+        if not resolved or audited.sum() < FEWEST_GROUPS:
+            return [[Figure(None)] * DECILES] * 2
         left = without(each.sum(0), np.moveaxis(each, 0, -1))  # (2, 10, 1 + K)
         share = left / left.sum((0, 1))
         return [[jackknife(cell, np.ones(len(each), bool)) for cell in line] for line in share]
@@ -188,7 +194,10 @@ def _by_token(products: Products) -> dict[str, Any]:
         "norm": products.norms.tolist(),
         "entropy": products.entropies.tolist(),
         "shares": {
-            name: {"noise": shares(products.noise[row, audited]), "signal": shares(products.signal[row, audited])}
+            name: {
+                "noise": shares(products.noise[row, audited]),
+                "signal": shares(products.signal[row, audited], known[name]),
+            }
             for row, name in enumerate(products.names.tolist())
         },
     }

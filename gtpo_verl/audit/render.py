@@ -115,15 +115,16 @@ def kinds_table(kinds: Mapping[str, Any], plan: Plan) -> Table:
 def gradients_table(found: Mapping[str, Any], facts: Mapping[str, Any], plan: Plan) -> Table:
     """The table of signal and noise of gradients; found: of `gradients.figures`."""
     figures = found["methods"]
-    name = main_method(figures) or BASELINE
-    needed = Figure(*figures[name]["sgd"]["along/dapo"])
+    name = main_method(figures)
+    needed = Figure(*figures[name]["sgd"]["along/dapo"]) if name else Figure(None)
     value, interval = cell(needed, ".2f", "")
     sentences = _paragraphs(
         "sentences.txt.j2",
         gradients=True,
-        name=label(name, plan),
+        name=name and label(name, plan),
         value=value,
         interval=interval,
+        against=(needed.value or 0) < 0,
         decided=not needed.contains(1.0),
         facts=facts,
         unscored=facts["unscored"],

@@ -71,7 +71,7 @@ def test_products_against_scores_worked_out_by_hand(exact: Exact, measured: Any)
     scores = exact.scores[groups]
     g = {name: np.einsum("kgt,kgtp->kp", each, scores) for name, each in credit.items()}
     h = exact.gradients(groups, "truth")
-    steps = [g["dapo"][rows].mean(0) for rows in (slice(0, 12), slice(12, 24), slice(24, 30))]
+    steps = [g["dapo"][rows].mean(0) for rows in (slice(0, 12), slice(12, 24))]  # the whole ones
     rms = np.sqrt(np.mean(np.square(steps), axis=0))
     weight = np.divide(1, rms, where=rms > 0, out=np.zeros_like(rms))  # some rows of the table are never reached
     largest = np.sort(weight[rms > 0])[int(0.99 * (rms > 0).sum()) - 1]
@@ -140,6 +140,20 @@ def test_a_pass_saves_what_the_check_of_the_memory_says(rows: int, prompt: int, 
     beside = 4 * 2 * policy.size  # the gradient and the direction, which are counted a parameter
     found = sum(each.untyped_storage().nbytes() for each in saved.values()) - beside
     assert found == pytest.approx(bytes_of_a_pass(shape, rows, prompt, response), rel=0.1)
+
+
+def test_a_configuration_may_nest_that_of_the_text() -> None:
+    from transformers import AutoModelForCausalLM, Gemma3Config
+
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    config = Gemma3Config(text_config=text | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    policy = Policy(
+        AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().double(), lambda row: [3, 4], 1.0
+    )
+    rollouts = [Rollout(0, 0, i, "", "", [5, 6, 7], [], [0.0] * 3, [0.0] * 3, True, 1.0, False) for i in range(2)]
+    credit, direction = torch.randn(1, 2, 3, dtype=torch.float64), torch.randn(policy.size, dtype=torch.float64)
+    slopes, *_ = policy.along(rollouts, direction)
+    torch.testing.assert_close(policy.gradients(rollouts, credit)[0] @ direction, (credit[0] * slopes).sum())
 
 
 def test_the_temperature_is_part_of_the_policy(exact: Exact) -> None:
@@ -291,6 +305,11 @@ def test_the_negative_of_dapo_disagrees_and_noise_costs_groups(population: Any) 
             assert figure_of(found, "blank", metric, key).value is None, key
         assert figure_of(found, "blank", metric, "signal").contains(0.0)
         assert figure_of(found, "dapo", metric, "along/dapo").value == pytest.approx(1)
+    shares = found["tokens"]["shares"]
+    assert [shares[name]["signal"][0][0].value is None for name in ("dapo", "against", "blank")] == [False, False, True]
+    assert shares["blank"]["noise"][0][0].value is not None
+    few = figures(audit(population, 19, 0, rng), STEP)["tokens"]["shares"]["dapo"]
+    assert all(cell.value is None for kind in few.values() for line in kind for cell in line)
 
 
 def test_adams_metric_needs_the_groups_of_eight_steps(population: Any) -> None:
@@ -368,7 +387,7 @@ def test_files_and_tables(exact: Exact, measured: Any, tmp_path: Path, capsys: p
     printed = " ".join(capsys.readouterr().out.split())
     assert "30 groups of 4 responses with contrast and 20 more in the true gradient" in printed
     assert "Asked for were 40 groups" in printed
-    assert "credits of 12 groups at a time, which is a step. Intervals" in printed
+    assert "credits of 12 groups at a time, which is a step, the last 6 together. Intervals" in printed
     assert all(word in printed for word in ("DAPO, less blame", "n.r.:", "kl_cov", "fir"))
     print_table(gradients_table(found, facts | {"step": 64}, Plan(prompts=60, gradients=40)))
     printed = " ".join(capsys.readouterr().out.split())
@@ -380,3 +399,9 @@ def test_files_and_tables(exact: Exact, measured: Any, tmp_path: Path, capsys: p
     ):
         figure[:] = [0.8, *interval]
         assert said in " ".join(gradients_table(found, facts, Plan(prompts=60, gradients=40)).sentences)
+    figure[:] = [-0.8, -0.9, -0.7]
+    table = gradients_table(found, facts | {"step": 10}, Plan(prompts=60, gradients=40))
+    assert table.sentences[0].endswith("goes against the true gradient.")
+    assert "which is a step. Intervals" in table.sentences[1]
+    found["methods"] = {"dapo": found["methods"]["dapo"]}
+    assert gradients_table(found, facts, Plan(prompts=60, gradients=40)).sentences[0].startswith("30 groups")

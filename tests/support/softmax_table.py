@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from gtpo_verl.algorithms import Batch, algorithm
 from gtpo_verl.audit.gradients import DECILES, Products
@@ -29,7 +30,7 @@ class TableModel(torch.nn.Module):
         table = torch.randn(LENGTH, VOCABULARY + 1, VOCABULARY, generator=generator, dtype=torch.float64)
         self.first = torch.nn.Parameter(table[:1])
         self.rest = torch.nn.Parameter(table[1:])
-        self.config = SimpleNamespace(vocab_size=VOCABULARY)
+        self.config = PretrainedConfig(vocab_size=VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, use_cache: bool) -> SimpleNamespace:
         table = torch.cat([self.first, self.rest])
