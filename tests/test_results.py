@@ -456,6 +456,22 @@ def test_what_is_described_beside_accuracy_is_of_the_same_seeds(small: ModuleTyp
     assert second.split(" | ")[4].startswith(("+", "−"))
 
 
+def test_accuracy_is_compared_after_equally_many_groups_too(small: ModuleType) -> None:
+    verdict = small
+    write_part(verdict, "A", GAINS)
+    for seed in verdict.PARTS["A"].seeds:
+        for arm, groups in (("dapo", 10.0), ("gtpo", 16.0)):
+            change(verdict, "sums", seed, arm, steps=dict.fromkeys(verdict.KEPT, [groups] * verdict.STEPS))
+            rising = {str(step): step / 100 for step in (0, *verdict.VALIDATED)}
+            change(verdict, "sums", seed, arm, validations=rising)
+    (gtpo,) = (
+        line
+        for line in verdict.beside(verdict.PARTS["A"], "sums", verdict.PARTS["A"].seeds)
+        if line.startswith("| gtpo |")
+    )
+    assert gtpo.endswith("| +144 (+144 to +144) | −9.00 (−9.00 to −9.00) |"), "15 steps of GTPO against 24 of DAPO"
+
+
 def test_runs_of_another_commit_than_dapos_are_named(small: ModuleType) -> None:
     write_part(small, "A", GAINS)
     change(small, "sums", 103, "fork20", commit="d" * 40)

@@ -463,8 +463,16 @@ def with_intervals(values: list[np.ndarray], digits: Sequence[int]) -> list[str]
     return [f"{points(mean, d)} ({points(low, d)} to {points(high, d)})" for mean, low, high, d in found]
 
 
+def accuracy_after(run: dict[str, Any], groups: float) -> float:
+    """Of the last validations, in points, when so many groups had been generated; between two of them by a line."""
+    generated = np.nancumsum(curves(run)["groups"])
+    steps = [step for step in (0, *VALIDATED) if str(step) in run["validations"]]
+    at = [generated[step - 1] if step else 0.0 for step in steps]
+    return 100 * float(np.interp(groups, at, [run["validations"][str(step)] for step in steps]))
+
+
 def beside(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
-    """Differences from DAPO in what is described beside accuracy."""
+    """Differences from DAPO in what is described beside the endpoint."""
 
     def measured(run: dict[str, Any]) -> np.ndarray:
         steps = curves(run)
@@ -473,10 +481,21 @@ def beside(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
     rows, base = [], finished(task, "dapo", seeds)
     for arm in part.arms:
         runs = finished(task, arm, seeds)
-        pairs = [measured(run) - measured(base[seed]) for seed, run in runs.items() if seed in base]
+        pairs = []
+        for seed in filter(base.__contains__, runs):
+            run, dapo = runs[seed], base[seed]
+            fewer = min(np.nansum(curves(each)["groups"]) for each in (run, dapo))
+            accuracy = accuracy_after(run, fewer) - accuracy_after(dapo, fewer)
+            pairs.append(np.append(measured(run) - measured(dapo), accuracy))
         if arm != "dapo" and not too_few(len(pairs), seeds):
-            rows.append([arm, *with_intervals(pairs, (4, 2, 0))])
-    return table(["arm", "entropy of the last step", "length of the last step", "groups generated"], rows)
+            rows.append([arm, *with_intervals(pairs, (4, 2, 0, 2))])
+    heads = (
+        "entropy of the last step",
+        "length of the last step",
+        "groups generated",
+        "accuracy after equally many groups",
+    )
+    return table(["arm", *heads], rows)
 
 
 def changes(part: Part, task: str, seeds: Sequence[int]) -> list[str]:
@@ -837,7 +856,8 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
             *levels(part, task, seeds),
             "",
         ]
-        lines += [f"Differences from DAPO on {task} in the same, with 95 % intervals:", ""]
+        same = "and at the end in accuracy, in points, when both had generated as many groups as the one with fewer"
+        lines += [f"Differences from DAPO on {task} in the same, {same}, with 95 % intervals:", ""]
         lines += [*beside(part, task, seeds), ""]
     return lines
 
@@ -850,9 +870,9 @@ def page() -> str:
     controls = against_dapo(TASKS, CONTROLS, over["A"])
     rule = (
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
-        f"run, with {len(PARTS['A'].seeds)} seeds for part A, and amended since. A part ends with as many whole seeds "
-        "as the table says, or on 31 December 2026 with those it has. Part A is not decided with fewer than "
-        f"{PARTS['A'].least}, the others with fewer than {PARTS['B'].least}. Part D is part B's on countdown."
+        f"run, with {len(PARTS['A'].seeds)} seeds for part A, 6 for B and D and 8 for C, and amended since. A part "
+        "ends with as many whole seeds as the table says, or on 31 December 2026 with those it has. Part A is not decided "
+        f"with fewer than {PARTS['A'].least}, the others with fewer than {PARTS['B'].least}. Part D is part B's on countdown."
     )
     unit = (
         "A difference is one of endpoints, in points, between two arms of the same seed; the endpoint is the mean "

@@ -122,16 +122,23 @@ def model(config: DictConfig) -> Iterator[Problem]:
         yield Problem(f"{key}: its weights do not fit its config.json: {fault}. Copy the whole model again.")
 
 
+def _tokenizer(settings: DictConfig, **options: Any) -> Any:
+    """The tokenizer of the run's model as verl makes it, with the chat template that the run may give."""
+    from verl.utils import hf_tokenizer
+
+    path = str(settings.get("tokenizer_path") or settings.path)
+    tokenizer = hf_tokenizer(path, trust_remote_code=bool(settings.get("trust_remote_code")), **options)
+    tokenizer.chat_template = settings.get("custom_chat_template") or tokenizer.chat_template
+    return tokenizer
+
+
 def prompts(config: DictConfig) -> Iterator[Problem]:
     """The model's tokenizer renders the first prompt of every file; and every prompt fits where verl neither leaves
     long ones out nor is told to cut them: it would train on the ends of them.
     """
-    from verl.utils import hf_tokenizer
-
     data, settings = config.data, config.actor_rollout_ref.model
-    path = str(settings.get("tokenizer_path") or settings.path)
     try:
-        tokenizer = hf_tokenizer(path, trust_remote_code=bool(settings.get("trust_remote_code")), local_files_only=True)
+        tokenizer = _tokenizer(settings, local_files_only=True)
     except Exception:  # it is not here, or `model` says what is wrong with it
         return
     options = {"add_generation_prompt": True, "return_dict": False} | dict(data.get("apply_chat_template_kwargs") or {})
@@ -144,7 +151,7 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
                 length = len(tokenizer.apply_chat_template(row[data.prompt_key], **options))
             except Exception as error:
                 yield Problem(
-                    f"{place} cannot be rendered with the chat template of {path} ({type(error).__name__}: "
+                    f"{place} cannot be rendered with the chat template of {tokenizer.name_or_path} ({type(error).__name__}: "
                     f"{first_line(error)}): the data does not fit the model, or its template is broken."
                 )
                 break
@@ -163,13 +170,12 @@ def guide(config: DictConfig) -> Iterator[Problem]:
     from verl.utils import hf_tokenizer
 
     settings, model = guide_config(config.algorithm.guide), config.actor_rollout_ref.model
-    path, trust = str(model.get("tokenizer_path") or model.path), bool(model.get("trust_remote_code"))
-    if settings.mode == "off" or "://" in path:
+    if settings.mode == "off" or "://" in str(model.get("tokenizer_path") or model.path):
         return
-    tokenizer = hf_tokenizer(path, trust_remote_code=trust)
+    tokenizer = _tokenizer(model)
     if settings.served:
         if "://" not in str(settings.model):
-            theirs = hf_tokenizer(settings.model, trust_remote_code=trust)
+            theirs = hf_tokenizer(settings.model, trust_remote_code=bool(model.get("trust_remote_code")))
             yield from _guide_tokenizer(str(settings.model), theirs, tokenizer)
         return
     for _, file in _local_files(config, "train_files"):

@@ -67,7 +67,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     """Estimate the memory of one GPU of ``capacity`` bytes, for a composed run whose batches divide."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     engine_config = actor.megatron if parallel.megatron else actor.fsdp_config
-    parameters, gradients, optimizer, gathered = (_megatron if parallel.megatron else _fsdp)(config, shape, parallel)
+    parameters, gradients, optimizer, gathered = engine_state(config, shape, parallel)
     always = bool(engine_config.get("offload_policy", False))  # offloaded to host memory while the engine generates
     parameters_away, optimizer_away = engine_config.param_offload or always, engine_config.optimizer_offload or always
     # Megatron's gradient buffers stay unless parameters are offloaded; FSDP's gradients are gone after the update
@@ -106,8 +106,12 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     return Memory(capacity, {"generate": generate, "old log-probs": score, "update": update}, engine)
 
 
-def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:
+def engine_state(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:
     """Parameters, gradients, optimizer and gathered layers on one GPU during an update, in bytes."""
+    return (_megatron if parallel.megatron else _fsdp)(config, shape, parallel)
+
+
+def _fsdp(config: DictConfig, shape: ModelShape, parallel: Parallelism) -> tuple[float, float, float, float]:
     fsdp = config.actor_rollout_ref.actor.fsdp_config
     each = MODEL_DTYPES[actor_dtype(config)]
     share = 0.0 if fsdp.offload_policy else shape.parameters / parallel.shard  # FSDP2's policy keeps it in host memory

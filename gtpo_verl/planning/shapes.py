@@ -69,22 +69,17 @@ class ModelShape:
         return 2 * self.layers * heads * self.head_size * bytes_each
 
 
-def known_models() -> list[str]:
-    """Names of the shapes that ship with the package."""
-    return sorted(MODELS)
-
-
 def load_shape(path: str | None) -> ModelShape:
     """The shape of a model: a local directory, a name on the hub that is in the cache, or one of those whose config
     ships with the package. Raises UserError: it is not here, or is not a dense decoder.
     """
     if path is None:
         raise UserError(
-            f"no model: set actor_rollout_ref.model.path to a directory, or to one of Qwen/{', '.join(known_models())}."
+            f"no model: set actor_rollout_ref.model.path to a directory, or to one of Qwen/{', '.join(MODELS)}."
         )
     path = str(path)
     directory, name = model_directory(path), path.rsplit("/", 1)[-1]
-    shipped = name.removesuffix(INSTRUCT) in known_models()
+    shipped = name.removesuffix(INSTRUCT) in MODELS
     own = Path(path).expanduser().is_dir()  # its config.json counts more than the one of its name
     if directory is not None and (own or not shipped) and (directory / "config.json").is_file():
         file = directory / "config.json"
@@ -98,7 +93,7 @@ def load_shape(path: str | None) -> ModelShape:
     if not shipped:
         raise UserError(
             f"actor_rollout_ref.model.path={path}: no config.json there, and none in the hub's cache. Give a directory "
-            f"(its config.json is enough to plan), or one of Qwen/{', '.join(known_models())}."
+            f"(its config.json is enough to plan), or one of Qwen/{', '.join(MODELS)}."
         )
     config = dict(zip(_KEYS, MODELS[name.removesuffix(INSTRUCT)], strict=True))
     config["model_type"] = "qwen2" if name.startswith("Qwen") else "llama"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig
 
-from gtpo_verl.planning.memory import BF16, FP32, MODEL_DTYPES, checkpoints_activations
+from gtpo_verl.integrations.weights import actor_dtype
+from gtpo_verl.planning.memory import BF16, FP32, MODEL_DTYPES, checkpoints_activations, engine_state
 from gtpo_verl.planning.parallel import Parallelism
 from gtpo_verl.planning.shapes import ModelShape
 from gtpo_verl.planning.step import Step
@@ -45,13 +46,6 @@ class Network:
         return inside if ranks <= self.node_gpus else max(inside, moved / (self.network * self.node_gpus))
 
 
-def pass_seconds(computing: float, *, hidden: float = 0.0, exposed: float = 0.0, bubble: float = 0.0) -> float:
-    """Seconds of one pass over the batch that computes for ``computing``: ``hidden`` runs beside it, ``exposed`` comes
-    on top, and a pipeline adds ``bubble`` of the computation.
-    """
-    return max(computing * (1 + bubble), hidden) + exposed
-
-
 def old_log_prob_seconds(
     shape: ModelShape, parallel: Parallelism, step: Step, network: Network, computing: float
 ) -> float:
@@ -59,9 +53,9 @@ def old_log_prob_seconds(
     micro_batches = step.old_log_prob_micro_batches
     exposed = _activation_collectives(shape, parallel, step, network)
     if parallel.megatron:
-        return pass_seconds(computing, exposed=exposed, bubble=_bubble(parallel, micro_batches))
+        return computing * (1 + _bubble(parallel, micro_batches)) + exposed
     gathered = micro_batches * network.gather(BF16 * shape.parameters, parallel.shard)
-    return pass_seconds(computing, hidden=gathered, exposed=exposed)
+    return max(computing, gathered) + exposed
 
 
 def update_seconds(
@@ -78,12 +72,12 @@ def update_seconds(
         # gradients in float32 to the rank that holds their part of the optimizer, weights in bfloat16 back
         reduced = network.gather((FP32 + BF16) * share, ranks) if ranks > 1 else 0.0
         bubble = _bubble(parallel, step.micro_batches_per_update)
-        return pass_seconds(computing, exposed=exposed + step.updates * reduced, bubble=bubble)
+        return computing * (1 + bubble) + exposed + step.updates * reduced
     gathers = 2 if actor.fsdp_config.reshard_after_forward else 1
     gathered = step.micro_batches_per_step * gathers * network.gather(BF16 * shape.parameters, parallel.shard)
     # verl reduces once per update, also over several micro-batches
     reduced = step.updates * network.gather(FP32 * shape.parameters, parallel.shard)
-    return pass_seconds(computing, hidden=gathered + reduced, exposed=exposed)
+    return max(computing, gathered + reduced) + exposed
 
 
 def _bubble(parallel: Parallelism, micro_batches: int) -> float:
@@ -111,12 +105,7 @@ def offload_seconds(config: DictConfig, shape: ModelShape, parallel: Parallelism
     """
     actor = config.actor_rollout_ref.actor
     engine = actor.megatron if parallel.megatron else actor.fsdp_config
-    if parallel.megatron:
-        parameters = BF16 * shape.parameters / (parallel.tensor * parallel.pipeline)
-        optimizer = MASTER_AND_ADAM * shape.parameters / parallel.gpus
-    else:
-        parameters = FP32 * shape.parameters / parallel.shard
-        optimizer = 2 * parameters
+    parameters, _, optimizer, _ = engine_state(config, shape, parallel)
     moved = 6 * parameters * bool(engine.param_offload) + 2 * optimizer * bool(engine.optimizer_offload)
     return moved / network.host
 
@@ -138,7 +127,7 @@ def checkpoint_bytes(
     if parallel.megatron:
         each = {"model": BF16, "optimizer": MASTER_AND_ADAM, "hf_model": 0 if "model" in saved else BF16}
     else:
-        weight = MODEL_DTYPES[actor.fsdp_config.model_dtype]
+        weight = MODEL_DTYPES[actor_dtype(config)]
         each = {"model": weight, "optimizer": 2 * weight, "hf_model": weight}
     return float(shape.parameters * sum(each[name] for name in saved & each.keys() & set(contents or each)))
 

@@ -206,8 +206,8 @@ def _seed_notes(over_seeds: Sequence[SeedComparison]) -> Iterator[str]:
             each = ", ".join(f"{points(value)} from {start}" for start, value in one.by_start.items())
             yield (
                 f"{one.arm} − {one.baseline} by start: {each}. Trainings from one start share its pretraining: "
-                "intervals and tests compare seeds within a start, and are for these starts, unless every seed has its "
-                "own."
+                "the t test and its interval compare seeds within a start, and are for these starts, unless every seed "
+                "has its own; sign flips and the interval over other prompts take starts for seeds, and see less."
             )
     for one in tested:
         if one.paired.skewness is not None and abs(one.paired.skewness) >= SKEWED:

@@ -81,7 +81,7 @@ SAMPLING: Table = (
     (_SIZE_IF_ANY, ROLLOUT, "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu"),
     (_SIZE_IF_ANY, ROLLOUT, "max_model_len max_num_batched_tokens agent.num_workers"),
     (_SIZE_IF_ANY, f"{ROLLOUT}.checkpoint_engine", "update_weights_bucket_megabytes"),
-    (_SIZE_IF_ANY, "trainer", "total_epochs total_training_steps"),
+    (_SIZE_IF_ANY, "trainer", "total_training_steps"),
     (_RESPONSES, ROLLOUT, "n val_kwargs.n"),
     (_SHARE, ROLLOUT, "top_p val_kwargs.top_p gpu_memory_utilization"),
     (replace(_RATE, null=False), ACTOR, "optim.lr optim.weight_decay"),

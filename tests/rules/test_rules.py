@@ -619,6 +619,8 @@ def test_a_chat_template_that_cannot_be_rendered_is_refused(
     name = "reward.custom_reward_function.name=good"
     with pytest.raises(UserError, match=r"row 0 cannot be rendered with .*broken \(TemplateError: no roles\)"):
         checks.check_with_verl(composed(name, f"actor_rollout_ref.model.tokenizer_path={broken}"))
+    own = "actor_rollout_ref.model.custom_chat_template='{{ messages[0].content }}'"
+    checks.check_with_verl(composed(name, f"actor_rollout_ref.model.tokenizer_path={broken}", own))
 
 
 ENGINE = "actor_rollout_ref.rollout.checkpoint_engine"
