@@ -12,7 +12,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import Algorithm, algorithm, algorithm_of, algorithms
-from gtpo_verl.algorithms.config import config_from, run_settings
+from gtpo_verl.algorithms.config import run_settings
 from gtpo_verl.config import (
     IN_RAY_JOB,
     check_path_in_job,
@@ -169,17 +169,6 @@ def test_a_setting_brings_the_layout_of_its_backend_and_settings_know_no_backend
         assert setting in SETTINGS, name
 
 
-def test_a_preset_holds_the_values_of_its_config_class() -> None:
-    from gtpo_verl.algorithms import GRPOSConfig, GTPOConfig
-
-    # the settings switch the soft punishment on, as their baseline does; a preset has none
-    config = compose_config(
-        ["algo=gtpo_v6", "algorithm.gtpo.length_penalty=none", "algorithm.grpo_s.length_penalty=none"]
-    )
-    assert config_from(GTPOConfig, config.algorithm.gtpo) == GTPOConfig()
-    assert config_from(GRPOSConfig, config.algorithm.grpo_s) == GRPOSConfig()
-
-
 @pytest.mark.parametrize("name", EACH)
 def test_dapo_is_whole_in_every_arm(name: str) -> None:
     """But for what the entry of a method names."""
@@ -288,9 +277,13 @@ def test_composing_imports_neither_verl_nor_ray() -> None:
         ("trainer.nnodes=two", "it must be a number (without the override it is 1)"),
         ("actor_rollout_ref.actor.optim.lr=fast", "it must be a number (without the override it is 1e-06)"),
         ("algorithm.filter_groups.enable=yes", "it must be true or false (without the override it is true)"),
+        ("~algo", "a run needs a method"),
+        ("algo=[dapo,gtpo]", "a run trains one method"),
+        ("algo=dapo,gtpo", "`gtpo-verl sweep` trains every value"),
+        ("seed=range(3)", "`gtpo-verl sweep` trains every value"),
     ],
 )
-def test_a_word_in_the_place_of_a_number_is_refused(override: str, message: str) -> None:
+def test_an_override_that_no_run_can_have_is_refused(override: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         compose_config([override])
     assert message in str(caught.value)
@@ -379,21 +372,6 @@ def test_a_users_own_configuration_is_found_by_config_dir_and_by_hydras_search_p
     (tmp_path / "a" / "setting" / "mine.yaml").write_text("trainer: {nnodes: 3}\n")
     with pytest.raises(UserError, match="setting=mine: its file sets keys of a section 'setting', which nothing reads"):
         compose_config(with_config_dir(["setting=mine"], tmp_path / "a"))
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("~algo", "a run needs a method"),
-        ("algo=[dapo,gtpo]", "a run trains one method"),
-        ("algo=dapo,gtpo", "`gtpo-verl sweep` trains every value"),
-        ("seed=range(3)", "`gtpo-verl sweep` trains every value"),
-    ],
-)
-def test_no_method_several_and_several_values_are_refused(override: str, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        compose_config([override])
-    assert message in str(caught.value)
 
 
 def test_a_new_key_needs_a_plus_except_where_verl_hands_a_section_on() -> None:

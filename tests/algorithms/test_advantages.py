@@ -56,18 +56,15 @@ def test_masks_of_other_types(dtype):
     torch.testing.assert_close(one, grpo_s_advantages(ENTROPY, CORRECT, MASK, GROUP, config).advantages, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("columns", [1, 7, 8, 1023, 1024, 1025, 3000])
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
-def test_lengths_are_found_at_any_width(columns, dtype):
-    generator = torch.Generator().manual_seed(columns)
-    mask = torch.rand(150, columns, generator=generator) < torch.rand(150, 1, generator=generator)
+def test_lengths_are_the_numbers_of_tokens_inside_the_mask():
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.rand(150, 30, generator=generator) < torch.rand(150, 1, generator=generator)
     mask[3] = False
     mask[4] = True
-    assert response_lengths(mask.to(dtype)).tolist() == mask.sum(1).tolist()
-    assert response_lengths(mask.T.contiguous().T.to(dtype)).tolist() == mask.sum(1).tolist()
+    assert response_lengths(mask).tolist() == [sum(row) for row in mask.tolist()]
     entropy = torch.where(mask, 1.0, torch.nan)
     correct, group = torch.arange(150) % 2 == 0, torch.arange(150) // 10
-    out = gtpo_advantages(entropy, correct, mask.to(dtype), group, GTPOConfig(degenerate="shape"))
+    out = gtpo_advantages(entropy, correct, mask, group, GTPOConfig(degenerate="shape"))
     assert ((out.shaped_rewards != 0) == mask).all()
 
 
@@ -84,13 +81,6 @@ def test_advantages_can_be_written_to_and_saved(tmp_path):
     advantages[0, 0] = 5.0
     torch.save(advantages, tmp_path / "advantages.pt")
     torch.testing.assert_close(torch.load(tmp_path / "advantages.pt"), advantages)
-
-
-def test_without_shaped_rewards_the_advantages_are_the_same():
-    out = gtpo(return_shaped=False)
-    assert out.shaped_rewards is None
-    torch.testing.assert_close(out.advantages, gtpo().advantages, rtol=0, atol=0)
-    assert grpo_s_advantages(ENTROPY, CORRECT, MASK, GROUP, GRPOSConfig(), return_shaped=False).shaped_rewards is None
 
 
 def test_nothing_at_all():
@@ -194,18 +184,6 @@ def test_all_arms_report_by_the_same_names():
     assert not [name for name in token if any(word in name for word in ("max", "min", "sum", "total"))]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -0.01])
-@pytest.mark.parametrize("function", [gtpo_advantages, grpo_s_advantages])
-def test_impossible_entropies_are_named_by_row_and_position(bad, function):
-    config = GTPOConfig() if function is gtpo_advantages else GRPOSConfig()
-    entropy = ENTROPY.clone()
-    entropy[1, 1] = bad
-    with pytest.raises(ValueError, match=r"row 1, position 1 is"):
-        function(entropy, CORRECT, MASK, GROUP, config)
-    with pytest.raises(ValueError, match=r"row 1, position 1 is"):  # a group without signal is checked as well
-        function(entropy, torch.ones(5).bool(), MASK, GROUP, config)
-
-
 def test_impossible_entropies_in_a_hole_do_not_matter():
     mask = MASK.clone()
     mask[0, 1] = False
@@ -265,27 +243,6 @@ def test_shares_of_an_unusual_sum_are_mentioned():
         warnings.simplefilter("error")
         GTPOConfig(), GRPOSConfig()  # the published 1.1
         GTPOConfig(alpha1=0.9), GRPOSConfig(beta1=0.9)
-
-
-@pytest.mark.parametrize("function", [gtpo_advantages, grpo_s_advantages])
-@pytest.mark.parametrize(
-    "mask",
-    [
-        torch.ones(1, 1027, dtype=torch.bool)[:, 3:],
-        torch.ones(2049, dtype=torch.bool)[1:].view(2, 1024),
-        torch.ones(2, 2048, dtype=torch.bool)[:, ::2],
-        torch.ones(1024, 2, dtype=torch.bool).T,
-    ],
-    ids=["one row of a wider one", "off a word", "every second column", "transposed"],
-)
-def test_a_mask_may_be_a_view_of_anything(function, mask):
-    rows = len(mask)
-    entropy = torch.rand(mask.shape) + 0.1
-    rest = (torch.arange(rows) % 2 == 0, torch.zeros(rows, dtype=torch.int64))
-    config = GTPOConfig(degenerate="shape") if function is gtpo_advantages else GRPOSConfig(degenerate="shape")
-    got = function(entropy, rest[0], mask, rest[1], config)
-    want = function(entropy, rest[0], mask.clone(memory_format=torch.contiguous_format), rest[1], config)
-    assert torch.equal(got.advantages, want.advantages)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 0), (3, 0)])

@@ -264,21 +264,6 @@ def test_intervals_cover_within_a_hundredth(population: Any) -> None:
     assert {key: share for key, share in shares.items() if not 0.93 < share < 0.97} == {}
 
 
-def test_a_bootstrap_would_not_do(population: Any) -> None:
-    """Why a jackknife: groups that are drawn twice are pairs of one group, and add tr Σ / N to |E g|²."""
-    rng = np.random.default_rng(11)
-    products = audit(population, 40, 0, rng)
-    g, _, _, _ = population
-    rows = rng.choice(len(g["dapo"]), size=40, p=population[2])
-    each = g["dapo"][rows]
-    drawn_again = [each[rng.integers(40, size=40)] for _ in range(500)]
-    signal = [(np.square(x.sum(0)).sum() - np.square(x).sum()) / (40 * 39) for x in drawn_again]
-    plain = (np.square(each.sum(0)).sum() - np.square(each).sum()) / (40 * 39)
-    noise = np.square(each - each.mean(0)).sum() / 39
-    assert np.mean(signal) - plain == pytest.approx(noise / 40, rel=0.2)
-    assert products.audited.all()
-
-
 def figure_of(found: dict[str, Any], method: str, metric: str, key: str) -> Figure:
     return found["methods"][method][metric][key]
 
