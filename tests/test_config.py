@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from dotted import dotted
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.algorithms import Algorithm, algorithm, algorithm_of, algorithms
@@ -28,21 +29,6 @@ from gtpo_verl.errors import UserError
 
 CONFIGS = Path(str(files("gtpo_verl.configs")))  # where Hydra reads them: a checkout's, or those of a wheel
 SETTINGS = choices("setting")
-
-
-def flat(config: DictConfig) -> dict[str, object]:
-    """Dotted keys to values; interpolations as written, so that a difference shows where it is made."""
-    found: dict[str, object] = {}
-
-    def walk(node: object, prefix: str) -> None:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                walk(value, f"{prefix}{name}.")
-        else:
-            found[prefix.rstrip(".")] = node
-
-    walk(OmegaConf.to_container(config, resolve=False), "")
-    return found
 
 
 RUNS = [
@@ -67,9 +53,7 @@ def preset(name: str) -> dict[str, object]:
     document = OmegaConf.to_container(OmegaConf.load(CONFIGS / "algo" / f"{name}.yaml"), resolve=False)
     assert isinstance(document, dict)
     parents = [parent for parent in document.pop("defaults", []) if parent != "_self_"]
-    return {key: value for parent in parents for key, value in preset(parent).items()} | flat(
-        OmegaConf.create(document)
-    )
+    return {key: value for parent in parents for key, value in preset(parent).items()} | dotted(document)
 
 
 def foreign(keys: Iterable[str], entry: Algorithm) -> set[str]:
@@ -94,9 +78,9 @@ def test_a_preset_sets_estimator_loss_and_aggregation_of_its_entry_and_what_the_
 
 
 def check_arms(run: list[str], names: Iterable[str]) -> None:
-    baseline = flat(compose_config(["algo=dapo", *run]))
+    baseline = dotted(compose_config(["algo=dapo", *run]))
     for name in names:
-        other = flat(compose_config([f"algo={name}", *run]))
+        other = dotted(compose_config([f"algo={name}", *run]))
         differing = {key for key in baseline.keys() | other.keys() if baseline.get(key) != other.get(key)}
         assert differing, f"{name} is the same as dapo"
         assert foreign(differing, algorithm(name)) == set(), name
@@ -225,14 +209,14 @@ def verls_keys() -> set[str]:
     from hydra import compose, initialize_config_dir
 
     with initialize_config_dir(str(verl_config_dir()), version_base="1.3"):
-        return set(flat(compose("ppo_trainer")))
+        return set(dotted(compose("ppo_trainer")))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_no_key_of_ours_is_unknown_to_verl_and_to_us(setting: str, verls_keys: set[str]) -> None:
     """A misspelt key in a group file composes without a word, so every key must be verl's or in the list above."""
-    ours = set(flat(compose_config([f"setting={setting}", "hardware=cpu"])))
+    ours = set(dotted(compose_config([f"setting={setting}", "hardware=cpu"])))
     unknown = {key for key in ours - verls_keys if not any(key == own or key.startswith(f"{own}.") for own in OURS)}
     assert unknown == set()
 

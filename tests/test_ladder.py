@@ -5,7 +5,7 @@ DAPO.
 import itertools
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from dotted import dotted
 
 from gtpo_verl.config import choices, compose_config
 
@@ -28,25 +28,10 @@ STEPS = [  # from row to row: {key: (before, after)}
 ]
 
 
-def leaves(config: DictConfig) -> dict[str, object]:
-    """Dotted keys to values, interpolations as written."""
-    found: dict[str, object] = {}
-
-    def walk(node: object, prefix: str) -> None:
-        if isinstance(node, dict) and node:
-            for name, value in node.items():
-                walk(value, f"{prefix}{name}.")
-        else:
-            found[prefix[:-1]] = node
-
-    walk(OmegaConf.to_container(config, resolve=False), "")
-    return found
-
-
 @pytest.mark.parametrize("setting", ["default", pytest.param("paper_dapo_32b", marks=pytest.mark.exhaustive)])
 @pytest.mark.slow  # fourteen compositions
 def test_each_row_differs_from_the_one_above_in_one_thing(setting: str) -> None:
-    rows = [leaves(compose_config([f"algo=ladder/{row}", f"setting={setting}"])) for row in ROWS]
+    rows = [dotted(compose_config([f"algo=ladder/{row}", f"setting={setting}"])) for row in ROWS]
     for (above, row), expected in zip(itertools.pairwise(rows), STEPS, strict=True):
         missing = object()
         differing = {
@@ -55,7 +40,7 @@ def test_each_row_differs_from_the_one_above_in_one_thing(setting: str) -> None:
             if above.get(key, missing) != row.get(key, missing)
         }
         assert differing == expected
-    assert rows[-1] == leaves(compose_config(["algo=dapo", f"setting={setting}"]))
+    assert rows[-1] == dotted(compose_config(["algo=dapo", f"setting={setting}"]))
 
 
 def test_the_first_row_has_nothing_of_dapo() -> None:

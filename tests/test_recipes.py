@@ -8,13 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
+from dotted import dotted
+from waiting import wait_until
 
 from gtpo_verl.algorithms import algorithm_of
 from gtpo_verl.config import compose_config, prepare
@@ -64,13 +64,6 @@ def without_hardware(words: list[str]) -> list[str]:
     return words[:-1]
 
 
-def flat(node: object, prefix: str = "") -> dict[str, object]:
-    """Dotted keys to values."""
-    if not isinstance(node, dict):
-        return {prefix.rstrip("."): node}
-    return {key: value for name, part in node.items() for key, value in flat(part, f"{prefix}{name}.").items()}
-
-
 @pytest.mark.parametrize("size", PAIRED)
 @pytest.mark.slow
 def test_paired_recipes_differ_in_the_algorithm_alone(size: str, tools: Path) -> None:
@@ -80,7 +73,7 @@ def test_paired_recipes_differ_in_the_algorithm_alone(size: str, tools: Path) ->
         config = compose_config(overrides_of(recipe, tools))
         method = algorithm_of(config)
         assert method is not None
-        composed[method] = flat(OmegaConf.to_container(config, resolve=False))
+        composed[method] = dotted(config)
     assert [method.name for method in composed] == ["dapo", "gtpo", "grpo_s"]
     (_, baseline), *others = composed.items()
     for method, settings in others:
@@ -335,10 +328,7 @@ def under_slurm(directory: Path, tool: str = CLUSTER_TOOL) -> tuple[subprocess.P
 
 
 def wait_for(words: set[str], calls: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not words <= set((calls.read_text() if calls.exists() else "").split()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: words <= set((calls.read_text() if calls.exists() else "").split()))
 
 
 def test_under_slurm_a_job_is_submitted_and_stopped_before_the_time_limit(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ the whole grid.
 The tolerance is 1e-9 in float64, and in float32 2e-4 of the largest advantage or of 1, on the same float32 inputs.
 """
 
-import inspect
 import itertools
 import math
 import random
@@ -18,8 +17,10 @@ from dataclasses import dataclass
 import pytest
 import reference_loops as reference
 import torch
+from actor_config import actor
 from pairwise import pairwise
 from reference_loops import GRID_AXES
+from verl.trainer.ppo import core_algos
 
 from gtpo_verl.algorithms import (
     GRPOSConfig,
@@ -29,6 +30,7 @@ from gtpo_verl.algorithms import (
     gtpo_advantages,
     soft_overlong_penalty,
 )
+from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
 
 METHODS = {
     "gtpo": (gtpo_advantages, GTPOConfig, reference.gtpo_advantages, ("alpha1", "alpha2")),
@@ -318,7 +320,6 @@ def test_the_loops_give_advantages_worked_by_hand():
 
 
 def test_the_loops_agree_with_the_grpo_and_the_dual_clip_of_verl():
-    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
     generator = torch.Generator().manual_seed(1)
     rewards = torch.randint(0, 2, (12,), generator=generator).double() - 0.3 * torch.rand(12, generator=generator)
     group = torch.tensor([4, -1, 4, 9, 9, -1, 4, 9, 4, -1, 9, 9])
@@ -327,7 +328,7 @@ def test_the_loops_agree_with_the_grpo_and_the_dual_clip_of_verl():
     assert theirs[:, 0].tolist() == pytest.approx(reference.dapo_advantages(rewards, group), abs=1e-12)
 
     batch = draw_loss_batch(2)
-    theirs, _ = core_algos.get_policy_loss_fn("vanilla")(*batch, "token-mean", actor_config())
+    theirs, _ = core_algos.get_policy_loss_fn("vanilla")(*batch, "token-mean", actor())
     assert theirs.item() == pytest.approx(reference.token_level_loss(batch[1], batch[0], *batch[2:], dual_clip=10.0))
 
 
@@ -350,26 +351,12 @@ def draw_loss_batch(seed: int) -> tuple[torch.Tensor, ...]:
     return old, new, advantages, mask
 
 
-def actor_config(**policy_loss):
-    """verl's actor configuration with the ratio clip and the dual clip every arm has, and settings of the policy
-    loss.
-    """
-    from verl.workers.config import ActorConfig
-
-    from gtpo_verl.integrations.losses import GTPOPolicyLossConfig
-
-    sizes = {"rollout_n": 4, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 2}
-    clips = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 10.0}
-    return ActorConfig(strategy="fsdp", policy_loss=GTPOPolicyLossConfig(**policy_loss), **sizes, **clips)
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", ["vanilla", "mixed"])
 def test_the_registered_token_losses_agree_with_the_loops(name, seed):
     """The one that GTPO trains with, verl's, and ours, which is the same where no row is a guide's."""
-    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
     old, new, advantages, mask = draw_loss_batch(seed)
-    config = actor_config(loss_mode=name)
+    config = actor(GTPOPolicyLossConfig(loss_mode=name))
     loss, _ = core_algos.get_policy_loss_fn(name)(old, new, advantages, mask, "token-mean", config)
     want = reference.token_level_loss(new, old, advantages, mask, dual_clip=10.0)
     assert want != pytest.approx(reference.token_level_loss(new, old, advantages, mask), rel=1e-3)
@@ -381,21 +368,16 @@ def test_the_registered_token_losses_agree_with_the_loops(name, seed):
 @pytest.mark.parametrize("ratio", ["arithmetic", "geometric"])
 def test_the_registered_sequence_loss_agrees_with_the_loops(ratio, clip, seed):
     """To 1e-7: verl's mean over the tokens of a response adds 1e-8 to their number."""
-    core_algos = pytest.importorskip("verl.trainer.ppo.core_algos")
     old, new, advantages, mask = draw_loss_batch(seed)
-    config = actor_config(loss_mode="grpo_s", seq_ratio=ratio, seq_clip_ratio_low=clip[0], seq_clip_ratio_high=clip[1])
+    low, high = clip
+    settings = {"seq_ratio": ratio, "seq_clip_ratio_low": low, "seq_clip_ratio_high": high}
+    config = actor(GTPOPolicyLossConfig(loss_mode="grpo_s", **settings))
     loss, _ = core_algos.get_policy_loss_fn("grpo_s")(old, new, advantages, mask, "seq-mean-token-mean", config)
-    want = reference.grpo_s_loss(new, old, advantages[:, 0], mask, *clip, ratio=ratio)
+    want = reference.grpo_s_loss(new, old, advantages[:, 0], mask, low, high, ratio=ratio)
     assert loss.item() == pytest.approx(want, rel=1e-7)
 
 
 # -------------------------------------------------------------------------------------------------- length penalties
-
-
-def denominator_argument() -> str:
-    """The extra argument of ``soft_overlong_penalty`` that says which denominator is used."""
-    (name,) = [p for p in inspect.signature(soft_overlong_penalty).parameters if "denominator" in p]
-    return name
 
 
 @pytest.mark.parametrize("denominator", ["cache", "max"])
@@ -403,14 +385,13 @@ def denominator_argument() -> str:
 def test_the_soft_overlong_penalty_agrees_at_every_length(longest, cache, denominator):
     lengths = torch.arange(0, longest + 20)
     want = torch.tensor(reference.soft_overlong_penalty(lengths, longest, cache, denominator), dtype=torch.float64)
-    how = {denominator_argument(): denominator}
     for given, tolerance in ((lengths, 1e-6), (lengths.double(), 1e-9)):
-        got = soft_overlong_penalty(given, max_length=longest, cache_length=cache, **how)
+        got = soft_overlong_penalty(given, max_length=longest, cache_length=cache, denominator=denominator)
         assert got.shape == want.shape
         assert (got.double() - want).abs().max() <= tolerance
     assert torch.equal(
         soft_overlong_penalty(lengths, longest, cache),
-        soft_overlong_penalty(lengths, longest, cache, **{denominator_argument(): "cache"}),
+        soft_overlong_penalty(lengths, longest, cache, denominator="cache"),
     )
 
 

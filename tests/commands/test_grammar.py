@@ -3,10 +3,10 @@
 import argparse
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from gtpo_verl import cli
 from gtpo_verl.cli import as_now, main
@@ -79,10 +79,7 @@ with training_session(directory, config="trainer: {total_training_steps: 9}", co
 
 def test_a_run_that_trains_is_shown_and_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)])
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "run.json").exists)
     assert main(["status", str(tmp_path)]) == 0
     assert "running" in capsys.readouterr().out
     assert main(["stop", str(tmp_path)]) == 0

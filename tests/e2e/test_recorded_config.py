@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from dotted import dotted
+from omegaconf import DictConfig
 
 from gtpo_verl.config import compose_config, verl_config_dir
 
@@ -94,15 +95,6 @@ ELSEWHERE = {
 }
 
 
-def leaves(node: object, prefix: str = "") -> Iterable[str]:
-    """Dotted keys of all values in a YAML document; a list is a value."""
-    if not isinstance(node, dict):
-        yield prefix
-        return
-    for name, value in node.items():
-        yield from leaves(value, f"{prefix}.{name}".lstrip("."))
-
-
 def set_by_configs() -> set[str]:
     keys: set[str] = set()
     for path in CONFIGS.rglob("*.yaml"):
@@ -110,23 +102,17 @@ def set_by_configs() -> set[str]:
             continue  # of several runs, not of one
         document = yaml.safe_load(path.read_text()) or {}
         document.pop("defaults", None)
-        keys |= set(leaves(document))
+        keys |= set(dotted(document))
     return keys
 
 
 def takers(config: DictConfig) -> dict[str, set[str]]:
     """For every key that others take their value from, by interpolation, those others."""
     found: dict[str, set[str]] = {}
-
-    def walk(node: object, prefix: str) -> None:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                walk(value, f"{prefix}.{name}".lstrip("."))
-        elif isinstance(node, str):
-            for source in re.findall(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)", node):
-                found.setdefault(source, set()).add(prefix)
-
-    walk(OmegaConf.to_container(config, resolve=False), "")
+    for key, value in dotted(config).items():
+        if isinstance(value, str):
+            for source in re.findall(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)", value):
+                found.setdefault(source, set()).add(key)
     return found
 
 

@@ -3,13 +3,13 @@ after its engine was killed.
 """
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from ray_head import Head, ray_head
+from waiting import wait_until
 
 from gtpo_verl.cli import main
 from gtpo_verl.experiments.jobs import Jobs
@@ -41,11 +41,13 @@ def test_a_submitted_training_stops_with_a_checkpoint_and_goes_on(
     ]
     submit = ["submit", "--address", head.address]
     assert main([*submit, "--detach", "--id", "first", "--", *words, "trainer.total_training_steps=100000"]) == 0
-    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 600
-    while not metrics.exists():
-        assert time.monotonic() < deadline
+    metrics = run_dir / "metrics.jsonl"
+
+    def has_stepped() -> bool:
         assert Jobs(head.address).status("first") in ("PENDING", "RUNNING")
-        time.sleep(1)
+        return metrics.exists()
+
+    wait_until(has_stepped, seconds=600, every=1)
     assert main([*submit, "--stop", "first"]) == 0
     assert Jobs(head.address).status("first") == "SUCCEEDED"
     record = read_record(run_dir)
@@ -72,10 +74,8 @@ def test_a_submitted_training_stops_with_a_checkpoint_and_goes_on(
 
 def kill_the_engine(run_dir: Path, step: int) -> None:
     """Kill vLLM's engine when the training generates for a step."""
-    deadline = time.monotonic() + 600
-    while not {"step": step, "phase": "generating"}.items() <= (read_json(run_dir / PHASE_FILE) or {}).items():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    phase = {"step": step, "phase": "generating"}
+    wait_until(lambda: phase.items() <= (read_json(run_dir / PHASE_FILE) or {}).items(), seconds=600)
     processes = psutil.process_iter(["cmdline"])
     (engine,) = [one for one in processes if "VLLM::EngineCore" in " ".join(one.info["cmdline"] or [])]
     engine.kill()

@@ -8,6 +8,7 @@ from typing import Any, cast
 import psutil
 import pytest
 from omegaconf import DictConfig, OmegaConf
+from waiting import wait_until
 
 from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
@@ -76,10 +77,7 @@ SLEEPS = "import signal, time; signal.signal(signal.SIGINT, {}); print('up', flu
 
 def ended(launcher: LocalLauncher, run_dir: Path) -> None:
     """Wait for the end of a run, which must come within a minute."""
-    deadline = time.monotonic() + 60
-    while launcher.is_running(run_dir, 1):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not launcher.is_running(run_dir, 1))
 
 
 def sleeping(run_dir: Path, handler: str) -> LocalLauncher:

@@ -3,8 +3,7 @@
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from actor_death import await_death
 from omegaconf import OmegaConf
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
+from waiting import wait_until
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations import admission, queue_namespace, turnstile
@@ -152,13 +152,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def lines() -> Iterator[list[str]]:
     yield []
     turnstile.leave()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def turnstile_is_free() -> bool:

@@ -374,8 +374,6 @@ def test_a_guide_that_can_be_passes(composed: Composer) -> None:
 
 
 def test_the_guides_responses_are_read_with_the_models_tokenizer(composed: Composer, tmp_path: Path) -> None:
-    from gtpo_verl.tasks.model import build_tokenizer
-
     model = f"actor_rollout_ref.model.path={write_model(tmp_path)}"
     build_tokenizer().save_pretrained(tmp_path)
     checks.check_with_verl(composed(*GUIDED, model))
@@ -386,8 +384,6 @@ def test_the_guides_responses_are_read_with_the_models_tokenizer(composed: Compo
 @pytest.fixture
 def byte_tokenizers(tmp_path: Path) -> list[Any]:
     """Two of the embedded tasks, the policy's and the guide's, each in a directory with a model."""
-    from gtpo_verl.tasks.model import build_tokenizer
-
     found = []
     for name in ("policy", "guide"):
         found.append(build_tokenizer())
@@ -915,6 +911,9 @@ def test_sizes_that_are_wrong_are_named_together(composed: Composer) -> None:
     assert "\n" not in str(caught.value)
 
 
+SHAPE = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
 @pytest.mark.parametrize(
     ("without", "message"), [("eos_token", "no end-of-sequence token"), ("chat_template", "no chat template")]
 )
@@ -922,8 +921,7 @@ def test_a_tokenizer_that_cannot_write_prompts_or_end_them_is_refused(
     composed: Composer, tmp_path: Path, without: str, message: str
 ) -> None:
     model = write_model(tmp_path / "model")
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    build_model(8, 0, **shape).save_pretrained(model)
+    build_model(8, 0, **SHAPE).save_pretrained(model)
     file = model / "tokenizer_config.json"
     settings = json.loads(file.read_text())
     file.write_text(json.dumps(settings | {without: None}))
@@ -935,8 +933,7 @@ def test_a_tokenizer_that_cannot_write_prompts_or_end_them_is_refused(
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(composed: Composer, tmp_path: Path) -> None:
     model = tmp_path / "model"
     build_tokenizer().save_pretrained(model)
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    build_model(200, 0, **shape).save_pretrained(model)
+    build_model(200, 0, **SHAPE).save_pretrained(model)
     with pytest.raises(UserError, match="its tokenizer has 258 tokens, and the model 200"):
         refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
 
@@ -945,8 +942,7 @@ def test_a_token_that_was_added_may_have_no_embedding(composed: Composer, tmp_pa
     """As the one for images in Gemma 3's models of text alone."""
     model = tmp_path / "model"
     tokenizer = build_tokenizer()
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    build_model(len(tokenizer), 0, **shape).save_pretrained(model)
+    build_model(len(tokenizer), 0, **SHAPE).save_pretrained(model)
     tokenizer.add_tokens(["<image>"])
     tokenizer.save_pretrained(model)
     refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
@@ -965,8 +961,7 @@ def test_an_index_of_other_weights_may_lie_beside_those_that_are_loaded(composed
 
 def test_weights_of_another_configuration_are_refused_before_ray_starts(composed: Composer, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    build_model(8, 0, **shape).save_pretrained(model)
+    build_model(8, 0, **SHAPE).save_pretrained(model)
     refuse(checks.model(composed(f"actor_rollout_ref.model.path={model}")))
     settings = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(settings | {"hidden_size": 16}))

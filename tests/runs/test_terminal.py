@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 from rich.progress import Progress
+from waiting import wait_until
 
 from gtpo_verl.runs import terminal
 from gtpo_verl.runs.directory import read_record
@@ -177,13 +177,6 @@ sys.exit(main_guard(train))
 def has_steps(directory: Path, count: int) -> bool:
     file = directory / "metrics.jsonl"
     return file.exists() and file.read_text().count("\n") >= count
-
-
-def wait_until(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def own_terminal() -> None:

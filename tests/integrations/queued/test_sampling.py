@@ -13,6 +13,7 @@ import pytest
 import torch
 import transfer_queue as tq
 from omegaconf import OmegaConf
+from step_trainer import clear
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
@@ -152,13 +153,7 @@ def make_run() -> Iterator[MakeRun]:
         return Run(buffer, prompts)
 
     yield make
-    clear_queue()
-
-
-def clear_queue() -> None:
-    left = tq.kv_list("train").get("train", {})
-    if left:
-        tq.kv_clear(keys=list(left), partition_id="train")
+    clear()
 
 
 def waiting() -> list[str]:
@@ -292,7 +287,7 @@ def test_an_asynchronous_trainer_does_not_replace_failed_groups_without_end(
                 buffer.sample(step, "train", BATCH)
             break
     finally:
-        clear_queue()
+        clear()
 
 
 def test_a_reward_without_the_verdict_is_named(make_run: MakeRun) -> None:
@@ -395,7 +390,7 @@ def test_who_finishes_first_has_no_part_in_what_is_generated_and_chosen(
             uids, metrics = run.step(step)
             history.append((uids, len(run.prompts.submitted), metrics["yield"], waiting()))
         runs.append(history)
-        clear_queue()
+        clear()
     assert all(history == runs[0] for history in runs)
 
 
@@ -468,7 +463,7 @@ def test_surplus_groups_are_trained_on_later_once_and_spare_generation(make_run:
             for before, metrics in itertools.pairwise(history):
                 assert metrics["carried_share"] * BATCH == min(BATCH, before["carried_over_groups"])
             assert max(metrics["carried_age_max"] for metrics in history) in (1, 2)
-        clear_queue()
+        clear()
     assert generated[2] < generated[0]
 
 
@@ -513,7 +508,7 @@ def test_groups_carried_over_outlive_a_restart_as_they_were(make_run: MakeRun, t
     columns = tq.kv_batch_get(keys=rows, partition_id="train")
     assert save_groups(tmp_path / "global_step_9", run.buffer.last_step) == len(prompts)
 
-    clear_queue()
+    clear()
     groups, last_step = restore_groups(tmp_path / "global_step_9", with_entropies=False)
     assert (groups, last_step) == (len(prompts), run.buffer.last_step)
     assert tq.kv_list("train")["train"] == before
@@ -539,7 +534,7 @@ def test_a_restart_without_carry_over_drops_what_waits_with_a_count(make_run: Ma
     run.buffer.last_step = (5, 10)
     _, metrics = run.step(1)
     save_groups(tmp_path, run.buffer.last_step)
-    clear_queue()
+    clear()
     restore_groups(tmp_path, with_entropies=False)
     resumed = make_run(itertools.repeat(MIXED))
     resumed.prompts.submitted = run.prompts.submitted
