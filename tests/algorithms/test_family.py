@@ -416,26 +416,24 @@ def edge_batches() -> dict[str, Batch]:
     }
 
 
-@pytest.mark.parametrize("edge", edge_batches())
 @pytest.mark.parametrize("name", FAMILY)
-def test_batches_at_the_edge(name: str, edge: str) -> None:
-    batch = edge_batches()[edge]
-    out = out_of(name, batch)
-    assert out.advantages.isfinite().all()
-    assert out.advantages.shape == batch.response_mask.shape
-    assert out.advantages.dtype == (torch.float32 if edge == "float32" else torch.float64)
-    assert all(math.isfinite(value) for value in out.metrics.values())
-    if edge in ("all correct", "all wrong", "one response") and not algorithm(name).trains_without_contrast:
-        assert (out.advantages == 0).all()
+def test_batches_at_the_edge(name: str) -> None:
+    for edge, batch in edge_batches().items():
+        out = out_of(name, batch)
+        assert out.advantages.isfinite().all(), edge
+        assert out.advantages.shape == batch.response_mask.shape, edge
+        assert out.advantages.dtype == (torch.float32 if edge == "float32" else torch.float64), edge
+        assert all(math.isfinite(value) for value in out.metrics.values()), edge
+        if edge in ("all correct", "all wrong", "one response") and not algorithm(name).trains_without_contrast:
+            assert (out.advantages == 0).all(), edge
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", [name for name in FAMILY if name != "random20"])
 def test_float32_is_close_to_float64(name: str) -> None:
-    exact, single = edge_batches()["float32"], random_batch(11)
-    if name != "random20":
-        torch.testing.assert_close(
-            out_of(name, exact).advantages.double(), out_of(name, single).advantages, atol=2e-5, rtol=2e-5
-        )
+    single, exact = edge_batches()["float32"], random_batch(11)
+    torch.testing.assert_close(
+        out_of(name, single).advantages.double(), out_of(name, exact).advantages, atol=2e-5, rtol=2e-5
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY if "entropy" in algorithm(name).needs])
@@ -514,10 +512,18 @@ def test_the_readme_counts_the_methods() -> None:
     assert f"one of {len(others)} other methods" in (REPOSITORY / "README.md").read_text()
 
 
+def error_of(name: str, batch: Batch) -> str:
+    """The error of a method on a batch, with its type."""
+    try:
+        out_of(name, batch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 ONE = torch.tensor([1.0, 1.0, 1.0])
 
 
-@pytest.mark.parametrize("name", algorithms())
 @pytest.mark.parametrize(
     "spoilt",
     [
@@ -534,19 +540,19 @@ ONE = torch.tensor([1.0, 1.0, 1.0])
     ],
     ids=lambda spoilt: " ".join(f"{key} {type(value).__name__}" for key, value in spoilt.items()),
 )
-def test_a_batch_that_does_not_fit_is_one_line_for_every_method(name: str, spoilt: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(spoilt))) as caught:
-        out_of(name, replace(fixture_f(), **spoilt))
-    assert "\n" not in str(caught.value)
+def test_a_batch_that_does_not_fit_is_one_line_for_every_method(spoilt: dict[str, Any]) -> None:
+    for name in algorithms():
+        error = error_of(name, replace(fixture_f(), **spoilt))
+        assert re.fullmatch(rf"ValueError: .*{next(iter(spoilt))}.*", error), f"{name}: {error}"
 
 
-@pytest.mark.parametrize("name", [name for name, entry in algorithms().items() if "rewards" in entry.needs])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
-def test_a_reward_that_cannot_be_names_its_row(name: str, bad: float) -> None:
+def test_a_reward_that_cannot_be_names_its_row(bad: float) -> None:
     rewards = fixture_f().rewards.double()
     rewards[1] = bad
-    with pytest.raises(ValueError, match=r"reward of row 1 is .*, it must be finite"):
-        out_of(name, replace(fixture_f(), rewards=rewards))
+    for name in (name for name, entry in algorithms().items() if "rewards" in entry.needs):
+        error = error_of(name, replace(fixture_f(), rewards=rewards))
+        assert re.match(r"ValueError: reward of row 1 is .*, it must be finite", error), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("name", [name for name, entry in algorithms().items() if "entropy" in entry.needs])
@@ -557,12 +563,12 @@ def test_an_entropy_beyond_every_vocabulary_names_its_place(name: str) -> None:
         out_of(name, replace(fixture_f(), entropy=entropy))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILY)
-def test_entropies_in_half_precision_do_not_overflow(name: str, dtype: torch.dtype) -> None:
+def test_entropies_in_half_precision_do_not_overflow(name: str) -> None:
     """Sums of three of them are beyond 65,504, the largest number of float16."""
-    entropy = torch.full_like(fixture_f().entropy, 3e4).to(dtype)
-    assert out_of(name, replace(fixture_f(), entropy=entropy)).advantages.isfinite().all()
+    for dtype in (torch.float16, torch.bfloat16):
+        entropy = torch.full_like(fixture_f().entropy, 3e4).to(dtype)
+        assert out_of(name, replace(fixture_f(), entropy=entropy)).advantages.isfinite().all(), dtype
 
 
 def test_a_clamp_beyond_half_precision() -> None:
