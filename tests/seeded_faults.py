@@ -103,7 +103,7 @@ FAULTS = (
     Fault(
         "grpo_s-mean",
         "the mean entropy of a response is over its group's longest",
-        "algorithms/grpo_s.py",
+        "algorithms/base.py",
         "mask.sum(1, keepdim=True).clamp(min=1)",
         "mask.shape[1]",
         ("tests/algorithms/test_against_loops.py",),

@@ -7,6 +7,7 @@ of the old policy, have no gradient, and are 0 outside the mask. A method turns 
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -40,7 +41,7 @@ def dapo_advantages(batch: Batch) -> torch.Tensor:
     """A0 (B, T): that of the batch, or DAPO's, (R - mean) / (std + 1e-6) of the group, R with the length penalty."""
     if batch.A0 is not None:
         return torch.where(batch.response_mask != 0, batch.A0, 0.0)
-    return DAPO.advantages(batch).advantages
+    return DAPO.advantages(replace(batch, entropy=None)).advantages  # its metrics are not wanted
 
 
 def entropies(batch: Batch) -> torch.Tensor:
@@ -65,11 +66,6 @@ def log_probs(batch: Batch) -> torch.Tensor:
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
     """Sums and quotients of half precision leave its range at 65,504."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
-
-
-def probabilities(batch: Batch) -> torch.Tensor:
-    """π (B, T), 0 outside the mask."""
-    return torch.where(batch.response_mask != 0, log_probs(batch).exp(), 0.0)
 
 
 def response_means(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,18 +2,20 @@
 sizes of credit on other tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from gtpo_verl.algorithms.base import dapo_advantages, entropies, output, scopes
+from gtpo_verl.algorithms.base import dapo_advantages, output, scopes
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import GroupOrBatch, Settings, ZeroToOne
-from gtpo_verl.algorithms.gtpo import GTPO
+from gtpo_verl.algorithms.gtpo import GTPO, GTPOConfig
 from gtpo_verl.algorithms.registry import Algorithm
 
-AS_PRESET = {"entropy_floor": 1e-3}  # of `gtpo`: at the published 1e-6 nat the rounding of float32 moves advantages
+AS_PRESET = GTPOConfig(
+    entropy_floor=1e-3
+)  # of `gtpo`: at the published 1e-6 nat the rounding of float32 moves advantages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,7 @@ class ShuffledConfig(Settings):
 
 def _gtpo_shuffled(batch: Batch, config: ShuffledConfig) -> AdvantageOutput:
     """GTPO's advantages in random order over the tokens of one verdict and scope: their sizes stay."""
-    settings, _ = GTPO.configure(AS_PRESET)
-    A0 = GTPO.advantages(replace(batch, entropy=entropies(batch)), settings).advantages
+    A0 = GTPO.advantages(batch, AS_PRESET).advantages
     A, mask = A0.clone(), batch.response_mask != 0
     generator = torch.Generator().manual_seed(batch.seed)
     for rows in scopes(batch, config.scope):

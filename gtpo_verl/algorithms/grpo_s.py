@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gtpo_verl.algorithms.base import response_means
 from gtpo_verl.algorithms.batch import AdvantageOutput
 from gtpo_verl.algorithms.config import Mean, NotNegative, ShapingConfig, check_shares
 from gtpo_verl.algorithms.gtpo import values, weights
@@ -43,7 +44,7 @@ class GRPOSConfig(ShapingConfig):
 def mean_entropies(H: torch.Tensor, mask: torch.Tensor, config: GRPOSConfig) -> torch.Tensor:
     """Ĥ (n, 1): the arithmetic or geometric mean of the entropies H (n, T) of each response, 0 or 1 without tokens."""
     terms = H if config.entropy_mean == "arithmetic" else H.log()
-    mean = torch.where(mask, terms, 0.0).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+    mean = response_means(terms, mask)
     return mean if config.entropy_mean == "arithmetic" else mean.exp()
 
 

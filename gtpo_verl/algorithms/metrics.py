@@ -95,6 +95,7 @@ def credit_metrics(
     """
     check_batch(response_mask, group, correct=correct)
     check_tokens(entropy, response_mask)
+    check_tokens(advantages, response_mask, "advantages")
     metrics, responses = CreditMetrics(), []
     for members in groups_of(response_mask, group, correct):
         mask = members.mask

@@ -171,7 +171,7 @@ def guided_advantages(
     if entry.guide == "unshaped":
         return entry.advantages(replace(batch, guide=guide), config)
     mask = batch.response_mask != 0
-    A0 = dapo_advantages(replace(batch, entropy=None))
+    A0 = dapo_advantages(batch)
     if settings.adv_scope == "on_only":
         whole = mask.any(1)
         A0 = torch.zeros_like(A0)

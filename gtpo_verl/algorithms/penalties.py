@@ -100,7 +100,7 @@ def of_batch(advantages: Callable[..., AdvantageOutput]) -> Callable[[Batch, Any
 
     def compute(batch: Batch, config: ShapingConfig) -> AdvantageOutput:
         mask, correct, group, penalty = batch.response_mask, batch.correct, batch.group, batch.length_penalty
-        if penalty is None and config.length_penalty != "none":
+        if penalty is None:
             penalty = length_penalty_for(config, response_lengths(mask), correct, group)
         return advantages(batch.entropy, correct, mask, group, config, penalty, guide=batch.guide)
 

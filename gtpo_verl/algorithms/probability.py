@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gtpo_verl.algorithms.base import dapo_advantages, entropies, highest, log_probs, output, probabilities
+from gtpo_verl.algorithms.base import dapo_advantages, entropies, highest, log_probs, output
 from gtpo_verl.algorithms.batch import AdvantageOutput, Batch
 from gtpo_verl.algorithms.config import NotNegative, Settings, ZeroToOne
 from gtpo_verl.algorithms.registry import Algorithm
@@ -24,7 +24,7 @@ def _ar(batch: Batch, config: ARConfig) -> AdvantageOutput:
     here.
     """
     A0 = dapo_advantages(batch)
-    return output(A0 * (1 - config.alpha * (1 - probabilities(batch))), A0, batch)
+    return output(A0 * (1 - config.alpha * (1 - log_probs(batch).exp())), A0, batch)
 
 
 AR = Algorithm(
@@ -49,7 +49,7 @@ class ProbMaskConfig(Settings):
 def _prob_mask(batch: Batch, config: ProbMaskConfig) -> AdvantageOutput:
     """A = A0 where π < 0.9, else 0: the mask of SPO, arXiv 2505.23564; the loss is divided by all tokens."""
     A0 = dapo_advantages(batch)
-    kept = probabilities(batch) < config.threshold
+    kept = log_probs(batch).exp() < config.threshold
     return output(A0 * kept, A0, batch, kept)
 
 

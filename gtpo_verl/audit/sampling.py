@@ -80,8 +80,8 @@ def sample_rollouts(
     """
     for asked in _rounds(store, plan, rows, seed):
         for prefix, samples in proceed([Prefix((row, ALL), row, (), plan.samples, entropies=True) for row in asked]):
-            for number, each in enumerate(samples):
-                store.add(_rollout(prefix.row, asked[prefix.row], number, each, describe))
+            place = asked[prefix.row]  # kept together: a row with any response is not sampled again
+            store.add(*[_rollout(prefix.row, place, number, each, describe) for number, each in enumerate(samples)])
             mixed = len(strata_of(store.rollouts, plan.prompts).mixed)
             advance("prompts with contrast", mixed, plan.prompts)
     groups_with_contrast(store.rollouts, plan)  # raises without

@@ -92,7 +92,7 @@ def _files(args: argparse.Namespace) -> tuple[Path, Path]:
         raise UserError(f"{args.file} is not a parquet file: `gtpo-verl prepare-data parquet {args.file}` makes one.")
     output = check_output(args.output or source.parent) / f"{source.stem}.traces.parquet"
     if output.is_dir():
-        raise UserError(f"--output {output} is a directory: give the name of a file in it.")
+        raise UserError(f"{output} is a directory: remove it, or choose another --output.")
     if args.samples < 1:
         raise UserError(f"--samples {args.samples}: it must be at least 1.")
     return source, output

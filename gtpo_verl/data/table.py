@@ -24,7 +24,29 @@ def _reading(file: str) -> Iterator[None]:
         ) from error
 
 
-class ParquetFile:
+class Table:
+    """The rows of a data file, read as they are asked for, and its schema (pyarrow)."""
+
+    schema: Any
+
+    def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """The rows, of these columns those that there are."""
+        raise NotImplementedError
+
+    def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
+        """{value of the column `key`: its first row}, of these columns those that there are."""
+        found: dict[Any, dict[str, Any]] = {}
+        for row in self.rows([key, *columns]):
+            found.setdefault(row[key], row)
+        return found
+
+    def empty_row(self, column: str) -> int | None:
+        """The first row, counted from 0, whose value is missing, null or an empty list; None where all have one."""
+        rows = enumerate(self.rows([column]))
+        return next((number for number, row in rows if row.get(column) in (None, [])), None)
+
+
+class ParquetFile(Table):
     """A parquet file; rows are read as they are asked for. Raises UserError: it is damaged, or none."""
 
     def __init__(self, file: str) -> None:
@@ -39,43 +61,13 @@ class ParquetFile:
         return int(self._file.metadata.num_rows)
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The rows, of these columns those that there are."""
-        for batch in self._batches(columns):
-            yield from batch.to_pylist()
-
-    def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
-        """{value of the column `key`: its first row}, of these columns those that there are."""
-        found: dict[Any, dict[str, Any]] = {}
-        for batch in self._batches([key, *columns]):
-            values = batch.column(key).to_pylist()
-            for value in set(values) - found.keys():
-                found[value] = batch.slice(values.index(value), 1).to_pylist()[0]
-        return found
-
-    def empty_row(self, column: str) -> int | None:
-        """The first row, counted from 0, whose value is null or an empty list; None where all have one."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        before = 0
-        for batch in self._batches([column]):
-            values = batch.column(0)
-            empty = values.is_null()
-            if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-                empty = pc.or_(empty, pc.equal(pc.fill_null(pc.list_value_length(values), 0), 0))
-            place = pc.index(empty, True).as_py()
-            if place >= 0:
-                return int(before + place)
-            before += len(values)
-        return None
-
-    def _batches(self, columns: Sequence[str]) -> Iterator[Any]:
         present = [name for name in columns if name in self.schema.names]
         with _reading(self._name):
-            yield from self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present)
+            for batch in self._file.iter_batches(batch_size=ROWS_AT_ONCE, columns=present):
+                yield from batch.to_pylist()
 
 
-class JsonFile:
+class JsonFile(Table):
     """A JSON file, one object a line or a list of objects. Its columns are those of the first row, their types those of
     the first value that is not empty: rows need not agree, as verl's reader sees to.
     """
@@ -98,20 +90,8 @@ class JsonFile:
         return len(self._rows)
 
     def rows(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """The rows, of these columns those that there are."""
         for row in self._rows:
             yield {name: row[name] for name in columns if name in row}
-
-    def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
-        """{value of the column `key`: its first row}, of these columns those that there are."""
-        found: dict[Any, dict[str, Any]] = {}
-        for row in self.rows([key, *columns]):
-            found.setdefault(row[key], row)
-        return found
-
-    def empty_row(self, column: str) -> int | None:
-        """The first row, counted from 0, whose value is missing, null or an empty list; None where all have one."""
-        return next((number for number, row in enumerate(self._rows) if row.get(column) in (None, [])), None)
 
 
 def open_table(file: str) -> ParquetFile | JsonFile:

@@ -63,9 +63,7 @@ class Paired:
 
 def student_bounds(values: Floats) -> tuple[Floats, Floats]:
     """Student's 95 % interval of the mean of each data set (..., n), n at least 2: lower and upper bounds (...)."""
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, values.shape[-1] - 1) * stats.sem(values, axis=-1)
-    mean = values.mean(axis=-1)
-    return mean - half, mean + half
+    return stats.t.interval(CONFIDENCE, values.shape[-1] - 1, values.mean(axis=-1), stats.sem(values, axis=-1))
 
 
 def crossed_interval(differences: Floats) -> Interval | None:
@@ -103,12 +101,9 @@ def sign_flip_p(differences: Floats) -> Floats:
     """Exact two-sided p of the sign-flip test for each data set.
 
     p is the share of the 2^n assignments of signs, each equally likely under the null hypothesis, whose sum is at least
-    as far from 0 as the observed one (Fisher 1935). differences: (..., n); returns (...). Raises ValueError: n is above
-    `MOST_FLIPPED`, which are too many to enumerate.
+    as far from 0 as the observed one (Fisher 1935). differences: (..., n), n at most `MOST_FLIPPED`; returns (...).
     """
     n = differences.shape[-1]
-    if n > MOST_FLIPPED:
-        raise ValueError(f"{n} seeds have 2^{n} assignments of signs: at most {MOST_FLIPPED} seeds are enumerated")
     # negating every sign leaves the distance from 0 as it is: the first sign can stay
     signs = np.array([(1, *rest) for rest in itertools.product((1.0, -1.0), repeat=n - 1)])
     distances = np.abs(differences @ signs.T)
@@ -122,18 +117,14 @@ def least_sign_flip_p(n: int) -> float:
 
 
 def holm(p_values: ArrayLike) -> Floats:
-    """p values adjusted for their number by Holm's step-down procedure (1979), shape (..., m) to the same.
+    """p values (m,) adjusted for their number by Holm's step-down procedure (1979).
 
     Rejecting where the adjusted p is at most α keeps the probability of any false rejection at or below α.
     """
     p = np.asarray(p_values, dtype=np.float64)
-    m = p.shape[-1]
-    order = np.argsort(p, axis=-1)
-    stepped = np.take_along_axis(p, order, -1) * np.arange(m, 0, -1)
-    adjusted = np.minimum(np.maximum.accumulate(stepped, axis=-1), 1.0)
-    result = np.empty_like(p)
-    np.put_along_axis(result, order, adjusted, -1)
-    return result
+    order = np.argsort(p)
+    adjusted = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)), 1.0)
+    return adjusted[np.argsort(order)]
 
 
 def detectable_difference(deviation: float, n: int, comparisons: int = 1, free: int | None = None) -> float:

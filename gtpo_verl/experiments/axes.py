@@ -30,10 +30,10 @@ def split(parsed: Sequence[Override], most: int) -> tuple[dict[str, tuple[str, .
     there are too many runs.
     """
     swept = {item.get_key_element(): item for item in parsed if item.is_sweep_override()}
-    count = Counter(item.get_key_element() for item in parsed)
-    for key in sorted(swept):
-        if count[key] > 1:
-            raise UserError(f"{key} is given {count[key]} times: write the values of an axis once, as {key}=A,B.")
+    count = Counter((item.key_or_group, item.package) for item in parsed)  # without the + or ++ before it
+    for key, item in sorted(swept.items()):
+        if (times := count[item.key_or_group, item.package]) > 1:
+            raise UserError(f"{key} is given {times} times: write the values of an axis once, as {key}=A,B.")
     runs = math.prod(max(1.0, _count(item)) for item in swept.values())
     if not runs <= most:  # before the values are listed
         raise UserError(

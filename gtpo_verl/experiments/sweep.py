@@ -61,13 +61,13 @@ def define(overrides: Sequence[str], directory: Path | None = None, *, local: bo
     settings = [item for item in parsed if item.key_or_group.split(".")[0] == GROUP]
     given = [item for item in parsed if item not in settings]
     file = _read_file(settings, [line_of(item) for item in given if item.is_hydra_override()])
-    keys = {item.get_key_element() for item in given}
+    keys = {(item.key_or_group, item.package) for item in given}
     from_file = parse([*(f"{key}={values}" for key, values in file.axes.items()), *file.overrides])
     of_file = split(from_file, file.max_runs)[0]
     for key, value in file.baseline.items():
         if of_file and value not in of_file.get(key, ()):
             raise UserError(f"sweep.baseline: {key}={value} is not on an axis of the sweep.")
-    kept = [item for item in from_file if item.get_key_element() not in keys]
+    kept = [item for item in from_file if (item.key_or_group, item.package) not in keys]
     axes, common = split([*kept, *given], file.max_runs)
     if not axes:
         raise UserError(

@@ -151,8 +151,9 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
                 length = len(tokenizer.apply_chat_template(row[data.prompt_key], **options))
             except Exception as error:
                 yield Problem(
-                    f"{place} cannot be rendered with the chat template of {tokenizer.name_or_path} ({type(error).__name__}: "
-                    f"{first_line(error)}): the data does not fit the model, or its template is broken."
+                    f"{place} cannot be rendered with the chat template of {tokenizer.name_or_path} "
+                    f"({type(error).__name__}: {first_line(error)}): the data does not fit the model, or its template "
+                    "is broken."
                 )
                 break
             if every and length > data.max_prompt_length:

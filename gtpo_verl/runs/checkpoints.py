@@ -158,7 +158,7 @@ def _megatron_fault(actor: Path) -> str | None:
     try:
         contents = json.loads(file.read_text())["contents"].values()
         missing = [part["path"] for part in contents if not (actor / part["path"]).exists()]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         return "actor/ckpt_contents.json is not readable"
     return f"actor/{missing[0]} is missing" if missing else None
 

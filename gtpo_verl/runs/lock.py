@@ -180,7 +180,7 @@ class DirectoryLock:
                     print(f"warning: {self.file} was taken over by {self.owner()}", file=sys.stderr, flush=True)
                     return
                 self._record()
-            except OSError as error:  # a shared file system that is away for a moment
+            except (OSError, UserError) as error:  # a shared file system that is away for a moment, or half a file
                 print(f"warning: no heartbeat for {self.file}: {error}", file=sys.stderr, flush=True)
 
 

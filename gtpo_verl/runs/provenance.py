@@ -11,6 +11,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,9 @@ def _checksum(place: str) -> str | None:
                 for file, digest in zip(files, pool.map(_file_checksum, files), strict=True)
             )
     if place.startswith("pkg://"):  # verl's for a module
-        spec = importlib.util.find_spec(place.removeprefix("pkg://"))
+        spec = None
+        with suppress(ModuleNotFoundError):  # of its package
+            spec = importlib.util.find_spec(place.removeprefix("pkg://"))
         return _file_checksum(Path(spec.origin)) if spec and spec.origin else None
     from huggingface_hub.constants import HF_HUB_CACHE
 

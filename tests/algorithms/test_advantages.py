@@ -172,6 +172,8 @@ def test_metrics_are_those_of_the_definitions():
     assert credit_metrics(advantages, mask, group, correct, entropy) == pytest.approx(known | spread, abs=1e-6)
     assert spread["advantage_spread"] > 0
     assert credit_metrics(-advantages, mask, group, correct, entropy)["sign_flip_wrong"] > 0.5
+    with pytest.raises(ValueError, match="advantages"):
+        credit_metrics(advantages.repeat(1, 2), mask, group, correct, entropy)
 
 
 def test_all_arms_report_by_the_same_names():

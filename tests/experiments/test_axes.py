@@ -71,6 +71,7 @@ def test_a_file_gives_axes_that_the_command_line_replaces() -> None:
     sweep = define(["sweep=alpha", "algorithm.gtpo.alpha2=0.1,0.3", "seed=7", "sweep.retries=0"])
     assert list(sweep.axes) == ["algo", "algorithm.gtpo.alpha2"]
     assert ("seed=7" in sweep.common, sweep.retries, sweep.baseline) == (True, 0, None)
+    assert list(define(["sweep=alpha", "++seed=7"]).axes) == list(define(["sweep=alpha", "seed=7"]).axes)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,7 @@ def test_a_file_gives_axes_that_the_command_line_replaces() -> None:
         (["seed=1,1"], "seed=1,1: the axis has the value 1 more than once"),
         (["data.train_batch_size=8,8.0"], "more than once"),
         (["seed=1,2", "seed=3"], "seed is given 2 times"),
+        (["seed=1,2", "++seed=3"], "seed is given 2 times"),
         (["algo=gtpo"], "a sweep needs an axis"),
         (["seed=interval(0,1)"], "an interval has no end of values"),
         (["seed=range(0,10,0)"], "the step of a range must not be 0"),

@@ -176,6 +176,8 @@ def test_megatron_checkpoints_are_complete_when_their_list_of_contents_is(tmp_pa
         find_start(write_fsdp(tmp_path / "fsdp", 4).parent, MEGATRON)
     (folder / "actor" / "optimizer" / "dist_ckpt").rmdir()
     assert fault(folder, MEGATRON) == "actor/optimizer/dist_ckpt is missing"
+    (folder / "actor" / "ckpt_contents.json").write_text("[" * 100_000)
+    assert fault(folder, MEGATRON) == "actor/ckpt_contents.json is not readable"
     (folder / "actor" / "ckpt_contents.json").unlink()
     assert find_start(tmp_path, MEGATRON).folder == tmp_path / "global_step_4"
 

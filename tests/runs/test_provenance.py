@@ -109,6 +109,8 @@ def test_the_hubs_cache_knows_its_checksums_and_what_is_not_there_is_unknown(
     assert checksums({key: str(snapshot)}) == {key: sha256(f"model.safetensors {'a' * 64}")}
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert checksums({key: "owner/model", "data.val_files": None}) == {key: None}
+    verifier = "reward.custom_reward_function.path"
+    assert checksums({verifier: "pkg://no_such_package.reward"}) == {verifier: None}
     (tmp_path / "models--owner--model" / "refs").mkdir(parents=True)
     (tmp_path / "models--owner--model" / "refs" / "main").write_text("c0ffee")
     assert checksums({key: "owner/model"}) == {key: "hub:c0ffee"}
