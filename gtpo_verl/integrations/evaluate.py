@@ -37,7 +37,7 @@ POLL = 0.2  # seconds between two polls for finished prompts
 
 
 class Problems:
-    """The rows of a run's validation set, as verl reads them."""
+    """The rows of a run's validation set, as verl reads them. Raises UserError: all are left out as too long."""
 
     def __init__(self, config: DictConfig) -> None:
         model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
@@ -48,6 +48,10 @@ class Problems:
         self._rows = create_rl_dataset(
             data.val_files, data, self.tokenizer, model.processor, is_train=False, max_samples=most
         )
+        if not len(self._rows):
+            raise UserError(
+                f"data.val_files: no prompt fits in data.max_prompt_length={data.max_prompt_length} tokens: raise it."
+            )
 
     def __len__(self) -> int:
         return len(self._rows)

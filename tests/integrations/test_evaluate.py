@@ -11,12 +11,30 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from gtpo_verl.config import compose_config
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.records import ProblemFile, ProblemRecord
 from gtpo_verl.integrations import evaluate as module
 from gtpo_verl.integrations import transfer_queue, validation
+from gtpo_verl.tasks.model import build_tokenizer
 
 SAMPLES = 2
+
+
+def test_a_validation_set_whose_prompts_are_all_left_out_is_refused(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    build_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}')
+    prompt = [{"role": "user", "content": "1+2"}]
+    row = {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": "3"}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "val.parquet")
+    given = [f"actor_rollout_ref.model.path={tmp_path / 'model'}", f"data.val_files={tmp_path / 'val.parquet'}"]
+    given += ["setting=quickstart", "hardware=cpu", "data.filter_overlong_prompts=true"]
+    assert len(module.Problems(compose_config(given))) == 1
+    with pytest.raises(UserError, match=r"no prompt fits in data\.max_prompt_length=2 tokens: raise it"):
+        module.Problems(compose_config([*given, "data.max_prompt_length=2"]))
 
 
 class Queue:
