@@ -63,7 +63,9 @@ class Paired:
 
 def student_bounds(values: Floats) -> tuple[Floats, Floats]:
     """Student's 95 % interval of the mean of each data set (..., n), n at least 2: lower and upper bounds (...)."""
-    return stats.t.interval(CONFIDENCE, values.shape[-1] - 1, values.mean(axis=-1), stats.sem(values, axis=-1))
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, values.shape[-1] - 1) * stats.sem(values, axis=-1)
+    mean = values.mean(axis=-1)
+    return mean - half, mean + half  # scipy's own interval is nan where all values are equal
 
 
 def crossed_interval(differences: Floats) -> Interval | None:

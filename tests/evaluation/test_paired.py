@@ -41,6 +41,7 @@ def test_students_interval_on_a_hand_computed_case():
     # mean 3, s = sqrt(2.5), t(0.975, 4) = 2.776445: half width 2.776445 * sqrt(2.5 / 5)
     interval = student_interval([1, 2, 3, 4, 5])
     assert (interval.low, interval.high) == pytest.approx((3 - 1.963243, 3 + 1.963243), abs=1e-6)
+    assert [float(each) for each in student_bounds(np.full(3, 0.5))] == [0.5, 0.5]
     assert student_interval([0.5]) is None
     assert student_interval([0.1 + 0.2, 0.3]) is None  # no spread but rounding
 
