@@ -868,11 +868,12 @@ def page() -> str:
     there = {key: run for part in PARTS for key, run in runs[part].items() if run is not None}
     over = {name: used(name, runs) for name in PARTS}
     controls = against_dapo(TASKS, CONTROLS, over["A"])
+    least = (PARTS[name].least for name in "AB")
     rule = (
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
         f"run, with {len(PARTS['A'].seeds)} seeds for part A, 6 for B and D and 8 for C, and amended since. A part "
-        "ends with as many whole seeds as the table says, or on 31 December 2026 with those it has. Part A is not decided "
-        f"with fewer than {PARTS['A'].least}, the others with fewer than {PARTS['B'].least}. Part D is part B's on countdown."
+        "ends with as many whole seeds as the table says, or on 31 December 2026 with those it has. Part A is not "
+        "decided with fewer than {}, the others with fewer than {}. Part D is part B's on countdown.".format(*least)
     )
     unit = (
         "A difference is one of endpoints, in points, between two arms of the same seed; the endpoint is the mean "
