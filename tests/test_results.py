@@ -60,6 +60,16 @@ def test_the_picture_shows_what_the_page_says(verdict: ModuleType) -> None:
         ), each
 
 
+def test_the_readme_has_the_primary_contrasts_of_the_page(verdict: ModuleType) -> None:
+    seeds = verdict.used("A", verdict.every_run())
+    readme = (RESULTS.parents[1] / "README.md").read_text()
+    names = ("GTPO − DAPO", "GRPO-S − DAPO", "GTPO − half the blame for wrong answers (`dapo_blame`)")
+    for name, pair in zip(names, verdict.PRIMARY, strict=True):
+        found = verdict.contrasts_of(verdict.TASKS, [pair], seeds).values()
+        cells = [f"{verdict.points(each.mean)} ({each.low:.2f} to {each.high:.2f})".replace("-", "−") for each in found]
+        assert f"| {name} | {cells[0]} | {cells[1]} |" in readme
+
+
 def run_of(verdict: ModuleType, accuracy: float) -> dict[str, object]:
     return {
         "validations": {str(step): accuracy + 0.01 * place for place, step in enumerate(verdict.VALIDATED)},
