@@ -145,6 +145,7 @@ def test_a_pass_saves_what_the_check_of_the_memory_says(rows: int, prompt: int, 
 def test_a_configuration_may_nest_that_of_the_text() -> None:
     from transformers import AutoModelForCausalLM, Gemma3Config
 
+    torch.manual_seed(0)
     text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     config = Gemma3Config(text_config=text | {"num_attention_heads": 4, "num_key_value_heads": 2})
     policy = Policy(
@@ -153,7 +154,8 @@ def test_a_configuration_may_nest_that_of_the_text() -> None:
     rollouts = [Rollout(0, 0, i, "", "", [5, 6, 7], [], [0.0] * 3, [0.0] * 3, True, 1.0, False) for i in range(2)]
     credit, direction = torch.randn(1, 2, 3, dtype=torch.float64), torch.randn(policy.size, dtype=torch.float64)
     slopes, *_ = policy.along(rollouts, direction)
-    torch.testing.assert_close(policy.gradients(rollouts, credit)[0] @ direction, (credit[0] * slopes).sum())
+    found = policy.gradients(rollouts, credit)[0] @ direction
+    torch.testing.assert_close(found, (credit[0] * slopes).sum(), rtol=1e-4, atol=1e-4)  # its norms are in float32
 
 
 def test_the_temperature_is_part_of_the_policy(exact: Exact) -> None:
