@@ -320,8 +320,8 @@ FAULTS = (
         "holm",
         "Holm's procedure multiplies every p by the number of comparisons left after it, one too few",
         "evaluation/paired.py",
-        "np.arange(m, 0, -1)",
-        "np.arange(m - 1, -1, -1)",
+        "np.arange(len(p), 0, -1)",
+        "np.arange(len(p) - 1, -1, -1)",
         ("tests/evaluation/test_paired.py",),
     ),
     Fault(
