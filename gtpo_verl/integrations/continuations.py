@@ -24,7 +24,8 @@ from gtpo_verl.integrations.evaluate import Problems, serving
 from gtpo_verl.integrations.reward_loop import Scorable
 from gtpo_verl.integrations.standalone import standalone
 from gtpo_verl.integrations.vllm.bulk import BulkRequest, BulkVLLMReplica
-from gtpo_verl.integrations.vllm.wiring import KEY, enable_rollout_entropy, truncates
+from gtpo_verl.integrations.vllm.requirements import KEY, truncates
+from gtpo_verl.integrations.vllm.wiring import enable_rollout_entropy
 from gtpo_verl.runs.correctness import is_correct, score, verdict
 from gtpo_verl.seeds import derived
 

@@ -6,7 +6,7 @@ from omegaconf import DictConfig
 
 from gtpo_verl.integrations import contract
 from gtpo_verl.integrations.entropy_source import entropy_source
-from gtpo_verl.integrations.vllm.wiring import rollout_faults
+from gtpo_verl.integrations.vllm.requirements import rollout_faults
 from gtpo_verl.planning.parallel import parallelism
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.versions import check_vllm, installed_version

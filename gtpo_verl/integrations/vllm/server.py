@@ -22,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from gtpo_verl.errors import UserError
 from gtpo_verl.integrations.vllm import ENTROPIES, ENV_FLAG, VERSIONS, WORKER_EXTENSION, codec
 from gtpo_verl.integrations.vllm.patch import check_vllm_version
-from gtpo_verl.integrations.vllm.wiring import check_rollout, truncates
+from gtpo_verl.integrations.vllm.requirements import check_rollout, truncates
 
 
 class _EngineTap:
