@@ -147,7 +147,10 @@ def test_a_configuration_may_nest_that_of_the_text() -> None:
 
     torch.manual_seed(0)
     text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
-    config = Gemma3Config(text_config=text | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
     policy = Policy(
         AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().double(), lambda row: [3, 4], 1.0
     )
