@@ -620,11 +620,9 @@ def expected(task: str) -> list[str]:
 
 def learned(task: str, metric: str, seeds: Sequence[int]) -> dict[str, tuple[float, float]]:
     """−log of the figure measured at step 0 and the mean difference from DAPO, of the methods that sums count."""
-    methods = json.loads(predictors(task).read_text())["gradients"]["methods"]
     pairs = {}
-    for method in json.loads(predictors("sums").read_text())["counted"]:
-        value = methods[method][metric]["along/dapo"][0]
-        found = Contrast.of(task, method, "dapo", seeds) if method != "dapo" else None
+    for method, figures, found in measured_and_learned(task, seeds):
+        value = figures[metric][0]
         if value is not None and (method == "dapo" or found is not None):
             # a method that goes against the truth has a negative figure: it is last
             pairs[method] = (-np.log(value) if value > 0 else -np.inf, 0.0 if found is None else found.mean)
@@ -634,12 +632,17 @@ def learned(task: str, metric: str, seeds: Sequence[int]) -> dict[str, tuple[flo
 METRICS = {"sgd": "in the metric of plain gradient descent", "adam": "in Adam's metric"}
 
 
+def counted_on_sums() -> list[str]:
+    names: list[str] = json.loads(predictors("sums").read_text())["counted"]
+    return names
+
+
 def measured_and_learned(
     task: str, seeds: Sequence[int]
 ) -> Iterator[tuple[str, dict[str, list[float]], Contrast | None]]:
     """Of the methods that sums count: the figure measured at step 0 with its interval, by metric, and the contrast."""
     methods = json.loads(predictors(task).read_text())["gradients"]["methods"]
-    for method in json.loads(predictors("sums").read_text())["counted"]:
+    for method in counted_on_sums():
         figures = {metric: methods[method][metric]["along/dapo"] for metric in METRICS}
         yield method, figures, Contrast.of(task, method, "dapo", seeds) if method != "dapo" else None
 
@@ -711,8 +714,7 @@ def learning_picture(seeds: dict[str, list[int]]) -> str:
 
 
 def left_out(task: str, found: dict[str, tuple[float, float]], name: str) -> list[str]:
-    counted = json.loads(predictors("sums").read_text())["counted"]
-    absent = [method for method in counted if method not in found]
+    absent = [method for method in counted_on_sums() if method not in found]
     return [f"Left out on {task}, {name}, not resolved or too few pairs: {', '.join(absent)}."] if absent else []
 
 
@@ -728,9 +730,8 @@ def correlation(seeds: Sequence[int]) -> list[str]:
         lines.append(f"The same without methods with earlier results: {beside}")
         unread = [pair for method, pair in found.items() if method not in PARTS["A"].arms]
         lines.append(f"Not registered, without part A's arms, whose results were known: {ranked(unread, False)}")
-    arms = [*PARTS["A"].arms, *PARTS["B"].arms]
-    counted = json.loads(predictors("sums").read_text())["counted"]
-    alike = [arm for arm in arms if arm not in counted and arm != CONTROLS[0]]
+    every = (*PARTS["A"].arms, *PARTS["B"].arms)
+    alike = [arm for arm in every if arm not in counted_on_sums() and arm != CONTROLS[0]]
     why = f"because of credits that correlate with r ≥ {ALIKE} with those of a method before them"
     lines.append(f"Not counted, as registered: {CONTROLS[0]}, and {why}: {', '.join(alike)}.")
     return lines
@@ -886,12 +887,12 @@ def page() -> str:
     there = {key: run for part in PARTS for key, run in runs[part].items() if run is not None}
     over = {name: used(name, runs) for name in PARTS}
     controls = against_dapo(TASKS, CONTROLS, over["A"])
-    least = (PARTS[name].least for name in "AB")
+    least = PARTS["A"].least, PARTS["B"].least
     rule = (
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
         f"run, with {len(PARTS['A'].seeds)} seeds for part A, 6 for B and D and 8 for C, and amended since. A part "
         "ends with as many whole seeds as the table says, or on 31 December 2026 with those it has. Part A is not "
-        "decided with fewer than {}, the others with fewer than {}. Part D is part B's on countdown.".format(*least)
+        f"decided with fewer than {least[0]}, the others with fewer than {least[1]}. Part D is part B's on countdown."
     )
     unit = (
         "A difference is one of endpoints, in points, between two arms of the same seed; the endpoint is the mean "
@@ -953,12 +954,12 @@ def main() -> None:
         (HERE / "verdict.md").write_text(page())
         print(HERE / "verdict.md")
         runs = every_run()
-        if len(seeds := used("A", runs)) >= PARTS["A"].least:
-            PICTURE.write_text(picture(seeds))
+        over = {name: seeds for name in PARTS if len(seeds := used(name, runs)) >= PARTS[name].least}
+        if "A" in over:
+            PICTURE.write_text(picture(over["A"]))
             print(PICTURE)
-        ended = {PARTS[name].tasks[0]: used(name, runs) for name in "BD" if len(used(name, runs)) >= PARTS[name].least}
-        if "sums" in ended:
-            LEARNING.write_text(learning_picture(ended))
+        if "A" in over and "B" in over:
+            LEARNING.write_text(learning_picture({PARTS[name].tasks[0]: over[name] for name in "BD" if name in over}))
             print(LEARNING)
 
 

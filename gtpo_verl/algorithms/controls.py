@@ -13,9 +13,7 @@ from gtpo_verl.algorithms.config import GroupOrBatch, Settings, ZeroToOne
 from gtpo_verl.algorithms.gtpo import GTPO, GTPOConfig
 from gtpo_verl.algorithms.registry import Algorithm
 
-AS_PRESET = GTPOConfig(
-    entropy_floor=1e-3
-)  # of `gtpo`: at the published 1e-6 nat the rounding of float32 moves advantages
+AS_PRESET = GTPOConfig(entropy_floor=1e-3)  # that of `algo=gtpo`: at 1e-6 nat, as published, rounding decides
 
 
 @dataclass(frozen=True, kw_only=True)

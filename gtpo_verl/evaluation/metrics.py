@@ -13,12 +13,22 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct: 1 - C(n-c, k) / C(n, k).
 
     That is the share of the k-element subsets of the n samples of a problem, c of them correct, that contain a correct
-    one. Drawing k samples with replacement, as verl's ``best@k`` does, is biased downwards. k is at most n: above it no
-    unbiased estimate exists. Returns the exact fraction, rounded once.
+    one. Drawing k samples with replacement, as verl's ``best@k`` does, is biased downwards. Returns the exact fraction,
+    rounded once. Raises ValueError for k above n, for which no unbiased estimate exists, and other impossible numbers.
     Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
+    _check(n, c, k)
     draws = math.comb(n, k)
     return (draws - math.comb(n - c, k)) / draws  # Python rounds a quotient of integers correctly, at any size
+
+
+def _check(n: int, c: int, k: int) -> None:
+    if n < 1:
+        raise ValueError(f"n={n}: a problem needs at least one sample")
+    if not 0 <= c <= n:
+        raise ValueError(f"c={c} correct of n={n} samples: c must be between 0 and n")
+    if not 1 <= k <= n:
+        raise ValueError(f"k={k} with n={n} samples: k must be between 1 and n, else no unbiased estimate exists")
 
 
 def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Sequence[int]) -> list[float]:
@@ -29,9 +39,16 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], ks: Se
     the answer alone they agree). None and the empty string, an answer that could not be extracted, have no vote; a draw
     without any vote is wrong.
 
-    answers, correct: of the n samples, at most `MAX_VOTERS`. ks: numbers of samples drawn, each between 1 and n.
+    answers, correct: of the n samples, at most 1000. ks: numbers of samples drawn, each between 1 and n. Raises
+    ValueError for other numbers, and where lengths differ.
     """
     n = len(answers)
+    if len(correct) != n:
+        raise ValueError(f"{n} answers and {len(correct)} verdicts: each sample has one of each")
+    if not 1 <= n <= MAX_VOTERS:
+        raise ValueError(f"{n} samples: a vote is counted over 1 to {MAX_VOTERS}")
+    for k in ks:
+        _check(n, 0, k)
     groups: dict[str, list[bool]] = {}
     for answer, verdict in zip(answers, correct, strict=True):
         if answer:

@@ -103,9 +103,12 @@ def sign_flip_p(differences: Floats) -> Floats:
     """Exact two-sided p of the sign-flip test for each data set.
 
     p is the share of the 2^n assignments of signs, each equally likely under the null hypothesis, whose sum is at least
-    as far from 0 as the observed one (Fisher 1935). differences: (..., n), n at most `MOST_FLIPPED`; returns (...).
+    as far from 0 as the observed one (Fisher 1935). differences: (..., n); returns (...). Raises ValueError: n is above
+    `MOST_FLIPPED`, which are too many to enumerate.
     """
     n = differences.shape[-1]
+    if n > MOST_FLIPPED:
+        raise ValueError(f"{n} seeds have 2^{n} assignments of signs: at most {MOST_FLIPPED} seeds are enumerated")
     # negating every sign leaves the distance from 0 as it is: the first sign can stay
     signs = np.array([(1, *rest) for rest in itertools.product((1.0, -1.0), repeat=n - 1)])
     distances = np.abs(differences @ signs.T)

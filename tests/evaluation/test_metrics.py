@@ -59,6 +59,21 @@ def test_pass_at_k_is_unbiased_where_drawing_with_replacement_is_not() -> None:
     assert np.dot(weights, replaced) < truth - 0.03
 
 
+@pytest.mark.parametrize(
+    ("n", "c", "k", "message"),
+    [
+        (0, 0, 1, "n=0: a problem needs at least one sample"),
+        (4, 5, 1, "c=5 correct of n=4"),
+        (4, -1, 1, "c=-1 correct of n=4"),
+        (4, 1, 5, "k=5 with n=4 samples: k must be between 1 and n, else no unbiased estimate exists"),
+        (4, 1, 0, "k=0 with n=4"),
+    ],
+)
+def test_pass_at_k_says_what_is_wrong(n: int, c: int, k: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pass_at_k(n, c, k)
+
+
 def enumerated_majority(answers: list[str | None], correct: list[bool], k: int) -> float:
     """The definition, draw by draw."""
     accuracy = {a: np.mean([v for b, v in zip(answers, correct, strict=True) if b == a]) for a in set(answers)}
@@ -100,6 +115,20 @@ def test_majority_of_many_samples_is_finite_and_right() -> None:
     certain = majority_at_k(["7"] * 600 + ["8"] * 400, [True] * 600 + [False] * 400, [1, 256])
     assert certain[0] == 0.6
     assert 0.999 < certain[1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "ks", "message"),
+    [
+        (["1"], [True, False], [1], "1 answers and 2 verdicts"),
+        ([], [], [1], "0 samples"),
+        (["1"] * 1001, [True] * 1001, [1], "1001 samples"),
+        (["1"], [True], [2], "k=2 with n=1"),
+    ],
+)
+def test_majority_says_what_is_wrong(answers: list[str], correct: list[bool], ks: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        majority_at_k(answers, correct, ks)
 
 
 def test_the_reported_ks() -> None:

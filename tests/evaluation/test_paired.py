@@ -84,6 +84,8 @@ def test_the_least_p_of_the_sign_flip_test():
     assert (least_sign_flip_p(5), least_sign_flip_p(8)) == (0.0625, 0.0078125)
     for n in (2, 5, 8):
         assert float(sign_flip_p(np.arange(1.0, n + 1))) == least_sign_flip_p(n)
+    with pytest.raises(ValueError, match="at most 20"):
+        sign_flip_p(np.ones(21))
 
 
 def test_holm_on_a_hand_computed_case():

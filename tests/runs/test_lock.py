@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from waiting import wait_until
 
 from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_json
@@ -174,6 +175,25 @@ def test_the_heartbeat_goes_on_until_the_lock_is_released_or_taken_over(
     assert "was taken over by process 4242 on node7" in capsys.readouterr().err
     lock.release()
     assert json.loads((tmp_path / "LOCK.json").read_text())["token"] == "theirs"
+
+
+def test_a_record_that_is_damaged_for_a_moment_does_not_end_the_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT", 0.01)
+    lock, record = DirectoryLock(tmp_path / "LOCK"), tmp_path / "LOCK.json"
+    lock.acquire()
+    whole = record.read_text()
+
+    def seen() -> bool:
+        record.write_text("{")  # again where a heartbeat that had begun replaced it
+        return "no heartbeat for" in capsys.readouterr().err
+
+    wait_until(seen)
+    record.write_text(whole)
+    wait_until(lambda: json.loads(record.read_text())["heartbeat"] > json.loads(whole)["heartbeat"])
+    lock.release()
+    assert not record.exists()
 
 
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
