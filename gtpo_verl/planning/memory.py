@@ -72,7 +72,7 @@ def memory_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capa
     parameters_away, optimizer_away = engine_config.param_offload or always, engine_config.optimizer_offload or always
     # Megatron's gradient buffers stay unless parameters are offloaded; FSDP's gradients are gone after the update
     buffers = gradients if parallel.megatron and not parameters_away else 0.0
-    engine = engine_of(config, shape, parallel, capacity)
+    engine = engine_of(config, shape, capacity)
     asleep = float(ASLEEP) if rollout.free_cache_engine else engine.budget
 
     held = {  # by the trainer, outside of an update
@@ -201,7 +201,7 @@ def entropy_bytes(config: DictConfig, shape: ModelShape, tokens: int, parallel: 
     return tokens * width * 3 * (BF16 if parallel.megatron else FP32)
 
 
-def engine_of(config: DictConfig, shape: ModelShape, parallel: Parallelism, capacity: float) -> Engine:
+def engine_of(config: DictConfig, shape: ModelShape, capacity: float) -> Engine:
     """vLLM's share of a GPU: weights, workspace, and the rest as KV cache."""
     rollout = config.actor_rollout_ref.rollout
     each = ENGINE_DTYPES[rollout.dtype]

@@ -112,7 +112,7 @@ def make_plan(
     on_gpu = config.trainer.device != "cpu"
     time = None
     if on_gpu or measured is not None:
-        time = step_time(config, shape, parallel, step, engine_of(config, shape, parallel, capacity), assumptions)
+        time = step_time(config, shape, parallel, step, engine_of(config, shape, capacity), assumptions)
     return Plan(
         algorithm=config.algorithm.adv_estimator,
         shape=shape,

@@ -204,7 +204,7 @@ def step_time(
         decoder = _Decoder(config, shape, engine, lengths, values, parallel.replicas, parallel.rollout_tensor)
         concurrent = decoder.concurrent(min(_window(config, step), step.generated_prompts) * step.responses_per_prompt)
         generate = _generation(decoder, step, concurrent)
-        guide = _guide_wait(decoder, parallel, step, generate)
+        guide = _guide_wait(decoder, step, generate)
         network = Network.of(config, values)
         update = update_seconds(config, shape, parallel, step, network, update)
         if old_log_prob:
@@ -272,7 +272,7 @@ def _generation(decoder: _Decoder, step: Step, concurrent: int) -> float:
     return bulk + tail + prefilled / decoder.flops
 
 
-def _guide_wait(decoder: _Decoder, parallel: Parallelism, step: Step, generate: float) -> float:
+def _guide_wait(decoder: _Decoder, step: Step, generate: float) -> float:
     """Seconds that a guide adds to a step's generation: a response of mean length behind the last first one that is
     judged, by the policy or the guide, whichever is slower; and servers that do not keep up with the policy.
     """
@@ -283,8 +283,7 @@ def _guide_wait(decoder: _Decoder, parallel: Parallelism, step: Step, generate: 
     if served is None:
         return by_policy
     size, shape = guide.tensor_parallel_size, load_shape(str(guide.model))
-    servers = replace(parallel, rollout=size, rollout_tensor=size, replicas=guide.replicas)
-    engine = engine_of(served, shape, servers, values["gpu_memory"] * GIB)
+    engine = engine_of(served, shape, values["gpu_memory"] * GIB)
     decoder = replace(decoder, shape=shape, engine=engine, replicas=guide.replicas, tensor=size)
     rows = values["guided_share"] * step.generated_prompts * guide.reserved
     busy = decoder.bulk(rows / decoder.replicas, decoder.concurrent(rows))
