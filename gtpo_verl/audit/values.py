@@ -25,7 +25,7 @@ class Values:
     trials: (2, N, M + 1), how many continuations are behind each, at least 2; infinite where V is known.
     correct: (N,) bool, the verdicts. prompt: (N,) names; intervals resample them.
     weight: (N,) positive, 1 / the probability with which the response was chosen. steps: (N,) how many steps each has,
-    at most M; None where all have M.
+    at most M.
     """
 
     halves: Floats
@@ -33,7 +33,7 @@ class Values:
     correct: Bools
     prompt: tuple[str, ...]
     weight: Floats
-    steps: Ints | None = None
+    steps: Ints
 
     @classmethod
     def of_counts(
@@ -52,8 +52,7 @@ class Values:
     @property
     def is_step(self) -> Bools:
         """Whether the response has the step, (N, M)."""
-        count, most = self.halves.shape[1], self.halves.shape[2] - 1
-        return np.arange(most) < (np.full(count, most) if self.steps is None else self.steps)[:, None]
+        return np.arange(self.halves.shape[2] - 1) < self.steps[:, None]
 
     @property
     def mean(self) -> Floats:

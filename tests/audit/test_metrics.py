@@ -245,6 +245,7 @@ def test_scale_order_and_names_change_nothing(sampled: Sampled, scored: dict[str
         values.correct[order],
         tuple(names[values.prompt[row]] for row in order),
         values.weight[order] * 3,
+        values.steps[order],
     )
     before = analyse(values, scored, draws=DRAWS)
     scaled = {
@@ -274,7 +275,8 @@ def test_the_first_irrecoverable_step() -> None:
         [[0.5, 0.6, 0.0, 0.2, 0.0, 0.0], [0.01, 0.01, 0, 0, 0, 0], [0.5, 0.5, 0.5, 0.5, 0.5, 0.0], [0.5] * 5 + [1]]
     )
     correct = np.array([False, False, False, True])
-    found = first_losses(Values(np.stack([V, V]), np.full((2, *V.shape), 8.0), correct, tuple("abcd"), np.ones(4)))
+    trials, steps = np.full((2, *V.shape), 8.0), np.full(4, 5)
+    found = first_losses(Values(np.stack([V, V]), trials, correct, tuple("abcd"), np.ones(4), steps))
     assert found.tolist() == [3, -1, -1, -1]  # the 0 before 0.2 was recovered from
 
 

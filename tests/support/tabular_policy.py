@@ -50,7 +50,8 @@ class Sampled:
 
     def exact(self, steps: int) -> Values:
         V = np.take_along_axis(self.V, self.points(steps), axis=1)
-        return Values(np.stack([V, V]), np.full((2, *V.shape), np.inf), self.correct, self.prompt, np.ones(len(V)))
+        known, counts = np.full((2, *V.shape), np.inf), np.full(len(V), steps)
+        return Values(np.stack([V, V]), known, self.correct, self.prompt, np.ones(len(V)), counts)
 
     def values(self, steps: int, continuations: int, rng: np.random.Generator) -> Values:
         """Values by continuations: the number of correct ones is binomial. V(0) is shared by a prompt's responses."""
