@@ -149,11 +149,12 @@ def _mixed(log_prob: torch.Tensor, *others: Any, **clips: Any) -> Losses:
     return loss(log_prob, *others, **_of_guide(log_prob), **clips)
 
 
-def _register(name: str, loss: Callable[..., Losses]) -> Callable[..., tuple[torch.Tensor, dict[str, float]]]:
-    """Register a loss whose tensors are (micro-batch, T), and return what verl calls. That returns the share of the
-    micro-batch in the loss of the global batch, and `actor/...` metrics.
+def _register(name: str, loss: Callable[..., Losses]) -> None:
+    """Register a loss whose tensors are (micro-batch, T). What verl calls returns the share of the micro-batch in the
+    loss of the global batch, and `actor/...` metrics.
     """
 
+    @register_policy_loss(name)
     def policy_loss(
         old_log_prob: torch.Tensor,
         log_prob: torch.Tensor,
@@ -174,9 +175,6 @@ def _register(name: str, loss: Callable[..., Losses]) -> Callable[..., tuple[tor
         )
         return mean, _named(metrics)
 
-    register_policy_loss(name)(policy_loss)
-    return policy_loss
-
 
 def _named(metrics: surrogates.Metrics) -> dict[str, float]:
     """verl's names where verl has the metric."""
@@ -184,7 +182,7 @@ def _named(metrics: surrogates.Metrics) -> dict[str, float]:
     return {f"actor/{name}": value.item() for name, value in named.items()}
 
 
-grpo_s_policy_loss = _register(GRPO_S.loss, _grpo_s)
+_register(GRPO_S.loss, _grpo_s)
 _register("ce_gppo", partial(_of_tokens, surrogates.ce_gppo_loss, settings=("beta1", "beta2")))
 _register("aspo", partial(_of_tokens, surrogates.aspo_loss))
 _register("dcpo_clip", partial(_of_tokens, surrogates.dcpo_clip_loss))
