@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     declare(
         what,
-        ("--follow", False, "follow the log to the end of the job (default)"),
-        ("--detach", False, "print the job's id and return"),
+        ("--detach", False, "print the job's id and return, without following its log to the end"),
         ("--list", False, "show the trainings that were submitted to this cluster"),
         ("--logs JOB", str, "follow the log of one of them, from the beginning"),
     )
