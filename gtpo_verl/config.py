@@ -42,6 +42,7 @@ GROUPS = ("algo", "setting", "task", "verifier", "backend", "layout", "hardware"
 VERLS_WORKERS = 8  # verl's number of agent loop workers and of TransferQueue's storage units, on any number of nodes
 WORKERS_PER_NODE = 2  # not measured: verl deals them to the nodes in turn, and with fewer than nodes some have none
 TRAIN = "train"  # the primary file in configs/
+DATA_FILES = ("train_files", "val_files")  # of `data`
 # Sections that verl passes on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
 _FREE = {
     *("engine_kwargs", "override_config", "override_ddp_config", "override_mcore_model_config"),
@@ -378,7 +379,7 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     for section, name in ((config.actor_rollout_ref.model, "path"), (config.algorithm.guide, "model")):
         if isinstance(section[name], str) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
             section[name] = _absolute(section[name])
-    for name in ("train_files", "val_files"):
+    for name in DATA_FILES:
         if (given := config.data[name]) is not None:
             config.data[name] = _absolute(given) if isinstance(given, str) else [_absolute(file) for file in given]
 

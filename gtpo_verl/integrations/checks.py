@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from gtpo_verl.algorithms.mixed_policy import guide_config
-from gtpo_verl.config import files_of
+from gtpo_verl.config import DATA_FILES, files_of
 from gtpo_verl.data.models import tokenizer_faults
 from gtpo_verl.data.table import FORMATS, open_table
 from gtpo_verl.data.traces import check_traces
@@ -32,7 +32,6 @@ ENGINE_MODULES = {
     "delta_sharded": "delta_checkpoint_engine",
 }
 PROBE = "Let x_1 = 12.5; then 3·x_1 + 7 ≥ 44.\n\n\tSo the answer is \\boxed{44}."  # which two tokenizers split alike
-FILES = ("train_files", "val_files")
 VERIFIER_TIMEOUT = 60.0  # seconds; some verifiers start a pool of processes first
 
 
@@ -143,7 +142,7 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
         return
     options = {"add_generation_prompt": True, "return_dict": False} | dict(data.get("apply_chat_template_kwargs") or {})
     every = data.truncation == "error" and not data.get("filter_overlong_prompts")
-    for part, file in _local_files(config, *FILES):
+    for part, file in _local_files(config, *DATA_FILES):
         rows = open_table(file).rows([data.prompt_key])
         for number, row in enumerate(itertools.islice(rows, None if every else 1)):
             place = f"data.{part}={file}: the prompt of row {number}"
@@ -220,7 +219,7 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
         yield Problem(f"reward.custom_reward_function cannot be loaded: {raised_in(file, cause)}")
         return
     try:
-        for key, data in _local_files(config, *FILES):
+        for key, data in _local_files(config, *DATA_FILES):
             found = open_table(data).first_rows(config.data.reward_fn_key, ("reward_model", "extra_info"))
             for source, row in found.items():
                 place = f"the first prompt of data_source={source!r} in data.{key}={data}"

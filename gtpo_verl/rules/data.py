@@ -6,16 +6,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from gtpo_verl.config import files_of
+from gtpo_verl.config import DATA_FILES, files_of
 from gtpo_verl.data.table import open_table
 from gtpo_verl.data.traces import check_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.problems import Problem, note
 
-FILES = ("train_files", "val_files")
 
-
-def data(config: DictConfig, keys: Sequence[str] = FILES) -> Iterator[Problem]:
+def data(config: DictConfig, keys: Sequence[str] = DATA_FILES) -> Iterator[Problem]:
     """Local files have the columns that verl reads, and enough rows for a batch."""
     if own_class := config.data.get("custom_cls", {}).get("path"):
         yield note(
