@@ -369,7 +369,7 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
     assert lines[1].startswith(
         f"On sums, {metric}: rank correlation 1.00 of 8 methods, p 2.48e-05. They are dapo, psr, "
     )
-    assert lines[2] == "The same without methods with earlier results: 7, fewer than 8.", "PSR had results before"
+    assert lines[2] == "The same without the methods that were registered as known: 7, fewer than 8.", "PSR was known"
     left = "gtpo, grpo_s, fork20, dapo_blame, random60, prob_mask, qae"
     assert lines[-1].startswith("Not counted, as registered: random20, and because")
     assert lines[-1].endswith(f"a method before them: {left}.")

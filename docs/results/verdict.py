@@ -727,9 +727,13 @@ def correlation(seeds: Sequence[int]) -> list[str]:
         lines.append(f"On sums, {name}: {ranked(list(found.values()), True)} They are {', '.join(found)}.")
         unknown = [pair for method, pair in found.items() if method not in KNOWN]
         beside = ranked(unknown, True) if len(unknown) >= FEWEST else f"{len(unknown)}, fewer than {FEWEST}."
-        lines.append(f"The same without methods with earlier results: {beside}")
+        lines.append(f"The same without the methods that were registered as known: {beside}")
         unread = [pair for method, pair in found.items() if method not in PARTS["A"].arms]
         lines.append(f"Not registered, without part A's arms, whose results were known: {ranked(unread, False)}")
+    lines.append(
+        "Not registered: seven of the ten had results on sums, DAPO by construction, fork20, dapo_blame and random60 on "
+        "these seeds, PSR, prob_mask and QAE in trials."
+    )
     every = (*PARTS["A"].arms, *PARTS["B"].arms)
     alike = [arm for arm in every if arm not in counted_on_sums() and arm != CONTROLS[0]]
     why = f"because of credits that correlate with r ≥ {ALIKE} with those of a method before them"
