@@ -161,6 +161,30 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
                     "that, or leave long prompts out with data.filter_overlong_prompts=true."
                 )
                 break
+    if data.get("filter_overlong_prompts"):
+        yield from _enough_fit(config, lambda messages: len(tokenizer.apply_chat_template(messages, **options)))
+
+
+def _enough_fit(config: DictConfig, length: Callable[[Any], int]) -> Iterator[Problem]:
+    """Prompts for training that are not too long make a batch; the others verl leaves out."""
+    data = config.data
+    files = [file for _, file in _local_files(config, "train_files")]
+    if data.train_files is None or files != files_of(data.train_files):
+        return
+
+    def fits(messages: Any) -> bool:
+        try:
+            return length(messages) <= data.max_prompt_length
+        except Exception:  # verl leaves it out too
+            return False
+
+    rows = (row for file in files for row in open_table(file).rows([data.prompt_key]))
+    fitting = itertools.islice((row for row in rows if fits(row[data.prompt_key])), data.train_batch_size)
+    if (found := len(list(fitting))) < data.train_batch_size:
+        yield Problem(
+            f"data.max_prompt_length={data.max_prompt_length}: {found} prompts of data.train_files are as short, fewer "
+            f"than data.train_batch_size={data.train_batch_size}, and data.filter_overlong_prompts leaves out the rest."
+        )
 
 
 def guide(config: DictConfig) -> Iterator[Problem]:
@@ -223,13 +247,25 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
             found = open_table(data).first_rows(config.data.reward_fn_key, ("reward_model", "extra_info"))
             for source, row in found.items():
                 place = f"the first prompt of data_source={source!r} in data.{key}={data}"
-                _ask(function, file, place, row, config.data.reward_fn_key)
+                result = _ask(function, file, place, row, config.data.reward_fn_key)
+                if key == "train_files" and config.algorithm.filter_groups.enable:
+                    _filtered_on(config.algorithm.filter_groups.metric, result, place)
     finally:
         close_pools()  # the run's own are in the reward workers
 
 
-def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[str, Any], source_key: str) -> None:
-    """Ask for one verdict on the row at a place; raises a UserError where there is none."""
+def _filtered_on(metric: str, result: Any, place: str) -> None:
+    """Refuse a metric of dynamic sampling that is no number of what the verifier returns."""
+    names = {"reward", *(result if isinstance(result, dict) else ("acc", "score"))}
+    key = f"algorithm.filter_groups.metric={metric}"
+    if metric not in names:
+        raise UserError(f"{key}: the verifier does not return it on {place}{choose_from(metric, sorted(names))}")
+    if isinstance(result, dict) and metric in result:
+        _finite(result[metric], f"{key}: the verifier", place)
+
+
+def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[str, Any], source_key: str) -> Any:
+    """What the verifier returns for the row at a place; raises a UserError where that is no verdict."""
     truth = row["reward_model"].get("ground_truth")
     arguments = {
         "data_source": row[source_key],
@@ -258,7 +294,7 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
         raise UserError(f"the verifier fails on {place} with {raised_in(file, error)}") from error
     if not isinstance(result, dict):
         _finite(result, who, place)
-        return
+        return result
     if result.get("verifier_failure"):
         raise UserError(
             f"{who} gives no verdict on {place} ({result['verifier_failure']}), whose right answer is "
@@ -272,6 +308,7 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
             )
     verdict(result, f"on {place}" + (f" ({file})" if file else ""))
     _finite(result["score"], who, place)
+    return result
 
 
 def _finite(score: Any, who: str, place: str) -> None:
@@ -281,7 +318,7 @@ def _finite(score: Any, who: str, place: str) -> None:
     except (TypeError, ValueError, OverflowError):
         finite = False
     if not finite:
-        raise UserError(f"{who} gives {score!r:.60} on {place}: the reward must be a finite number.")
+        raise UserError(f"{who} gives {score!r:.60} on {place}: it must be a finite number.")
 
 
 def _local_files(config: DictConfig, *keys: str) -> Iterator[tuple[str, str]]:

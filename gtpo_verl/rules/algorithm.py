@@ -90,7 +90,13 @@ def ignored(config: DictConfig) -> Iterator[Problem]:
 
 
 def verdicts(config: DictConfig) -> Iterator[Problem]:
-    """Every method needs verdicts, which a reward model alone does not give."""
+    """Every method needs verdicts, which a reward model alone does not give, and which can differ."""
+    threshold, path = config.algorithm.correct_threshold, str(config.reward.custom_reward_function.path)
+    if path.startswith("pkg://gtpo_verl.") and not 0 < threshold <= 1:
+        yield Problem(
+            f"algorithm.correct_threshold={threshold}: this verifier's `acc` is from 0 to 1, and "
+            f"{'no' if threshold > 1 else 'every'} response would be right. Set it above 0 and at most 1."
+        )
     if config.reward.reward_model.enable and not config.reward.custom_reward_function.path:
         yield Problem(
             "reward.reward_model.enable=true without a reward function gives scores and no verdict (`acc`): name a "

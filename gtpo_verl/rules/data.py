@@ -27,9 +27,11 @@ def data(config: DictConfig, keys: Sequence[str] = DATA_FILES) -> Iterator[Probl
             columns = ", ".join(sorted(_columns(config)))
             yield Problem(f"no data: set data.{key}=FILE.parquet in verl's schema (columns {columns}).")
             continue
-        for file in files_of(files):
-            if "://" not in file:
-                yield from _file(config, key, file)
+        local = [file for file in files_of(files) if "://" not in file]
+        found = [problem for file in local for problem in _file(config, key, file)]
+        yield from found
+        if key == "train_files" and not found and local == files_of(files):
+            yield from _enough(config, local)
 
 
 def _columns(config: DictConfig) -> set[str]:
@@ -64,10 +66,16 @@ def _file(config: DictConfig, key: str, file: str) -> Iterator[Problem]:
         for column in () if faults else sorted(_columns(config)):
             if (row := table.empty_row(column)) is not None:
                 yield Problem(f"{place}: row {row} (the first is 0) has no {column}: fill it in, or remove the row.")
-    if key == "train_files" and len(table) < config.data.train_batch_size and len(files_of(config.data[key])) == 1:
-        yield Problem(
-            f"{place} has {len(table)} prompts, fewer than data.train_batch_size={config.data.train_batch_size}."
-        )
+
+
+def _enough(config: DictConfig, files: Sequence[str]) -> Iterator[Problem]:
+    """The prompts for training make a batch; verl would divide by its number of batches, minutes after the start."""
+    rows, most = sum(len(open_table(file)) for file in files), config.data.get("train_max_samples", -1)
+    size, place = config.data.train_batch_size, f"data.train_files={', '.join(files)}"
+    if rows < size:
+        yield Problem(f"{place} has {rows} prompts, fewer than data.train_batch_size={size}.")
+    elif 0 < most < size:
+        yield Problem(f"data.train_max_samples={most} is below data.train_batch_size={size}.")
 
 
 def _schema_faults(schema: Any, prompt_key: str) -> Iterator[str]:

@@ -9,12 +9,13 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gtpo_verl.errors import first_line
 from gtpo_verl.planning.memory import ENGINE_DTYPES, MODEL_DTYPES
 from gtpo_verl.problems import Problem
+from gtpo_verl.runs.checkpoints import CONTENTS
 from gtpo_verl.seeds import LARGEST
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -69,6 +70,10 @@ _POSITIVE = real(lambda value: 0 < value < inf)
 _ABOVE_0 = Kind(_POSITIVE, "it must be a finite number above 0", null=True)
 _SECONDS = Kind(real(lambda value: value > 0), "it must be a number above 0", null=True)
 _COUNT = Kind(whole(0), "it must be a whole number, at least 0")
+_CONTENTS = Kind(
+    lambda value: isinstance(value, ListConfig) and all(each in CONTENTS for each in value),
+    f"it must be a list of {', '.join(CONTENTS[:-1])} and {CONTENTS[-1]}",
+)
 # Of every command that samples; the settings of a recorded run are among them.
 SAMPLING: Table = (
     (_SEED, "", "seed"),
@@ -77,6 +82,7 @@ SAMPLING: Table = (
     (_SIZE, ACTOR, "ppo_mini_batch_size ppo_epochs"),
     (_SIZE, ROLLOUT, "tensor_model_parallel_size data_parallel_size pipeline_model_parallel_size max_num_seqs"),
     (_SIZE, "reward.reward_kwargs", "max_resp_len"),
+    (_SIZE, "reward", "num_workers"),
     (_SIZE_IF_ANY, ACTOR, "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu ulysses_sequence_parallel_size"),
     (_SIZE_IF_ANY, ROLLOUT, "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu"),
     (_SIZE_IF_ANY, ROLLOUT, "max_model_len max_num_batched_tokens agent.num_workers"),
@@ -88,7 +94,7 @@ SAMPLING: Table = (
     (_RATE, ACTOR, "clip_ratio clip_ratio_low clip_ratio_high"),
     (_RATE, ROLLOUT, "val_kwargs.temperature"),
     (_RATE, OVERLONG, "penalty_factor"),
-    (_FINITE, "algorithm", "correct_threshold"),
+    (replace(_FINITE, null=False), "algorithm", "correct_threshold"),
     (_FINITE, OVERLONG, "len"),
     (_FINITE, ROLLOUT, "nnodes"),
     (one_of(*ENGINE_DTYPES), ROLLOUT, "dtype"),
@@ -102,6 +108,7 @@ TRAINING: Table = (
     (_FINITE, ACTOR, "entropy_coeff policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
     (_RATE, ACTOR, "kl_loss_coef policy_loss.clip_cov_ratio policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef"),
     (_ABOVE_0, ACTOR, "loss_scale_factor"),
+    (_CONTENTS, f"{ACTOR}.checkpoint", "save_contents load_contents"),
     (_SECONDS, "guards", "stall_timeout phase_timeout reward_timeout"),
     (_SHARE, "guards", "max_failed_share"),
     (one_of("stop", "skip"), "guards", "not_finite"),
@@ -120,6 +127,8 @@ _FSDP: Table = (
     (_SIZE, f"{ACTOR}.fsdp_config", "ulysses_sequence_parallel_size"),
     (Kind(whole(-1, MOST), f"it must be -1, for all GPUs, or from 1 to {MOST:,}"), f"{ACTOR}.fsdp_config", "fsdp_size"),
     (one_of(*MODEL_DTYPES, null=True), f"{ACTOR}.fsdp_config", "model_dtype"),
+    (Kind(real(lambda value: value > 0), "it must be above 0; 1e9 clips nothing"), ACTOR, "optim.clip_grad"),
+    (one_of("constant", "cosine"), ACTOR, "optim.lr_scheduler_type"),
 )
 _MEGATRON: Table = (
     (_SIZE, f"{ACTOR}.megatron", "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size"),

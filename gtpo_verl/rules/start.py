@@ -13,9 +13,10 @@ from gtpo_verl.files import check_writable, obstacle
 from gtpo_verl.integrations.launch import joined_cluster
 from gtpo_verl.problems import Problem, warning
 from gtpo_verl.runs import checkpoints
-from gtpo_verl.runs.checkpoints import Layout, Start
+from gtpo_verl.runs.checkpoints import FSDP, VERL_CONTENTS, Layout, Start
 from gtpo_verl.runs.continuation import changes, refusal
 
+CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
 # verl's loggers: the package that each imports, and variables and files of which one says who logs in.
 _WANDB = (
     "wandb",
@@ -59,17 +60,30 @@ def checkpoint(config: DictConfig) -> Iterator[Problem]:
             f"trainer.total_training_steps={trainer.total_training_steps}: there is nothing to do, {start.folder} is "
             "saved already. Give more steps, or another trainer.run_dir."
         )
+    actor = config.actor_rollout_ref.actor
+    if not ({"model"} if actor.strategy in FSDP else {"model", "hf_model"}) & set(actor.checkpoint.load_contents):
+        yield Problem(
+            f"{CHECKPOINT}.load_contents={actor.checkpoint.load_contents}: the steps after {start.folder} would be "
+            "trained on the weights of the base model. Add model, if it was saved, or begin in another trainer.run_dir."
+        )
     run_dir = Path(trainer.run_dir)
     if message := refusal(changes(run_dir, config), list(trainer.allow_changes)):
         yield Problem(f"trainer.run_dir={run_dir}: {message}")
 
 
 def saves_whole(config: DictConfig) -> Iterator[Problem]:
-    """Checkpoints are completed: verl's V1 trainers never finish what Megatron saves in the background."""
-    key = "actor_rollout_ref.actor.checkpoint.async_save"
+    """Checkpoints are completed, which verl's V1 trainers do not wait for where Megatron saves in the background, and
+    have all that a training goes on with.
+    """
+    key = f"{CHECKPOINT}.async_save"
     if config.actor_rollout_ref.actor.strategy == "megatron" and OmegaConf.select(config, key):
         yield Problem(
             f"{key}=true: no checkpoint would be completed, as verl's trainer never waits for one. Remove it."
+        )
+    saved = config.actor_rollout_ref.actor.checkpoint.save_contents
+    if lacking := ", ".join(name for name in VERL_CONTENTS if name not in saved):
+        yield warning(
+            f"{CHECKPOINT}.save_contents={saved} lacks {lacking}: a training that ended cannot go on as if it had not."
         )
 
 

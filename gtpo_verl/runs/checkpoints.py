@@ -17,7 +17,8 @@ from gtpo_verl.errors import UserError
 from gtpo_verl.files import write_atomically, write_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
-VERL_CONTENTS = ("model", "optimizer", "extra")  # verl's default; hf_model is the fourth
+VERL_CONTENTS = ("model", "optimizer", "extra")  # verl's default
+CONTENTS = (*VERL_CONTENTS, "hf_model")
 # Where verl's engines save weights in Hugging Face format below a checkpoint: FSDP, Megatron
 HF_WEIGHTS = (Path("actor", "huggingface"), Path("actor", "model", "huggingface"))
 MODEL_LINK = "model"  # in a run's directory

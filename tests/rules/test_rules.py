@@ -29,9 +29,10 @@ from gtpo_verl.rules import model as model_rules
 from gtpo_verl.rules import overrides, stages, start
 from gtpo_verl.tasks.model import build_model, build_tokenizer
 
+OURS = "reward.custom_reward_function.path=pkg://gtpo_verl.verifiers.reward"
 REWARD = """
 def good(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": 1.0, "acc": 1.0}
+    return {"score": 1.0, "acc": 1.0, "pred": "two"}
 def number(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0
 def text(data_source, solution_str, ground_truth, extra_info=None):
@@ -95,6 +96,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (directory / "not.jsonl").write_text('{"prompt":')
     (directory / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (directory / "train.json").write_text(json.dumps(rows))
+    (directory / "small.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:3]))
     lacking = {name: value for name, value in rows[0].items() if name != "reward_model"}
     (directory / "lacking.jsonl").write_text(json.dumps(lacking) + "\n")
     (directory / "traces.jsonl").write_text(
@@ -163,6 +165,8 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.val_files=DIR/no_truth.parquet", "reward_model must be a dict with ground_truth"),
         ("data.val_files=DIR/damaged.parquet", "damaged.parquet is not a parquet file, or it is damaged"),
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
+        ("data.train_files=[DIR/small.parquet,DIR/small.jsonl]", "has 6 prompts, fewer than data.train_batch_size=64"),
+        ("data.train_max_samples=3", "data.train_max_samples=3 is below data.train_batch_size=64"),
         ("data.train_batch_size=30", "not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5", "does not divide by"),
         ("trainer.n_gpus_per_node=3", "does not divide over 3 data-parallel ranks"),
@@ -177,6 +181,13 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("actor_rollout_ref.actor.loss_scale_factor=-5", "loss_scale_factor=-5: it must be a finite number above 0"),
         ("actor_rollout_ref.actor.entropy_coeff=nan", "entropy_coeff=nan: it must be a finite number"),
         ("actor_rollout_ref.actor.policy_loss.ppo_kl_coef=-1", "ppo_kl_coef=-1: it must be a finite"),
+        ("actor_rollout_ref.actor.optim.clip_grad=-1", "clip_grad=-1: it must be above 0; 1e9 clips nothing"),
+        ("actor_rollout_ref.actor.optim.lr_scheduler_type=wsd", "lr_scheduler_type=wsd: choose constant or cosine"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=[weights]", "it must be a list of model, optimizer, extra"),
+        ("actor_rollout_ref.actor.checkpoint.save_contents=null", "load_contents=null: it must be a list of model"),
+        ("reward.num_workers=0", "reward.num_workers=0: it must be from 1 to"),
+        (f"{OURS} algorithm.correct_threshold=5", "no response would be right. Set it above 0 and at most 1"),
+        (f"{OURS} algorithm.correct_threshold=0", "every response would be right. Set it above 0"),
         ("+algorithm.gtpo.max_length=100", "there is no setting 'max_length'"),
         ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0", "penalty_factor=0: it must be above 0"),
         ("reward.reward_manager.name=naive", "applies no overlong penalty: set it to dapo"),
@@ -551,7 +562,7 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
         ),
         ("reward.custom_reward_function.name=crashes", "ZeroDivisionError"),
         ("reward.custom_reward_function.name=text", "gives 'right' on the first prompt"),
-        ("reward.custom_reward_function.name=not_finite", "the reward must be a finite number"),
+        ("reward.custom_reward_function.name=not_finite", ": it must be a finite number"),
         ("reward.custom_reward_function.name=no_score", "add `score`"),
         ("reward.custom_reward_function.name=odd_verdict", "acc=[1.0] on the first prompt"),
         ("reward.custom_reward_function.name=crashes", "reward.py:"),
@@ -560,6 +571,8 @@ def test_verifiers_that_give_a_verdict_pass(composed: Composer, name: str) -> No
         ("reward.custom_reward_function.name=absent", "cannot be loaded: AttributeError"),
         ("reward.custom_reward_function.path=null", "no verifier for the first prompt of data_source='sums'"),
         ("reward.custom_reward_function.path=null", "verifier=boxed (reasoning_gym for its own problems)"),
+        ("algorithm.filter_groups.metric=seq_final_reward", "the verifier does not return it on the first prompt of"),
+        ("algorithm.filter_groups.metric=pred", "the verifier gives 'two' on the first prompt"),
         ("algorithm.adv_estimator=gtpp", "did you mean gtpo?"),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=grpo-s", "did you mean grpo_s?"),
     ],
@@ -604,7 +617,15 @@ def test_a_prompt_that_verl_would_cut_is_refused_where_it_is_to_stop(
     with pytest.raises(UserError, match=r"train_files=.*: the prompt of row 0 has \d+ tokens, more than .*_length=1"):
         checks.check_with_verl(composed(*overrides))
     checks.check_with_verl(composed(*overrides, "data.truncation=left"))
-    checks.check_with_verl(composed(*overrides, "data.filter_overlong_prompts=true"))
+
+
+def test_prompts_that_are_left_out_for_their_length_make_no_batch(composed: Composer, tokenizer: Path) -> None:
+    filtered = (f"actor_rollout_ref.model.tokenizer_path={tokenizer}", "data.filter_overlong_prompts=true")
+    checks.check_with_verl(composed(*filtered))
+    with pytest.raises(
+        UserError, match=r"max_prompt_length=1: 0 prompts of data\.train_files are as short, fewer than"
+    ):
+        checks.check_with_verl(composed(*filtered, "data.max_prompt_length=1"))
 
 
 def test_a_chat_template_that_cannot_be_rendered_is_refused(
@@ -799,6 +820,17 @@ def test_a_checkpoint_that_cannot_be_resumed_is_named(
     write_fsdp(tmp_path / "checkpoints", 3)
     with pytest.raises(UserError, match=message):
         stages.check(composed(f"trainer.run_dir={tmp_path}", *overrides))
+
+
+def test_a_checkpoint_without_what_a_training_goes_on_with_is_named(
+    composed: Composer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"
+    stages.check(composed(f"trainer.run_dir={tmp_path}", contents))
+    assert "save_contents=['hf_model'] lacks model, optimizer, extra: a training that" in capsys.readouterr().out
+    write_fsdp(tmp_path / "checkpoints", 3)
+    with pytest.raises(UserError, match=r"global_step_3 would be trained on the weights of the base model"):
+        stages.check(composed(f"trainer.run_dir={tmp_path}", contents))
 
 
 def test_the_checkpoint_before_a_broken_one_is_taken_with_a_warning(
