@@ -75,9 +75,10 @@ def reason_in(lines: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """``; did you mean NAME?`` for the known name closest to ``word``, or an empty string where none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return f"; did you mean {close[0]}?" if close else ""
+    """``; did you mean NAME?`` for the known name closest to ``word``, in whatever case, or an empty string."""
+    names = {name.casefold(): name for name in known}
+    close = difflib.get_close_matches(word.casefold(), list(names), n=1, cutoff=cutoff)
+    return f"; did you mean {names[close[0]]}?" if close else ""
 
 
 def choose_from(word: str, known: Collection[str]) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gtpo_verl.errors import UserError, main_guard
+from gtpo_verl.errors import UserError, did_you_mean, main_guard
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,9 @@ def test_what_a_user_can_put_right_is_one_line(
     monkeypatch.setenv("GTPO_VERL_TRACEBACK", "1")
     with pytest.raises(type(error)):
         main_guard(command)
+
+
+def test_the_closest_name_is_found_in_whatever_case() -> None:
+    assert did_you_mean("GTPO", ["dapo", "gtpo", "Knight"]) == "; did you mean gtpo?"
+    assert did_you_mean("knigth", ["dapo", "gtpo", "Knight"]) == "; did you mean Knight?"
+    assert did_you_mean("luffy", ["dapo", "gtpo"]) == ""

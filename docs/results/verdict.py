@@ -731,8 +731,8 @@ def correlation(seeds: Sequence[int]) -> list[str]:
         unread = [pair for method, pair in found.items() if method not in PARTS["A"].arms]
         lines.append(f"Not registered, without part A's arms, whose results were known: {ranked(unread, False)}")
     lines.append(
-        "Not registered: seven of the ten had results on sums, DAPO by construction, fork20, dapo_blame and random60 on "
-        "these seeds, PSR, prob_mask and QAE in trials."
+        "Not registered: results of seven of the ten were known, DAPO's 0 by construction, those of fork20, dapo_blame "
+        "and random60 on these seeds, of PSR, prob_mask and QAE in trials."
     )
     every = (*PARTS["A"].arms, *PARTS["B"].arms)
     alike = [arm for arm in every if arm not in counted_on_sums() and arm != CONTROLS[0]]

@@ -45,9 +45,9 @@ examples:
   gtpo-verl prepare-data reasoning-gym:chain_sum,max_terms=2,max_digits=1      problems of a generator
 
 Of rows with the same problem and answer the first is kept (DAPO's files repeat each problem about 100 times, its AIME
-file 32 times: to average over 32 samples, set actor_rollout_ref.rollout.val_kwargs.n=32). Rows without an answer, and
-problems that occur with different answers, are left out. FILE.manifest.json beside the output holds checksums of inputs
-and output; a second call does nothing if nothing has changed.
+file 32 times: to average over 32 samples, set actor_rollout_ref.rollout.val_kwargs.n=32). Rows without a problem or an
+answer, and problems that occur with different answers, are left out. FILE.manifest.json beside the output holds
+checksums of inputs and output; a second call does nothing if nothing has changed.
 """
 
 
@@ -217,7 +217,7 @@ def _report(output: Path, summary: Summary, dataset: Dataset | None, conflicts: 
     table = Table("", "", title=str(output), show_header=False, title_justify="left")
     table.add_row("rows read", f"{summary.rows:,}")
     table.add_row("problems kept", f"{summary.problems:,}, {repeated} in the input")
-    table.add_row("left out: rows without an answer", f"{summary.without_answer:,}")
+    table.add_row("left out: rows without a problem or an answer", f"{summary.without_answer:,}")
     label = "left out: problems" if conflicts == "drop" else "first row kept: problems"
     table.add_row(f"{label} with different answers", f"{summary.conflicting:,}")
     table.add_row("left out: problems in --against", f"{summary.overlapping:,}")

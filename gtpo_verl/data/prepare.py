@@ -174,7 +174,7 @@ def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list
     conflicting: set[tuple[str, str]] = set()
     for row in rows:
         summary.rows += 1
-        if is_missing(row.answer):
+        if is_missing(row.answer) or is_missing(row.problem):
             summary.without_answer += 1
             continue
         problem = " ".join(unicodedata.normalize("NFC", row.problem).split())

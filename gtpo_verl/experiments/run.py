@@ -94,8 +94,10 @@ def train_all(
 
 def plan(overrides: Sequence[str], directory: Path | None, where: Where, *, gpu: str, measured: Path | None) -> int:
     """Print the runs of a sweep, their overrides and their cost; nothing is written, and no model or data is read."""
-    if measured is not None and not measured.is_dir():
-        raise UserError(f"--measured {measured}: no such directory; it must be a run's.")
+    if measured is not None:
+        from gtpo_verl.planning.measured import read_steps  # imports pandas
+
+        read_steps(measured)  # of one that cannot be read, each run would have no estimate
     console = _console()
     sweep, _ = embedded_task(define(overrides, directory, local=where.local))
     configs = _checked(sweep, console, where)

@@ -30,7 +30,11 @@ def read_steps(run_dir: Path) -> tuple[Any, pd.DataFrame]:
         )
     with reading(run_dir / CONFIG_FILE):
         config: Any = OmegaConf.load(run_dir / CONFIG_FILE)
-        load_shape(str(config.actor_rollout_ref.model.path))
+        model = str(config.actor_rollout_ref.model.path)
+    try:
+        load_shape(model)
+    except UserError as error:
+        raise UserError(f"--measured {run_dir}: the model that it trained is not known here: {error}") from error
     logged, _ = read_metrics(run_dir / METRICS_FILE)
     steps = pd.DataFrame([dict(logged[step]) for step in sorted(logged) if "timing_s/update_actor" in logged[step]])
     if steps.empty:

@@ -223,6 +223,8 @@ def test_a_directory_that_is_too_large_for_jobs_is_refused_by_their_check(
     with pytest.raises(UserError, match=r"holds more than 0 files or 50 MiB to carry"):
         plan(overrides, None, Where(), gpu="h100", measured=None)
     assert plan(overrides, None, Where(local=True), gpu="h100", measured=None) == 0
+    with pytest.raises(UserError, match=r"it must be the directory of a run"):
+        plan(overrides, None, Where(local=True), gpu="h100", measured=tmp_path)
 
 
 def test_the_cost_of_a_run_is_that_of_the_plan() -> None:

@@ -240,6 +240,15 @@ def test_a_run_that_skips_the_old_log_prob_pass_does_not_measure_it(run: Run, tm
     assert found["update_efficiency"].origin.startswith("measured")
 
 
+def test_a_measured_run_whose_model_is_not_here_is_named(run: Run, tmp_path: Path) -> None:
+    config = run("setting=paper_gtpo_7b")
+    step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
+    gone = run("setting=paper_gtpo_7b", {"actor_rollout_ref.model.path": str(tmp_path / "gone")})
+    directory = record(tmp_path / "run", gone, [step, step])
+    with pytest.raises(UserError, match=r"--measured .*run: the model that it trained is not known here: .*gone"):
+        make_plan(config, measured=directory)
+
+
 def test_what_is_given_wins_over_what_was_measured(run: Run, tmp_path: Path) -> None:
     config = run("setting=paper_gtpo_7b")
     step = logged(StepTime(300, 50, 0.25, 120, 29.75, 0), 2048, 150, 1234, 0.4)
