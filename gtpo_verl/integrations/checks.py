@@ -256,7 +256,7 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
 
 def _filtered_on(metric: str, result: Any, place: str) -> None:
     """Refuse a metric of dynamic sampling that is no number of what the verifier returns."""
-    names = {"reward", *(result if isinstance(result, dict) else ("acc", "score"))}
+    names = {"reward", *(result if isinstance(result, dict) else ("acc",))}  # verl calls a number `acc`
     key = f"algorithm.filter_groups.metric={metric}"
     if metric not in names:
         raise UserError(f"{key}: the verifier does not return it on {place}{choose_from(metric, sorted(names))}")

@@ -70,7 +70,7 @@ def _file(config: DictConfig, key: str, file: str) -> Iterator[Problem]:
 
 def _enough(config: DictConfig, files: Sequence[str]) -> Iterator[Problem]:
     """The prompts for training make a batch; verl would divide by its number of batches, minutes after the start."""
-    rows, most = sum(len(open_table(file)) for file in files), config.data.get("train_max_samples", -1)
+    rows, most = sum(len(open_table(file)) for file in files), config.data.train_max_samples
     size, place = config.data.train_batch_size, f"data.train_files={', '.join(files)}"
     if rows < size:
         yield Problem(f"{place} has {rows} prompts, fewer than data.train_batch_size={size}.")

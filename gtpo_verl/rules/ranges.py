@@ -108,6 +108,7 @@ TRAINING: Table = (
     (_FINITE, ACTOR, "entropy_coeff policy_loss.clip_cov_lb policy_loss.clip_cov_ub"),
     (_RATE, ACTOR, "kl_loss_coef policy_loss.clip_cov_ratio policy_loss.kl_cov_ratio policy_loss.ppo_kl_coef"),
     (_ABOVE_0, ACTOR, "loss_scale_factor"),
+    (Kind(whole(-1), "it must be a whole number, -1 for all"), "data", "train_max_samples"),
     (_CONTENTS, f"{ACTOR}.checkpoint", "save_contents load_contents"),
     (_SECONDS, "guards", "stall_timeout phase_timeout reward_timeout"),
     (_SHARE, "guards", "max_failed_share"),
