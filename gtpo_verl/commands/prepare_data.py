@@ -217,7 +217,7 @@ def _report(output: Path, summary: Summary, dataset: Dataset | None, conflicts: 
     table = Table("", "", title=str(output), show_header=False, title_justify="left")
     table.add_row("rows read", f"{summary.rows:,}")
     table.add_row("problems kept", f"{summary.problems:,}, {repeated} in the input")
-    table.add_row("left out: rows without a problem or an answer", f"{summary.without_answer:,}")
+    table.add_row("left out: rows without a problem or an answer", f"{summary.incomplete:,}")
     label = "left out: problems" if conflicts == "drop" else "first row kept: problems"
     table.add_row(f"{label} with different answers", f"{summary.conflicting:,}")
     table.add_row("left out: problems in --against", f"{summary.overlapping:,}")

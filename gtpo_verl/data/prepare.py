@@ -150,13 +150,14 @@ def loose_key(problem: str) -> str:
 @dataclass
 class Summary:
     """What the checks found. ``repetitions``: the smallest and the largest number of rows of a kept problem.
-    ``whole_prompts``: rows of ``--against`` whose instruction is not known, and is compared as part of the problem.
+    ``incomplete``: rows without a problem or an answer. ``whole_prompts``: rows of ``--against`` whose instruction is
+    not known, and is compared as part of the problem.
     """
 
     rows: int = 0
     problems: int = 0
     repetitions: tuple[int, int] = (1, 1)
-    without_answer: int = 0
+    incomplete: int = 0
     conflicting: int = 0
     overlapping: int = 0
     whole_prompts: int = 0
@@ -175,7 +176,7 @@ def select(rows: Iterable[Row], seen: set[str], *, conflicts: str) -> tuple[list
     for row in rows:
         summary.rows += 1
         if is_missing(row.answer) or is_missing(row.problem):
-            summary.without_answer += 1
+            summary.incomplete += 1
             continue
         problem = " ".join(unicodedata.normalize("NFC", row.problem).split())
         key = (problem, row.system)

@@ -133,7 +133,8 @@ def _tokenizer(settings: DictConfig, **options: Any) -> Any:
 
 def prompts(config: DictConfig) -> Iterator[Problem]:
     """The model's tokenizer renders the first prompt of every file; and every prompt fits where verl neither leaves
-    long ones out nor is told to cut them: it would train on the ends of them.
+    long ones out nor is told to cut them: it would train on the ends of them. Where they are left out, the others make
+    a batch.
     """
     data, settings = config.data, config.actor_rollout_ref.model
     try:
@@ -141,13 +142,18 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
     except Exception:  # it is not here, or `model` says what is wrong with it
         return
     options = {"add_generation_prompt": True, "return_dict": False} | dict(data.get("apply_chat_template_kwargs") or {})
-    every = data.truncation == "error" and not data.get("filter_overlong_prompts")
+    filtered = bool(data.get("filter_overlong_prompts"))
+    every = data.truncation == "error" and not filtered
+
+    def length(row: dict[str, Any]) -> int:
+        return len(tokenizer.apply_chat_template(row[data.prompt_key], **options))
+
     for part, file in _local_files(config, *DATA_FILES):
         rows = open_table(file).rows([data.prompt_key])
         for number, row in enumerate(itertools.islice(rows, None if every else 1)):
             place = f"data.{part}={file}: the prompt of row {number}"
             try:
-                length = len(tokenizer.apply_chat_template(row[data.prompt_key], **options))
+                tokens = length(row)
             except Exception as error:
                 yield Problem(
                     f"{place} cannot be rendered with the chat template of {tokenizer.name_or_path} "
@@ -155,35 +161,36 @@ def prompts(config: DictConfig) -> Iterator[Problem]:
                     "is broken."
                 )
                 break
-            if every and length > data.max_prompt_length:
+            if every and tokens > data.max_prompt_length:
                 yield Problem(
-                    f"{place} has {length} tokens, more than data.max_prompt_length={data.max_prompt_length}: raise "
+                    f"{place} has {tokens} tokens, more than data.max_prompt_length={data.max_prompt_length}: raise "
                     "that, or leave long prompts out with data.filter_overlong_prompts=true."
                 )
                 break
-    if data.get("filter_overlong_prompts"):
-        yield from _enough_fit(config, lambda messages: len(tokenizer.apply_chat_template(messages, **options)))
+    if filtered:
+        yield from _enough_fit(config, length)
 
 
-def _enough_fit(config: DictConfig, length: Callable[[Any], int]) -> Iterator[Problem]:
+def _enough_fit(config: DictConfig, length: Callable[[dict[str, Any]], int]) -> Iterator[Problem]:
     """Prompts for training that are not too long make a batch; the others verl leaves out."""
     data = config.data
     files = [file for _, file in _local_files(config, "train_files")]
     if data.train_files is None or files != files_of(data.train_files):
         return
 
-    def fits(messages: Any) -> bool:
+    def fits(row: dict[str, Any]) -> bool:
         try:
-            return length(messages) <= data.max_prompt_length
+            return length(row) <= data.max_prompt_length
         except Exception:  # verl leaves it out too
             return False
 
     rows = (row for file in files for row in open_table(file).rows([data.prompt_key]))
-    fitting = itertools.islice((row for row in rows if fits(row[data.prompt_key])), data.train_batch_size)
+    fitting = itertools.islice(filter(fits, rows), data.train_batch_size)
     if (found := len(list(fitting))) < data.train_batch_size:
         yield Problem(
-            f"data.max_prompt_length={data.max_prompt_length}: {found} prompts of data.train_files are as short, fewer "
-            f"than data.train_batch_size={data.train_batch_size}, and data.filter_overlong_prompts leaves out the rest."
+            f"data.max_prompt_length={data.max_prompt_length}: {found} prompts of data.train_files are rendered in as "
+            f"many tokens, fewer than data.train_batch_size={data.train_batch_size}, and data.filter_overlong_prompts "
+            "leaves out the rest."
         )
 
 

@@ -205,13 +205,13 @@ def test_different_answers_to_one_problem(write: Write, dapo_row: DapoRow, tmp_p
     assert [row["reward_model"]["ground_truth"] for row in rows_of(output)] == ["1", "2"]
 
 
-def test_rows_without_an_answer_are_left_out(write: Write, tmp_path: Path) -> None:
+def test_rows_without_a_problem_or_an_answer_are_left_out(write: Write, tmp_path: Path) -> None:
     values = (("A", "1"), ("B", ""), ("C", None), ("D", "  "), (" ", "5"))
     rows: Rows = [{"problem": p, "answer": a} for p, a in values]
     output = tmp_path / "out"
     assert prepare("parquet", write("mine.jsonl", rows), "--output", output) == 0
     assert len(rows_of(output)) == 1
-    assert manifest(output)["summary"]["without_answer"] == 4
+    assert manifest(output)["summary"]["incomplete"] == 4
     rows = [{"problem": p, "answer": a} for p, a in (("A", 1.5), ("B", float("nan")), ("C", None))]
     assert prepare("parquet", write("floats.parquet", rows), "--output", tmp_path / "floats") == 0
     assert [row["reward_model"]["ground_truth"] for row in rows_of(tmp_path / "floats")] == ["1.5"]

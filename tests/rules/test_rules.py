@@ -620,13 +620,21 @@ def test_a_prompt_that_verl_would_cut_is_refused_where_it_is_to_stop(
     checks.check_with_verl(composed(*overrides, "data.truncation=left"))
 
 
-def test_prompts_that_are_left_out_for_their_length_make_no_batch(composed: Composer, tokenizer: Path) -> None:
-    filtered = (f"actor_rollout_ref.model.tokenizer_path={tokenizer}", "data.filter_overlong_prompts=true")
+def test_prompts_that_are_left_out_for_their_length_make_no_batch(
+    composed: Composer, tokenizer: Path, tmp_path: Path
+) -> None:
+    truth = {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "2"}}
+    short, long = ({"prompt": [{"role": "user", "content": text}], **truth} for text in ("1+1", 40 * "1+" + "1"))
+    file = tmp_path / "train.parquet"
+    filtered = (
+        f"actor_rollout_ref.model.tokenizer_path={tokenizer}",
+        *(f"data.train_files={file}", "data.max_prompt_length=30", "data.filter_overlong_prompts=true"),
+    )
+    pd.DataFrame([long] + 64 * [short]).to_parquet(file)
     checks.check_with_verl(composed(*filtered))
-    with pytest.raises(
-        UserError, match=r"max_prompt_length=1: 0 prompts of data\.train_files are as short, fewer than"
-    ):
-        checks.check_with_verl(composed(*filtered, "data.max_prompt_length=1"))
+    pd.DataFrame([long] + 63 * [short] + [long]).to_parquet(file)
+    with pytest.raises(UserError, match=r"max_prompt_length=30: 63 prompts of data\.train_files are rendered in"):
+        checks.check_with_verl(composed(*filtered))
 
 
 def test_a_chat_template_that_cannot_be_rendered_is_refused(
