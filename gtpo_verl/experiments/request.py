@@ -22,7 +22,8 @@ DATA = ("data.train_files", "data.val_files")
 # Too large to carry: they lie on a file system that all nodes share, and a relative path is the one that it has here.
 SHARED = (*DATA, "actor_rollout_ref.model.path")
 CODE = (".py", ".yaml", ".yml", ".json", ".jinja", ".j2")  # of files that the job carries
-SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_size": 1}  # verl's names; any batch
+# verl's names; a batch and a number of prompts that any file satisfies
+SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_size": 1, "train_max_samples": -1}
 
 
 def run_dir_of(overrides: Sequence[str]) -> str:
@@ -141,7 +142,8 @@ def _missing(items: Sequence[Override]) -> Iterator[Problem]:
 
 def _data(values: dict[str, Any]) -> Iterator[Problem]:
     """The columns of those files that lie on this machine; an absolute path may be the cluster's alone."""
-    settings: dict[str, Any] = SCHEMA | {name: values[f"data.{name}"] for name in SCHEMA if f"data.{name}" in values}
+    given = {name: value for name in SCHEMA if type(value := values.get(f"data.{name}")) is type(SCHEMA[name])}
+    settings: dict[str, Any] = SCHEMA | given  # another type is for the rules of ranges, or the job
     settings["custom_cls"] = {"path": values.get("data.custom_cls.path")}
     for key in DATA:
         files = values.get(key)

@@ -79,6 +79,7 @@ SAMPLING: Table = (
     (_SEED, "", "seed"),
     (_SIZE, "trainer", "nnodes n_gpus_per_node"),
     (_SIZE, "data", "train_batch_size max_prompt_length max_response_length"),
+    (Kind(lambda value: isinstance(value, str), "it must name a column"), "data", "prompt_key reward_fn_key"),
     (_SIZE, ACTOR, "ppo_mini_batch_size ppo_epochs"),
     (_SIZE, ROLLOUT, "tensor_model_parallel_size data_parallel_size pipeline_model_parallel_size max_num_seqs"),
     (_SIZE, "reward.reward_kwargs", "max_resp_len"),

@@ -81,6 +81,17 @@ def test_data_that_lie_here_are_checked(thin: Path) -> None:
         check("data.train_files=bad.parquet")
 
 
+def test_settings_of_data_are_used_where_they_have_verls_type(data: Path) -> None:
+    """Another type is for the rules of ranges, which calculate with nothing."""
+    file = f'data.train_files="{data.name}"'
+    with pytest.raises(UserError, match=r"has 1 prompts, fewer than data\.train_batch_size=64"):
+        check(file, "data.train_batch_size=64")
+    with pytest.raises(UserError, match="lacks the column question"):
+        check(file, "data.prompt_key=question")
+    wrong = ["data.train_batch_size=null", "data.train_max_samples=many", "data.prompt_key=3"]
+    assert check(file, *wrong)[1:] == wrong
+
+
 def test_code_must_be_among_the_carried_files(thin: Path) -> None:
     (thin / "rewards").mkdir()
     (thin / "rewards" / "mine.py").write_text("")

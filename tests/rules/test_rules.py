@@ -167,6 +167,7 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
         ("data.train_files=[DIR/small.parquet,DIR/small.jsonl]", "has 6 prompts, fewer than data.train_batch_size=64"),
         ("data.train_max_samples=null", "data.train_max_samples=null: it must be a whole number, -1 for all"),
+        ("data.prompt_key=null", "data.prompt_key=null: it must name a column"),
         ("data.train_max_samples=3", "data.train_max_samples=3 is below data.train_batch_size=64"),
         ("data.train_batch_size=30", "not a multiple of actor_rollout_ref.actor.ppo_mini_batch_size=32"),
         ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=5", "does not divide by"),
