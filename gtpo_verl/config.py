@@ -378,7 +378,7 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     # absolute: Ray's workers have a working directory of their own
     for section, name in ((config.actor_rollout_ref.model, "path"), (config.algorithm.guide, "model")):
         if isinstance(section[name], str) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
-            section[name] = _absolute(section[name])
+            section[name] = str(Path(section[name]).expanduser().resolve())
     for name in DATA_FILES:
         if (given := config.data[name]) is not None:
             config.data[name] = _absolute(given) if isinstance(given, str) else [_absolute(file) for file in given]
@@ -436,7 +436,8 @@ def check_path_in_job(name: str, path: str | Path | None) -> None:
 
 
 def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().resolve())
+    # links are kept: in the hub's cache a file's name, by whose end verl tells its format, is that of the link
+    return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
 def files_of(value: Any) -> list[str]:

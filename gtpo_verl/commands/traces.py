@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _files(args: argparse.Namespace) -> tuple[Path, Path]:
-    source: Path = args.file.expanduser().resolve()
+    source: Path = args.file.expanduser().absolute()
     if not source.is_file():
         raise UserError(f"{args.file}: no such file; FILE is the parquet file whose prompts the guide answers.")
     if source.suffix != ".parquet":

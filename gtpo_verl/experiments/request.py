@@ -101,7 +101,7 @@ def _with_absolute_path(item: Override) -> str:
     """An override with absolute paths of what lies here."""
     given = _paths(item)
     here = {path: Path(path).expanduser() for path in given if _is_relative(path)}
-    paths = [str(here[path].resolve()) if path in here and here[path].exists() else path for path in given]
+    paths = [str(here[path].absolute()) if path in here and here[path].exists() else path for path in given]
     if paths == given:
         return line_of(item)
     listed = ",".join(map(quoted, paths))

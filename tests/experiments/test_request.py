@@ -75,6 +75,11 @@ def test_relative_data_become_the_same_file_for_hydra(data: Path, thin: Path) ->
     assert parse_overrides([word])[0].value() == [str(data), "/there.parquet"]
 
 
+def test_a_link_to_data_keeps_its_name(data: Path, thin: Path) -> None:
+    (thin / "link.parquet").symlink_to(data.rename(thin / "blob"))
+    assert check("data.train_files=link.parquet") == [f'data.train_files="{thin}/link.parquet"']
+
+
 def test_data_that_lie_here_are_checked(thin: Path) -> None:
     pq.write_table(pa.table({"prompt": ["1+1"]}), thin / "bad.parquet")
     with pytest.raises(UserError, match="lacks the columns data_source, reward_model"):

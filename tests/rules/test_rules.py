@@ -254,6 +254,14 @@ def test_json_is_data_as_it_is_to_verl(composed: Composer, name: str) -> None:
     assert len(RLHFDataset(config.data.train_files, tokenizer=None, config=config.data)) == 64
 
 
+def test_a_file_of_the_hubs_cache_is_known_by_its_link(
+    composed: Composer, inputs: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "blob").write_bytes(Path(inputs["data.train_files"]).read_bytes())
+    (tmp_path / "train.parquet").symlink_to(tmp_path / "blob")
+    stages.check(composed(f"data.train_files={tmp_path}/train.parquet"))
+
+
 def test_the_verifier_and_the_guides_responses_are_tried_on_json_too(composed: Composer) -> None:
     name = "reward.custom_reward_function.name=crashes"
     with pytest.raises(
