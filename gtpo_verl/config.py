@@ -192,7 +192,7 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
     Raises UserError: an option or key does not exist, with the nearest right name; an override does not parse.
     """
     parsed = parse_overrides(overrides)
-    _check_single(parsed)
+    check_single(parsed)
     with hydra_app():
         _check_options(parsed)
         of_groups = [item for item in parsed if item.is_hydra_override() or item.key_or_group in GROUPS]
@@ -243,7 +243,7 @@ def _of_methods() -> set[str]:
     return {f"algorithm.{name}" for name in (*algorithms(), "guide")}
 
 
-def _check_single(parsed: Sequence[Override]) -> None:
+def check_single(parsed: Sequence[Override]) -> None:
     """Refuse what would train no method or several."""
     for item in parsed:
         if item.is_sweep_override():

@@ -12,7 +12,17 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from gtpo_verl.config import GROUPS, SEARCH_PATH, choices, compose_config, line_of, parse_overrides, prepare, quoted
+from gtpo_verl.config import (
+    GROUPS,
+    SEARCH_PATH,
+    check_single,
+    choices,
+    compose_config,
+    line_of,
+    parse_overrides,
+    prepare,
+    quoted,
+)
 from gtpo_verl.errors import UserError, choose_from
 from gtpo_verl.problems import Problem, refuse
 from gtpo_verl.rules.data import data
@@ -43,6 +53,7 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     our config groups are looked at. Of data, what lies on this machine is checked. ``carried``: files of
     ``working_dir``, relative to it. UserError: everything that is wrong.
     """
+    check_single(parse_overrides(overrides))
     run_dir_of(overrides)
     result = [_with_absolute_path(item) for item in parse_overrides(overrides)]
     items = parse_overrides(result)
