@@ -39,9 +39,10 @@ SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_s
 def run_dir_of(overrides: Sequence[str]) -> str:
     """The run directory on the cluster. UserError: there is none, or it is relative: a job runs elsewhere."""
     path = _values(parse_overrides(overrides)).get(RUN_DIR)
-    if path is None or not Path(str(path)).is_absolute():
+    if path is None or not Path(str(path)).is_absolute() or "${" in str(path):  # the job's `stop` and retries look there
         raise UserError(
-            f"add {RUN_DIR}=/DIRECTORY, an absolute path on a file system that all nodes of the cluster share."
+            f"add {RUN_DIR}=/DIRECTORY, an absolute path without ${{...}} on a file system that all nodes of the "
+            "cluster share."
         )
     return str(path)
 

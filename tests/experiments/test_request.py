@@ -61,7 +61,7 @@ def test_a_mistake_is_one_line(override: str, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("word", ["", "trainer.run_dir=runs/a", "trainer.run_dir=null"])
+@pytest.mark.parametrize("word", ["", "trainer.run_dir=runs/a", "trainer.run_dir=null", "trainer.run_dir=/a-${seed}"])
 def test_a_run_directory_must_be_absolute(word: str) -> None:
     with pytest.raises(UserError, match=r"add trainer\.run_dir=/DIRECTORY, an absolute path"):
         run_dir_of([word] if word else [])
