@@ -43,6 +43,7 @@ VERLS_WORKERS = 8  # verl's number of agent loop workers and of TransferQueue's 
 WORKERS_PER_NODE = 2  # not measured: verl deals them to the nodes in turn, and with fewer than nodes some have none
 TRAIN = "train"  # the primary file in configs/
 DATA_FILES = ("train_files", "val_files")  # of `data`
+MODEL_DIRS = ("path", "tokenizer_path", "hf_config_path")  # of `actor_rollout_ref.model`
 # Sections that verl passes on as they are, to vLLM, transformers, Megatron or Ray: in them a new key needs no `+`.
 _FREE = {
     *("engine_kwargs", "override_config", "override_ddp_config", "override_mcore_model_config"),
@@ -376,8 +377,9 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     set_value(config, f"{environment}.{seeds.VARIABLE}", str(config.seed))
 
     # absolute: Ray's workers have a working directory of their own
-    for section, name in ((config.actor_rollout_ref.model, "path"), (config.algorithm.guide, "model")):
-        if isinstance(section[name], str) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
+    models = [(config.actor_rollout_ref.model, name) for name in MODEL_DIRS]
+    for section, name in (*models, (config.algorithm.guide, "model")):
+        if isinstance(section.get(name), str) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
             section[name] = str(Path(section[name]).expanduser().resolve())
     for name in DATA_FILES:
         if (given := config.data[name]) is not None:

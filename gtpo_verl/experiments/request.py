@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from gtpo_verl.config import (
     GROUPS,
+    MODEL_DIRS,
     SEARCH_PATH,
     check_single,
     choices,
@@ -30,7 +31,7 @@ from gtpo_verl.rules.data import data
 RUN_DIR = "trainer.run_dir"
 DATA = ("data.train_files", "data.val_files")
 # Too large to carry: they lie on a file system that all nodes share, and a relative path is the one that it has here.
-SHARED = (*DATA, "actor_rollout_ref.model.path")
+SHARED = (*DATA, *(f"actor_rollout_ref.model.{name}" for name in MODEL_DIRS), "algorithm.guide.model")
 CODE = (".py", ".yaml", ".yml", ".json", ".jinja", ".j2")  # of files that the job carries
 # verl's names; a batch and a number of prompts that any file satisfies
 SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_size": 1, "train_max_samples": -1}

@@ -69,9 +69,10 @@ def test_a_run_directory_must_be_absolute(word: str) -> None:
 
 def test_relative_data_become_the_same_file_for_hydra(data: Path, thin: Path) -> None:
     (thin / "model").mkdir()
-    (word, model) = check(f'data.train_files="{data.name}"', "actor_rollout_ref.model.path=model")
+    keys = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "algorithm.guide.model")
+    (word, *models) = check(f'data.train_files="{data.name}"', *(f"{key}=model" for key in keys))
     assert parse_overrides([word])[0].value() == str(data)
-    assert parse_overrides([model])[0].value() == str(thin / "model")
+    assert models == [f'{key}="{thin}/model"' for key in keys]
     (word,) = check(f'data.val_files=["{data.name}",/there.parquet]')
     assert parse_overrides([word])[0].value() == [str(data), "/there.parquet"]
 
