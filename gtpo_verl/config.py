@@ -379,10 +379,10 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     # absolute: Ray's workers have a working directory of their own
     models = [(config.actor_rollout_ref.model, name) for name in MODEL_DIRS]
     for section, name in (*models, (config.algorithm.guide, "model")):
-        if isinstance(section.get(name), str) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
+        if section.get(name) and Path(section[name]).expanduser().is_dir():  # else a name on the hub
             section[name] = str(Path(section[name]).expanduser().resolve())
     for name in DATA_FILES:
-        if (given := config.data[name]) is not None:
+        if given := config.data[name]:  # else there is none, and the rules of data say so
             config.data[name] = _absolute(given) if isinstance(given, str) else [_absolute(file) for file in given]
 
     nodes = [config.trainer.nnodes]

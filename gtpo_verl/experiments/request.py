@@ -122,7 +122,7 @@ def _with_absolute_path(item: Override) -> str:
 
 
 def _is_relative(path: str) -> bool:
-    return not ("://" in path or Path(path).is_absolute())
+    return bool(path) and not ("://" in path or Path(path).is_absolute())
 
 
 def _on_disk(path: str) -> Path | None:
@@ -160,7 +160,7 @@ def _data(values: dict[str, Any]) -> Iterator[Problem]:
     settings["custom_cls"] = {"path": values.get("data.custom_cls.path")}
     for key in DATA:
         files = values.get(key)
-        if files is None and not settings["custom_cls"]["path"]:
+        if files in (None, "", []) and not (settings["custom_cls"]["path"] or SEARCH_PATH in values):  # theirs may name it
             yield Problem(f"no data: set {key}=FILE.parquet, on a file system that all nodes share.")
         if here := [file for file in _listed(files) if Path(file).exists()]:
             name = key.removeprefix("data.")

@@ -23,7 +23,7 @@ def data(config: DictConfig, keys: Sequence[str] = DATA_FILES) -> Iterator[Probl
         return
     for key in keys:
         files = config.data[key]
-        if files is None:
+        if not files:
             columns = ", ".join(sorted(_columns(config)))
             yield Problem(f"no data: set data.{key}=FILE.parquet in verl's schema (columns {columns}).")
             continue

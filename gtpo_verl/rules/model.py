@@ -26,7 +26,7 @@ BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 def model(config: DictConfig) -> Iterator[Problem]:
     """The model is there."""
     settings = config.actor_rollout_ref.model
-    if settings.path is None:
+    if not settings.path:  # an empty one would be the current directory
         yield Problem(
             "no model: set actor_rollout_ref.model.path=DIRECTORY (Hugging Face format) or =ORGANISATION/NAME on the "
             "hub."

@@ -51,6 +51,8 @@ def test_what_only_the_cluster_knows_passes_unchanged() -> None:
         ("seed=1,2", "seed=1,2: a run has one value of each key"),
         ("data.train_files=missing.parquet", "data.train_files=missing.parquet: no such file here"),
         ("data.val_files=null", "no data: set data.val_files"),
+        ("data.val_files=", "no data: set data.val_files"),
+        ("data.val_files=[]", "no data: set data.val_files"),
         ("actor_rollout_ref.model.path=./model", "actor_rollout_ref.model.path=./model: no such file here"),
         ("reward.custom_reward_function.path=mine.py", "the job would not carry this file, not in"),
     ],
@@ -129,6 +131,8 @@ def test_a_directory_of_configuration_is_found_in_the_copy_of_the_job(thin: Path
     assert searched == 'hydra.searchpath=["file://conf","pkg://mine"]'
     shared = 'hydra.searchpath=["file:///shared/conf"]'
     assert in_job([shared], thin / "job") == [shared]
+    own = with_config_dir([RUN, "setting=mine"], thin / "job" / "conf")  # a file of theirs may name the data
+    assert check_request(own, working_dir=thin / "job", carried=carried)[1:] == own[1:]
     for files, place in (([], "conf"), (carried, "elsewhere")):
         (thin / "job" / place).mkdir(exist_ok=True)
         given = with_config_dir([RUN, *DATA], thin / "job" / place)
