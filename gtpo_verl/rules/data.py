@@ -54,14 +54,15 @@ def _file(config: DictConfig, key: str, file: str) -> Iterator[Problem]:
     if not len(table):
         yield Problem(f"{place} has no rows.")
         return
-    missing = _columns(config) - set(table.schema.names)
+    names = table.schema.names
+    missing = _columns(config) - {name for name in names if names.count(name) == 1}
     if missing:
         yield Problem(
             f"{place} lacks the column{'s' * (len(missing) > 1)} {', '.join(sorted(missing))}; it has "
             f"{', '.join(table.schema.names)}."
         )
     else:
-        faults = list(_schema_faults(table.schema, config.data.prompt_key))
+        faults = list(_schema_faults(table.schema, config.data.prompt_key, config.data.reward_fn_key))
         yield from (Problem(f"{place}: {what}") for what in faults)
         for column in () if faults else sorted(_columns(config)):
             if (row := table.empty_row(column)) is not None:
@@ -78,7 +79,7 @@ def _enough(config: DictConfig, files: Sequence[str]) -> Iterator[Problem]:
         yield Problem(f"data.train_max_samples={most} is below data.train_batch_size={size}.")
 
 
-def _schema_faults(schema: Any, prompt_key: str) -> Iterator[str]:
+def _schema_faults(schema: Any, prompt_key: str, source_key: str) -> Iterator[str]:
     """What keeps verl from reading these columns, by their Arrow types."""
     import pyarrow as pa
 
@@ -94,6 +95,11 @@ def _schema_faults(schema: Any, prompt_key: str) -> Iterator[str]:
             f"reward_model must be a dict with ground_truth, the right answer; it is {reward}. "
             "`gtpo-verl prepare-data` makes such files."
         )
+    if pa.types.is_nested(source := schema.field(source_key).type):
+        yield f"{source_key} must be text, the name of its source; it is {source}."
+    extra = schema.field("extra_info").type if "extra_info" in schema.names else pa.null()
+    if not (pa.types.is_struct(extra) or pa.types.is_null(extra)):
+        yield f"extra_info must be a dict, in which verl looks for index; it is {extra}. Name the column otherwise."
 
 
 def guide_columns(config: DictConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 from checkpoint_writer import write_fsdp
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -90,6 +91,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         changed[row][column] = value
         pd.DataFrame(changed).to_parquet(directory / f"{name}.parquet")
         (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in changed))
+    pd.DataFrame([row | {"data_source": ["sums"]} for row in rows]).to_parquet(directory / "list_source.parquet")
+    pd.DataFrame([row | {"extra_info": "text"} for row in rows]).to_parquet(directory / "text_info.parquet")
+    table = pq.read_table(directory / "train.parquet")
+    pq.write_table(table.append_column("prompt", table["prompt"]), directory / "twice.parquet")
     (directory / "not.parquet").write_text("text")
     sound = (directory / "small.parquet").read_bytes()
     (directory / "damaged.parquet").write_bytes(sound[:40] + b"\xff" * 100 + sound[140:])  # in a page of the prompts
@@ -166,6 +171,9 @@ def test_a_sound_run_passes(composed: Composer) -> None:
         ("data.val_files=DIR/lacking.jsonl", "lacks the column reward_model; it has data_source, prompt"),
         ("data.train_files=DIR/text_prompt.parquet", "prompt must be a list of messages"),
         ("data.val_files=DIR/no_truth.parquet", "reward_model must be a dict with ground_truth"),
+        ("data.train_files=DIR/list_source.parquet", "data_source must be text, the name of its source; it is list"),
+        ("data.train_files=DIR/text_info.parquet", "extra_info must be a dict, in which verl looks for index; it is "),
+        ("data.train_files=DIR/twice.parquet", "lacks the column prompt; it has data_source, prompt, reward_model, pr"),
         ("data.val_files=DIR/damaged.parquet", "damaged.parquet is not a parquet file, or it is damaged"),
         ("data.train_files=DIR/small.parquet", "has 3 prompts, fewer than data.train_batch_size=64"),
         ("data.train_files=[DIR/small.parquet,DIR/small.jsonl]", "has 6 prompts, fewer than data.train_batch_size=64"),
