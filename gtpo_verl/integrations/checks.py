@@ -194,6 +194,21 @@ def _enough_fit(config: DictConfig, length: Callable[[dict[str, Any]], int]) -> 
         )
 
 
+def one_table(config: DictConfig) -> Iterator[Problem]:
+    """The parquet files of a key have the same types in the columns that they share: verl makes one table of them."""
+    from datasets import Dataset, Features, concatenate_datasets
+
+    for key in DATA_FILES:
+        files = [file for _, file in _local_files(config, key) if file.endswith(".parquet")]
+        kinds = [Features.from_arrow_schema(open_table(file).schema) for file in files]
+        rows = [Dataset.from_dict({name: [None] for name in kind}, features=kind) for kind in kinds]  # empty ones fit all
+        try:
+            if rows:
+                concatenate_datasets(rows)
+        except ValueError as error:
+            yield Problem(f"data.{key}={', '.join(files)}: verl cannot read them as one table: {first_line(error)}")
+
+
 def guide(config: DictConfig) -> Iterator[Problem]:
     """Every response of the guide is read as the rollout will, with the model's tokenizer; or the tokenizers of both
     models are compared, where the guide is one.
@@ -336,4 +351,4 @@ def _local_files(config: DictConfig, *keys: str) -> Iterator[tuple[str, str]]:
             yield from ((key, file) for file in files if "://" not in file and file.endswith(FORMATS))
 
 
-RULES = (names, checkpoint_engine, model, prompts, guide, verifier)
+RULES = (names, checkpoint_engine, model, one_table, prompts, guide, verifier)

@@ -740,6 +740,17 @@ def test_engines_on_devices_of_their_own_may_be_larger_than_the_trainer(composed
     stages.check(composed(*SEPARATE, updates, *own, "actor_rollout_ref.rollout.tensor_model_parallel_size=4"))
 
 
+def test_files_of_other_types_are_no_one_table(composed: Composer, inputs: dict[str, str]) -> None:
+    rows = pd.read_parquet(inputs["data.train_files"])
+    files = {}
+    for name, index in (("numbers", 1), ("texts", "a"), ("others", None)):
+        files[name] = Path(inputs["directory"]) / f"{name}.parquet"
+        rows.assign(extra_info=[{"index": index, name: 1}] * len(rows)).to_parquet(files[name])
+    checks.check_with_verl(composed(f"data.train_files=[{files['numbers']},{files['others']}]"))
+    with pytest.raises(UserError, match=r"data\.val_files=.*cannot read them as one table: .* the key index"):
+        checks.check_with_verl(composed(f"data.val_files=[{files['numbers']},{files['texts']}]"))
+
+
 @pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
 def test_the_verifier_is_tried_on_every_data_source_of_every_file(
     composed: Composer, inputs: dict[str, str], key: str
