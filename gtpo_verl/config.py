@@ -182,7 +182,7 @@ def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[st
         raise UserError(f"--config-dir {directory}: no such directory.")
     parsed = parse_overrides(overrides)
     others: list[Any] = [item.value() for item in parsed if item.key_or_group == SEARCH_PATH]
-    paths = [f"file://{directory.resolve()}", *(path for value in others for path in value)]
+    paths = [f"file://{directory.resolve()}", *(path for value in others for path in value or ())]
     rest = [line_of(item) for item in parsed if item.key_or_group != SEARCH_PATH]
     return [f"{SEARCH_PATH}={json.dumps(paths, ensure_ascii=False)}", *rest]
 
@@ -194,13 +194,12 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
     """
     parsed = parse_overrides(overrides)
     check_single(parsed)
-    with hydra_app():
+    with hydras_errors("these overrides do not compose"), hydra_app():
         _check_options(parsed)
         of_groups = [item for item in parsed if item.is_hydra_override() or item.key_or_group in GROUPS]
         if len(of_groups) < len(parsed):  # else there is no key to check
             _check_keys(parsed, _defaults(tuple(map(line_of, of_groups))))
-        with hydras_errors("these overrides do not compose"):
-            config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
+        config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
     if misplaced := [group for group in GROUPS if group in config]:
         group = misplaced[0]
         raise UserError(
@@ -299,8 +298,7 @@ def _check_options(parsed: Sequence[Override]) -> None:
 @lru_cache(maxsize=16)
 def _defaults(overrides: tuple[str, ...]) -> dict[str, Any]:
     """{dotted key: value} that these options of groups give by themselves, interpolations as written."""
-    with hydras_errors("these overrides do not compose"):
-        container: Any = OmegaConf.to_container(compose(TRAIN, overrides=list(overrides)), resolve=False)
+    container: Any = OmegaConf.to_container(compose(TRAIN, overrides=list(overrides)), resolve=False)
     return flattened(container)
 
 
@@ -321,6 +319,8 @@ def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None
             method = key.rpartition(".")[0] in _of_methods()
             add = "" if method else f" To add a key that verl reads but does not list, write +{key}=..."
             raise UserError(f"{key}: no such key{did_you_mean(key, known) or same}{add}")
+        if item.is_delete() and key in defaults and not isinstance(defaults[key], dict) and not _is_free(item):
+            raise UserError(f"{item.input_line}: a run needs this key. Leave the override out, or give it a value.")
         problem = None if item.is_delete() else _misfit(key, item.value(), defaults.get(key))
         if problem:
             raise UserError(f"{item.input_line}: {problem}")

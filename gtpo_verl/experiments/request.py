@@ -40,7 +40,7 @@ SCHEMA = {"prompt_key": "prompt", "reward_fn_key": "data_source", "train_batch_s
 def run_dir_of(overrides: Sequence[str]) -> str:
     """The run directory on the cluster. UserError: there is none, or it is relative: a job runs elsewhere."""
     path = _values(parse_overrides(overrides)).get(RUN_DIR)
-    if path is None or not Path(str(path)).is_absolute() or "${" in str(path):  # the job's `stop` and retries look there
+    if path is None or not Path(str(path)).is_absolute() or "${" in str(path):  # `stop` and retries look there
         raise UserError(
             f"add {RUN_DIR}=/DIRECTORY, an absolute path without ${{...}} on a file system that all nodes of the "
             "cluster share."
@@ -160,7 +160,7 @@ def _data(values: dict[str, Any]) -> Iterator[Problem]:
     settings["custom_cls"] = {"path": values.get("data.custom_cls.path")}
     for key in DATA:
         files = values.get(key)
-        if files in (None, "", []) and not (settings["custom_cls"]["path"] or SEARCH_PATH in values):  # theirs may name it
+        if files in (None, "", []) and not (settings["custom_cls"]["path"] or SEARCH_PATH in values):  # theirs may
             yield Problem(f"no data: set {key}=FILE.parquet, on a file system that all nodes share.")
         if here := [file for file in _listed(files) if Path(file).exists()]:
             name = key.removeprefix("data.")

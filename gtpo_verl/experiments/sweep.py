@@ -117,7 +117,7 @@ def _read_file(settings: Sequence[Override], search_path: Sequence[str]) -> Swee
         options = sorted(error.options or choices(GROUP))
         name = str(error.missing_cfg_file).partition("/")[2]
         raise UserError(f"{line}: no such file{choose_from(name, options)}") from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # ValueError: sweep=null
         raise UserError(f"{line}: {first_line(error)}") from error
     file = SweepFile(**values)
     if file.retries < 0:

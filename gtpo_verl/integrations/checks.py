@@ -55,7 +55,7 @@ def names(config: DictConfig) -> Iterator[Problem]:
 def _name(key: str, name: str, known: Iterable[str]) -> Iterator[Problem]:
     words = sorted(str(getattr(item, "value", item)) for item in known)
     if name not in words:
-        yield Problem(f"{key}={name}: no such name{choose_from(name, words)}")
+        yield Problem(f"{key}={name}: no such name{choose_from(str(name), words)}")
 
 
 def checkpoint_engine(config: DictConfig) -> Iterator[Problem]:
@@ -201,7 +201,7 @@ def one_table(config: DictConfig) -> Iterator[Problem]:
     for key in DATA_FILES:
         files = [file for _, file in _local_files(config, key) if file.endswith(".parquet")]
         kinds = [Features.from_arrow_schema(open_table(file).schema) for file in files]
-        rows = [Dataset.from_dict({name: [None] for name in kind}, features=kind) for kind in kinds]  # empty ones fit all
+        rows = [Dataset.from_dict({name: [None] for name in kind}, features=kind) for kind in kinds]  # empty all fit
         try:
             if rows:
                 concatenate_datasets(rows)

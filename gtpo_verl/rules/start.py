@@ -99,7 +99,7 @@ def find_start(config: DictConfig) -> Start:
         return Start(None)
     if not trainer.resume_from_path:
         raise UserError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N.")
-    folder = Path(trainer.resume_from_path)
+    folder = Path(str(trainer.resume_from_path))
     checkpoints.check_folder(folder, layout)
     return Start(folder)
 
