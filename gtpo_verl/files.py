@@ -6,6 +6,7 @@ Only the standard library is needed.
 import argparse
 import hashlib
 import json
+import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ def local_path(text: str) -> Path:
     """A path from a command line, for argparse, which reports an address of remote storage by the option's name."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text} is remote storage, and results are written as files")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # bash leaves the ~ of `--output=~/x` alone
 
 
 def write_atomically(file: Path, write: Callable[[Path], object]) -> None:

@@ -111,6 +111,7 @@ def test_an_option_that_names_a_place_for_results_takes_no_address(capsys: pytes
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=files.local_path)
     assert parser.parse_args(["--output", "runs/a"]).output == Path("runs/a")
+    assert parser.parse_args(["--output=~/a"]).output == Path.home() / "a"
     with pytest.raises(SystemExit):
         parser.parse_args(["--output", "s3://bucket/a"])
     assert "argument --output: s3://bucket/a is remote storage" in capsys.readouterr().err
