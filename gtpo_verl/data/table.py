@@ -1,7 +1,7 @@
 """Data files as verl's data set reads them: `.parquet`, `.json` and `.jsonl`, told apart by the end of the name."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,12 @@ class Table:
         """The rows, of these columns those that there are."""
         raise NotImplementedError
 
-    def first_rows(self, key: str, columns: Sequence[str]) -> dict[Any, dict[str, Any]]:
-        """{value of the column `key`: its first row}, of these columns those that there are."""
+    def first_rows(self, kind: Callable[[dict[str, Any]], Any], columns: Sequence[str]) -> list[dict[str, Any]]:
+        """The first row of each kind, of these columns those that there are."""
         found: dict[Any, dict[str, Any]] = {}
-        for row in self.rows([key, *columns]):
-            found.setdefault(row[key], row)
-        return found
+        for row in self.rows(columns):
+            found.setdefault(kind(row), row)
+        return list(found.values())
 
     def empty_row(self, column: str) -> int | None:
         """The first row, counted from 0, whose value is missing, null or an empty list; None where all have one."""

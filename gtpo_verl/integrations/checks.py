@@ -249,15 +249,16 @@ def _guide_tokenizer(path: str, theirs: Any, ours: Any) -> Iterator[Problem]:
 
 
 def verifier(config: DictConfig) -> Iterator[Problem]:
-    """The verifier gives a verdict on one prompt of every data source of every file, whose response is the answer; the
-    first without one is named.
+    """The verifier gives a verdict on one prompt of every data source of every file, and one without a ground truth,
+    whose response is the answer; the first without a verdict is named.
     """
     from verl.trainer.ppo.reward import get_custom_reward_fn
     from verl.utils.reward_score import default_compute_score
 
     if config.reward.reward_model.enable:
         return
-    file = config.reward.custom_reward_function.path
+    file, name = config.reward.custom_reward_function.path, config.data.reward_fn_key
+    columns = (name, "reward_model", "extra_info")
     try:
         function = get_custom_reward_fn(config) or default_compute_score
     except (Exception, SystemExit) as error:
@@ -266,10 +267,10 @@ def verifier(config: DictConfig) -> Iterator[Problem]:
         return
     try:
         for key, data in _local_files(config, *DATA_FILES):
-            found = open_table(data).first_rows(config.data.reward_fn_key, ("reward_model", "extra_info"))
-            for source, row in found.items():
-                place = f"the first prompt of data_source={source!r} in data.{key}={data}"
-                result = _ask(function, file, place, row, config.data.reward_fn_key)
+            for row in open_table(data).first_rows(lambda row: (str(row[name]), _truth(row) is None), columns):
+                what = "" if _truth(row) is not None else " without a ground truth"
+                place = f"the first prompt{what} of data_source={row[name]!r} in data.{key}={data}"
+                result = _ask(function, file, place, row, name)
                 if key == "train_files" and config.algorithm.filter_groups.enable:
                     _filtered_on(config.algorithm.filter_groups.metric, result, place)
     finally:
@@ -288,7 +289,7 @@ def _filtered_on(metric: str, result: Any, place: str) -> None:
 
 def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[str, Any], source_key: str) -> Any:
     """What the verifier returns for the row at a place; raises a UserError where that is no verdict."""
-    truth = row["reward_model"].get("ground_truth")
+    truth = _truth(row)
     arguments = {
         "data_source": row[source_key],
         "solution_str": str(truth),
@@ -303,8 +304,8 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
     who = f"the verifier ({file})" if file else "the verifier"
     try:
         result = within(VERIFIER_TIMEOUT, call)
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
     except TimeoutError as error:
         raise UserError(f"{who} gave no verdict on {place} within {VERIFIER_TIMEOUT:.0f} s.") from error
     except NotImplementedError as error:
@@ -331,6 +332,11 @@ def _ask(verifier: Callable[..., Any], file: str | None, place: str, row: dict[s
     verdict(result, f"on {place}" + (f" ({file})" if file else ""))
     _finite(result["score"], who, place)
     return result
+
+
+def _truth(row: dict[str, Any]) -> Any:
+    """The ground truth of a row; None where it has none."""
+    return row["reward_model"].get("ground_truth") if isinstance(row["reward_model"], dict) else None
 
 
 def _finite(score: Any, who: str, place: str) -> None:

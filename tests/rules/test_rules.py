@@ -774,6 +774,18 @@ def test_the_verifier_is_tried_on_every_data_source_of_every_file(
     assert "KeyError" in str(caught.value)
 
 
+def test_the_verifier_is_tried_on_a_prompt_without_a_ground_truth(composed: Composer, inputs: dict[str, str]) -> None:
+    rows = pd.read_parquet(inputs["data.train_files"])
+    rows.at[7, "reward_model"] = {"style": "rule", "ground_truth": None}
+    file = Path(inputs["directory"]) / "null_truth.parquet"
+    rows.to_parquet(file)
+    ours = [*OURS.split(), "reward.custom_reward_function.name=answer"]
+    place = r"the first prompt without a ground truth of data_source='sums' in data\.train_files=.*null_truth"
+    with pytest.raises(UserError, match=place + r".*: reward_model\.ground_truth must be text or a number"):
+        checks.check_with_verl(composed(f"data.train_files={file}", *ours))
+    checks.check_with_verl(composed(f"data.train_files={file}"))  # a verifier that needs none
+
+
 def test_a_verifier_that_hangs_is_not_waited_for(composed: Composer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "VERIFIER_TIMEOUT", 0.2)
     with pytest.raises(UserError, match="no verdict on the first prompt"):
