@@ -135,7 +135,7 @@ def parse_overrides(overrides: Sequence[str], hydra: "Hydra | None" = None) -> l
     parser = OverridesParser.create(config_loader=hydra.config_loader if hydra else None)
     parsed = []
     for text in overrides:
-        with hydras_errors(f"{text!r} does not parse as KEY=VALUE"):
+        with hydras_errors(f"{text!r} does not parse as KEY=VALUE (with ~, = or é in it: 'KEY=\"VALUE\"')"):
             parsed += parser.parse_overrides([text])
     return parsed
 
