@@ -135,7 +135,9 @@ def parse_overrides(overrides: Sequence[str], hydra: "Hydra | None" = None) -> l
     parser = OverridesParser.create(config_loader=hydra.config_loader if hydra else None)
     parsed = []
     for text in overrides:
-        with hydras_errors(f"{text!r} does not parse as KEY=VALUE (with ~, = or é in it: 'KEY=\"VALUE\"')"):
+        with hydras_errors(
+            f"{text!r} does not parse as KEY=VALUE (a value with ~, = or é in it needs quotes: 'KEY=\"VALUE\"')"
+        ):
             parsed += parser.parse_overrides([text])
     return parsed
 
@@ -320,7 +322,9 @@ def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None
             add = "" if method else f" To add a key that verl reads but does not list, write +{key}=..."
             raise UserError(f"{key}: no such key{did_you_mean(key, known) or same}{add}")
         if item.is_delete() and key in defaults and not isinstance(defaults[key], dict) and not _is_free(item):
-            raise UserError(f"{item.input_line}: a run needs this key. Leave the override out, or give it a value.")
+            raise UserError(
+                f"{item.input_line}: keys stay, since something reads them. Leave the override out, or give it a value."
+            )
         problem = None if item.is_delete() else _misfit(key, item.value(), defaults.get(key))
         if problem:
             raise UserError(f"{item.input_line}: {problem}")
@@ -383,7 +387,7 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
             section[name] = str(Path(section[name]).expanduser().resolve())
     for name in DATA_FILES:
         if given := config.data[name]:  # else there is none, and the rules of data say so
-            config.data[name] = _absolute(given) if isinstance(given, str) else [_absolute(file) for file in given]
+            config.data[name] = absolute(given) if isinstance(given, str) else [absolute(file) for file in given]
 
     nodes = [config.trainer.nnodes]
     if config.trainer.v1.trainer_mode == "separate_async":
@@ -437,9 +441,12 @@ def check_path_in_job(name: str, path: str | Path | None) -> None:
         )
 
 
-def _absolute(path: str) -> str:
-    # links are kept: in the hub's cache a file's name, by whose end verl tells its format, is that of the link
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+def absolute(path: str) -> str:
+    """The absolute path of a file; of a link its own, since verl tells the format by the end of the name, which a file
+    in the hub's cache has from the link alone.
+    """
+    place = Path(path).expanduser()
+    return path if "://" in path else str(place.parent.resolve() / place.name)
 
 
 def files_of(value: Any) -> list[str]:

@@ -80,7 +80,7 @@ def submit(args: argparse.Namespace) -> int:
         raise UserError(f"--id {args.id}: use letters, digits and _.- only, for instance {_as_id(args.id)}.")
     if args.retries < 0:
         raise UserError(f"--retries {args.retries}: it must be 0 or more.")
-    working_dir = args.working_dir.resolve()
+    working_dir = args.working_dir.expanduser().resolve()
     files = carried_files(working_dir, args.exclude)
     overrides = check_request(overrides_of(args), working_dir=working_dir, carried=files)
     environment = variables(args.env, args.environment)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from gtpo_verl.commands.options import declare, overrides_of
-from gtpo_verl.config import quoted
+from gtpo_verl.config import absolute, quoted
 from gtpo_verl.data.trace_file import Answers, TraceFile, write_with_traces
 from gtpo_verl.errors import UserError
 from gtpo_verl.evaluation.settings import settings_as_in_training
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _files(args: argparse.Namespace) -> tuple[Path, Path]:
-    source: Path = args.file.expanduser().absolute()
+    source = Path(absolute(str(args.file)))
     if not source.is_file():
         raise UserError(f"{args.file}: no such file; FILE is the parquet file whose prompts the guide answers.")
     if source.suffix != ".parquet":

@@ -16,6 +16,7 @@ from gtpo_verl.config import (
     GROUPS,
     MODEL_DIRS,
     SEARCH_PATH,
+    absolute,
     check_single,
     choices,
     compose_config,
@@ -114,7 +115,7 @@ def _with_absolute_path(item: Override) -> str:
     """An override with absolute paths of what lies here."""
     given = _paths(item)
     here = {path: Path(path).expanduser() for path in given if _is_relative(path)}
-    paths = [str(here[path].absolute()) if path in here and here[path].exists() else path for path in given]
+    paths = [absolute(path) if path in here and here[path].exists() else path for path in given]
     if paths == given:
         return line_of(item)
     listed = ",".join(map(quoted, paths))

@@ -48,7 +48,10 @@ def test_what_only_the_cluster_knows_passes_unchanged() -> None:
         ("algo=gtpx", r"algo=gtpx: no such algo; did you mean gtpo\? Choose one of"),
         ("a=b=c", "'a=b=c' does not parse as KEY=VALUE"),
         ("a b", "'a b' does not parse as KEY=VALUE"),
-        ("trainer.run_dir=~/run", r"does not parse as KEY=VALUE \(with ~, = or é in it: 'KEY=\"VALUE\"'\)"),
+        (
+            "trainer.run_dir=~/run",
+            r"does not parse as KEY=VALUE \(a value with ~, = or é in it needs quotes: 'KEY=\"VALUE\"'\)",
+        ),
         ("seed=1,2", "seed=1,2: a run has one value of each key"),
         ("data.train_files=missing.parquet", "data.train_files=missing.parquet: no such file here"),
         ("data.val_files=null", "no data: set data.val_files"),
