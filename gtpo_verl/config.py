@@ -192,7 +192,8 @@ def with_config_dir(overrides: Sequence[str], directory: Path | None) -> list[st
 def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
     """Compose a run from Hydra overrides such as ``algo=gtpo``: in struct mode, interpolations unresolved.
 
-    Raises UserError: an option or key does not exist, with the nearest right name; an override does not parse.
+    Raises UserError: an option or key does not exist, with the nearest right name; an override does not parse, or takes
+    its value from nothing.
     """
     parsed = parse_overrides(overrides)
     check_single(parsed)
@@ -202,6 +203,8 @@ def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
         if len(of_groups) < len(parsed):  # else there is no key to check
             _check_keys(parsed, _defaults(tuple(map(line_of, of_groups))))
         config = compose(TRAIN, overrides=[_with_plus(item) for item in parsed])
+        if any("${" in override for override in overrides):  # one may take its value from a key that does not exist
+            OmegaConf.to_container(config, resolve=True)
     if misplaced := [group for group in GROUPS if group in config]:
         group = misplaced[0]
         raise UserError(
@@ -361,9 +364,6 @@ def prepare(config: DictConfig, overrides: Sequence[str]) -> None:
     UserError: results would go to remote storage, or a path is none. What is no number is left as it is, for
     ``rules.ranges`` to name.
     """
-    if any("${" in override for override in overrides):
-        with hydras_errors("these overrides do not compose"):  # one may take its value from a key that does not exist
-            OmegaConf.to_container(config, resolve=True)
     _check_paths(config)
     for name in OUTPUTS:
         place = config.trainer.get(name)

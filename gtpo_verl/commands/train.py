@@ -8,15 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from gtpo_verl.commands.options import declare, overrides_of
-from gtpo_verl.config import (
-    check_path_in_job,
-    compose_config,
-    hydras_errors,
-    prepare,
-    print_config,
-    print_info,
-    with_hardware,
-)
+from gtpo_verl.config import check_path_in_job, compose_config, prepare, print_config, print_info, with_hardware
 from gtpo_verl.errors import UserError
 from gtpo_verl.runs.checkpoints import link_checkpoints, repair_tracker
 from gtpo_verl.runs.continuation import changes
@@ -95,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.info is not None:
         print_info(overrides, args.info)
         return 0
-    with hydras_errors("these overrides do not compose"):  # an interpolation of it may not
-        check_path_in_job("trainer.run_dir", config.trainer.run_dir)
+    check_path_in_job("trainer.run_dir", config.trainer.run_dir)
     prepare(config, overrides)
     from gtpo_verl.rules import stages  # imports torch, which --help does without
 

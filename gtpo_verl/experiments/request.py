@@ -56,9 +56,10 @@ def check_request(overrides: Sequence[str], *, working_dir: Path, carried: Seque
     our config groups are looked at. Of data, what lies on this machine is checked. ``carried``: files of
     ``working_dir``, relative to it. UserError: everything that is wrong.
     """
-    check_single(parse_overrides(overrides))
+    parsed = parse_overrides(overrides)
+    check_single(parsed)
     run_dir_of(overrides)
-    result = [_with_absolute_path(item) for item in parse_overrides(overrides)]
+    result = [_with_absolute_path(item) for item in parsed]
     items = parse_overrides(result)
     found = [*_missing(items), *_data(_values(items)), *_not_carried(items, working_dir, carried)]
     if _can_compose():

@@ -200,11 +200,12 @@ def one_table(config: DictConfig) -> Iterator[Problem]:
 
     for key in DATA_FILES:
         files = [file for _, file in _local_files(config, key) if file.endswith(".parquet")]
-        kinds = [Features.from_arrow_schema(open_table(file).schema) for file in files]
-        rows = [Dataset.from_dict({name: [None] for name in kind}, features=kind) for kind in kinds]  # empty all fit
+        if len(files) < 2:
+            continue
         try:
-            if rows:
-                concatenate_datasets(rows)
+            kinds = [Features.from_arrow_schema(open_table(file).schema) for file in files]
+            # a row each: without rows any types fit
+            concatenate_datasets([Dataset.from_dict({name: [None] for name in kind}, features=kind) for kind in kinds])
         except ValueError as error:
             yield Problem(f"data.{key}={', '.join(files)}: verl cannot read them as one table: {first_line(error)}")
 
