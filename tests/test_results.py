@@ -33,8 +33,9 @@ def verdict(tmp_path: Path) -> ModuleType:
 
 @pytest.fixture
 def small(verdict: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Without data but the predictors, with half the seeds of part A, and parts that end with their last seed."""
+    """Without data but the predictors, with half the seeds of part A, and parts that all end with their last seed."""
     monkeypatch.setattr(verdict, "DATA", tmp_path)
+    monkeypatch.setattr(verdict, "OVER", ())
     for task in verdict.TASKS:
         shutil.copy(RESULTS / "data" / verdict.predictors(task).name, tmp_path)
     for part, seeds in (("A", range(101, 109)), ("B", range(101, 107)), ("C", range(101, 109)), ("D", range(101, 107))):
@@ -249,7 +250,7 @@ def test_a_part_with_fewer_whole_seeds_than_the_least_is_not_decided(
     for name, gains in (("A", GAINS), ("B", {}), ("C", {}), ("D", {})):
         write_part(verdict, name, gains)
 
-    monkeypatch.setattr(verdict, "OVER", True)
+    monkeypatch.setattr(verdict, "OVER", tuple(verdict.PARTS))
 
     def decided(count: int) -> list[bool]:
         short = replace(verdict.PARTS[part], seeds=tuple(range(101, 101 + count)))
@@ -365,7 +366,7 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
     lines = verdict.correlation(verdict.PARTS["B"].seeds)
 
     metric = "in the metric of plain gradient descent"
-    assert lines[0] == f"Left out on sums, {metric}, not resolved or too few pairs: w_reinforce."
+    assert lines[0] == f"Left out, {metric}, not resolved or too few pairs: w_reinforce."
     assert lines[1].startswith(
         f"On sums, {metric}: rank correlation 1.00 of 8 methods, p 2.48e-05. They are dapo, psr, "
     )
@@ -382,14 +383,14 @@ def test_part_b_leaves_out_and_names_methods_without_a_figure_or_pairs(small: Mo
     assert lines[1].startswith(f"On sums, {metric}: rank correlation 1.00 of 7 methods, too few for a test.")
 
 
-def test_the_second_picture_has_the_methods_of_the_table_on_tasks_that_ended(small: ModuleType) -> None:
+def test_the_second_picture_has_the_methods_of_the_table(small: ModuleType) -> None:
     verdict = small
     gains = {name: 0.03 * place for place, name in enumerate(verdict.PARTS["B"].arms)}
     for part in "AB":
         write_part(verdict, part, gains)
     write_predictors(verdict, {"dapo": 0.0, **gains}, ("eapo",))
 
-    drawn = verdict.learning_picture({"sums": list(verdict.PARTS["B"].seeds)})
+    drawn = verdict.learning_picture(verdict.PARTS["B"].seeds)
 
     said = re.findall(r'aria-label="(\w+), (\w+): (\S+) groups, (\S+) points"', drawn)
     assert [name for _, name, *_ in said] == ["dapo", *(name for name in gains if name != "eapo")]
@@ -402,47 +403,44 @@ def test_the_second_picture_has_the_methods_of_the_table_on_tasks_that_ended(sma
         assert re.search(rf"^\| {name} \| {needed} \(.*\| {re.escape(gain)} \(", page, re.MULTILINE), name
 
 
-def test_the_tasks_are_compared_over_the_same_methods(small: ModuleType) -> None:
+def test_part_d_is_described_under_its_seeds_and_decides_nothing(
+    small: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     verdict = small
     gains = {name: 0.03 * place for place, name in enumerate(["dapo", *list(verdict.PARTS["B"].arms)[1:]])}
     write_part(verdict, "A", GAINS)
     for part in "BD":
         write_part(verdict, part, gains)
-    write_predictors(verdict, gains)
-    record = json.loads(verdict.predictors("countdown").read_text())
-    verdict.write_json(verdict.predictors("countdown"), record | {"counted": ["dapo", "psr", "eapo"]})
-    for seed in (101, 102, 103):
-        change(verdict, "countdown", seed, "qae", failed="no memory")
+    write_predictors(verdict, gains, ("psr",))
+    monkeypatch.setattr(verdict, "OVER", ("D",))
+    for seed in range(103, 107):
+        record = verdict.read("countdown", seed)
+        del record["runs"]["w_reinforce"]
+        verdict.write_json(verdict.data_file("countdown", seed), record)
+    change(verdict, "countdown", 102, "qae", failed="no memory")
+    change(verdict, "countdown", 106, "prob_mask", **run_of(verdict, 2.0))  # of no seed that is used
 
-    seeds = {task: list(verdict.PARTS["B"].seeds) for task in verdict.TASKS}
-    lines = verdict.tasks_compared(seeds)
+    def section() -> list[str]:
+        return verdict.page().split("## Part D\n")[1].strip().splitlines()
 
+    lines = section()
+    assert lines[0] == "**Not decided: too few whole seeds.**"
+    assert lines[2].startswith("A description under seeds 101 and 102 alone, which decides nothing")
     metric = "in the metric of plain gradient descent"
-    assert lines[1] == f"Left out on countdown, {metric}, not resolved or too few pairs: qae."
-    both = f"{metric}, the methods with results on both: rank correlation 1.00 of 9 methods."
-    assert lines[2:4] == [f"On sums, {both}", f"On countdown, {both}"]
-    assert lines[4] == "Expected was a lower correlation on countdown than on sums. It is not lower."
-    assert lines[2] in verdict.page()
+    assert lines[4] == f"- Left out, {metric}, not resolved or too few pairs: qae, psr."
+    for task, line in zip(verdict.TASKS, lines[5:7], strict=True):
+        assert line == f"- On {task}, {metric}: rank correlation 1.00 of 9 methods."
+    (row,) = (line for line in lines if line.startswith("| eapo |"))
+    by_seed = [verdict.differences(task, "eapo", "dapo", [seed]) for task in verdict.TASKS for seed in (101, 102)]
+    sums, sums_too, countdown, countdown_too = (verdict.points(float(each[0])) for each in by_seed)
+    assert row.endswith(f"| {sums}, {sums_too} | {countdown}, {countdown_too} |")
+    (row,) = (line for line in lines if line.startswith("| qae |"))
+    assert row.split(" | ")[-1].count(",") == 0, "the seed that failed is not shown"
 
     change(verdict, "countdown", 101, "prob_mask", **run_of(verdict, 2.0))
-    lines = verdict.tasks_compared(seeds)
-    assert lines[4] == "Expected was a lower correlation on countdown than on sums. It is lower."
-
-
-def test_the_tasks_are_not_compared_before_part_b_has_ended(small: ModuleType) -> None:
-    verdict = small
-    write_part(verdict, "A", GAINS)
-    write_part(verdict, "D", {})
-    page = verdict.page()
-    assert "The tasks are not compared: part B has too few whole seeds, or has not ended." in page
-    assert "| countdown | psr − dapo | 6 |" in page
-
-    write_part(verdict, "B", {})
-    record = verdict.read("countdown", 101)
-    del record["runs"]["psr"]
-    verdict.write_json(verdict.data_file("countdown", 101), record)
-    verdict.PARTS["D"] = replace(verdict.PARTS["D"], most=5)
-    assert "- Seeds: sums [101, 102, 103, 104, 105, 106], countdown [102, 103, 104, 105, 106]." in verdict.page()
+    on_sums, on_countdown = section()[5:7]
+    assert on_sums.endswith("rank correlation 1.00 of 9 methods.")
+    assert on_countdown == f"- On countdown, {metric}: rank correlation 0.53 of 9 methods."
 
 
 def test_what_is_described_beside_accuracy_is_of_the_same_seeds(small: ModuleType) -> None:

@@ -56,7 +56,7 @@ REPEATS = {"sums": 1, "countdown": 4}  # samples of each validation prompt, as r
 class Part:
     """Arms, each an algorithm with its overrides, trained under every seed and on every task.
 
-    most: whole seeds with which the part ends. least: at the end of the experiment, with fewer it is not decided.
+    most: whole seeds with which the part ends. least: of a part that has ended, with fewer it is not decided.
     """
 
     arms: dict[str, tuple[str, ...]]
@@ -71,7 +71,7 @@ def arms(names: str) -> dict[str, tuple[str, ...]]:
 
 
 RATE = "actor_rollout_ref.actor.optim.lr"
-OVER = False  # after 31 December 2026, when parts with fewer whole seeds than `most` end with those they have
+OVER = ("D",)  # parts that ended with fewer whole seeds than `most`, over those they have: see registration.md
 PARTS = {
     "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117), most=8, least=6),
     "B": Part(
@@ -618,15 +618,19 @@ def expected(task: str) -> list[str]:
     return [said, ""]
 
 
-def learned(task: str, metric: str, seeds: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """−log of the figure measured at step 0 and the mean difference from DAPO, of the methods that sums count."""
+def learned(metric: str, seeds: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """On sums: what `expectation` says and the mean difference from DAPO, of the methods counted."""
     pairs = {}
-    for method, figures, found in measured_and_learned(task, seeds):
+    for method, figures, found in measured_and_learned("sums", seeds):
         value = figures[metric][0]
         if value is not None and (method == "dapo" or found is not None):
-            # a method that goes against the truth has a negative figure: it is last
-            pairs[method] = (-np.log(value) if value > 0 else -np.inf, 0.0 if found is None else found.mean)
+            pairs[method] = (expectation(value), 0.0 if found is None else found.mean)
     return pairs
+
+
+def expectation(needed: float) -> float:
+    """−log of the groups needed; a method that goes against the truth has a negative figure: it is last."""
+    return -np.log(needed) if needed > 0 else -np.inf
 
 
 METRICS = {"sgd": "in the metric of plain gradient descent", "adam": "in Adam's metric"}
@@ -637,39 +641,48 @@ def counted_on_sums() -> list[str]:
     return names
 
 
-def measured_and_learned(
-    task: str, seeds: Sequence[int]
-) -> Iterator[tuple[str, dict[str, list[float]], Contrast | None]]:
-    """Of the methods that sums count: the figure measured at step 0 with its interval, by metric, and the contrast."""
-    methods = json.loads(predictors(task).read_text())["gradients"]["methods"]
+Figures = dict[str, list[float]]  # groups needed and the ends of its 95 % interval, by metric; None: not resolved
+
+
+def measured(task: str, method: str) -> Figures:
+    """At step 0."""
+    figures = json.loads(predictors(task).read_text())["gradients"]["methods"][method]
+    return {metric: figures[metric]["along/dapo"] for metric in METRICS}
+
+
+def measured_and_learned(task: str, seeds: Sequence[int]) -> Iterator[tuple[str, Figures, Contrast | None]]:
+    """Of the methods that sums count, with the contrast."""
     for method in counted_on_sums():
-        figures = {metric: methods[method][metric]["along/dapo"] for metric in METRICS}
-        yield method, figures, Contrast.of(task, method, "dapo", seeds) if method != "dapo" else None
+        yield method, measured(task, method), Contrast.of(task, method, "dapo", seeds) if method != "dapo" else None
+
+
+def in_cells(figures: Figures) -> list[str]:
+    return [
+        "not resolved" if value is None else f"{value:.2f} ({low:.2f} to {high:.2f})"
+        for value, low, high in figures.values()
+    ]
+
+
+NEEDED = [f"groups needed, {metric}" for metric in METRICS]
 
 
 def measured_beside_learned(task: str, seeds: Sequence[int]) -> list[str]:
     rows = []
     for method, figures, found in measured_and_learned(task, seeds):
-        cells = [
-            "not resolved" if value is None else f"{value:.2f} ({low:.2f} to {high:.2f})"
-            for value, low, high in figures.values()
-        ]
         gain = "0" if method == "dapo" else "too few"
-        rows.append(
-            [method, *cells, f"{points(found.mean)} ({points(found.low)} to {points(found.high)})" if found else gain]
-        )
-    return table(["method", *(f"groups needed, {metric}" for metric in METRICS), "difference from dapo"], rows)
+        gain = f"{points(found.mean)} ({points(found.low)} to {points(found.high)})" if found else gain
+        rows.append([method, *in_cells(figures), gain])
+    return table(["method", *NEEDED, "difference from dapo"], rows)
 
 
-def learning_picture(seeds: dict[str, list[int]]) -> str:
-    """Groups needed in the metric of plain gradient descent against what was learned, as SVG. seeds: by task."""
+def learning_picture(seeds: Sequence[int]) -> str:
+    """On sums: groups needed in the metric of plain gradient descent against what was learned, as SVG."""
     light = colours(THEMES[0])
     rows = [
-        {"task": task, "method": method, "kind": "part A's" if method in PARTS["A"].arms else "part B's"}
+        {"task": "sums", "method": method, "kind": "part A's" if method in PARTS["A"].arms else "part B's"}
         | dict(zip(("needed", "least", "most"), figures["sgd"], strict=True))
         | {name: 0.0 if found is None else round(getattr(found, name), 2) for name in ("mean", "low", "high")}
-        for task in seeds
-        for method, figures, found in measured_and_learned(task, seeds[task])
+        for method, figures, found in measured_and_learned("sums", seeds)
         if (figures["sgd"][0] or 0) > 0 and (found is not None or method == "dapo")
     ]
     for row in rows:
@@ -713,17 +726,17 @@ def learning_picture(seeds: dict[str, list[int]]) -> str:
     return drawn({"width": 420, "height": 320, "layer": layers}, rows)
 
 
-def left_out(task: str, found: dict[str, tuple[float, float]], name: str) -> list[str]:
+def left_out(found: Iterable[str], name: str) -> list[str]:
     absent = [method for method in counted_on_sums() if method not in found]
-    return [f"Left out on {task}, {name}, not resolved or too few pairs: {', '.join(absent)}."] if absent else []
+    return [f"Left out, {name}, not resolved or too few pairs: {', '.join(absent)}."] if absent else []
 
 
 def correlation(seeds: Sequence[int]) -> list[str]:
     """Part B: rank correlation of learning on sums with the figure measured at step 0."""
     lines = []
     for metric, name in METRICS.items():
-        found = learned("sums", metric, seeds)
-        lines += left_out("sums", found, name)
+        found = learned(metric, seeds)
+        lines += left_out(found, name)
         lines.append(f"On sums, {name}: {ranked(list(found.values()), True)} They are {', '.join(found)}.")
         unknown = [pair for method, pair in found.items() if method not in KNOWN]
         beside = ranked(unknown, True) if len(unknown) >= FEWEST else f"{len(unknown)}, fewer than {FEWEST}."
@@ -737,25 +750,29 @@ def correlation(seeds: Sequence[int]) -> list[str]:
     return lines
 
 
-def tasks_compared(seeds: dict[str, list[int]]) -> list[str]:
-    """Part D: the correlations on both tasks, over the methods with results on both. seeds: those used, by task."""
-    if len(seeds["sums"]) < PARTS["B"].least:
-        return ["The tasks are not compared: part B has too few whole seeds, or has not ended."]
-    lines = [f"Seeds: {', '.join(f'{task} {seeds[task]}' for task in TASKS)}."]
+def tasks_compared(seeds: Sequence[int]) -> list[str]:
+    """Part D, which ended with too few seeds: the correlations on both tasks under those, and what they are of."""
+
+    def gains(task: str, method: str) -> np.ndarray:
+        return differences(task, method, "dapo", seeds)
+
+    lines = []
     for metric, name in METRICS.items():
-        found = {task: learned(task, metric, seeds[task]) for task in TASKS}
-        lines += left_out("countdown", found["countdown"], name)
-        both = [method for method in found["sums"] if method in found["countdown"]]
-        pairs = {task: [found[task][method] for method in both] for task in TASKS}
-        lines += [
-            f"On {task}, {name}, the methods with results on both: {ranked(pairs[task], False)}" for task in TASKS
+        resolved = [m for m in counted_on_sums() if None not in [measured(task, m)[metric][0] for task in TASKS]]
+        both = [m for m in resolved if all(len(gains(task, m)) == len(seeds) for task in TASKS)]
+        lines += [f"- {line}" for line in left_out(both, name)]
+        for task in TASKS:
+            pairs = [(expectation(measured(task, m)[metric][0]), float(gains(task, m).mean())) for m in both]
+            lines.append(f"- On {task}, {name}: {ranked(pairs, False)}")
+    rows = [
+        [
+            method,
+            *in_cells(measured("countdown", method)),
+            *(", ".join(map(points, gains(task, method))) for task in TASKS),
         ]
-        if len(both) > 2:
-            sign = coefficient(pairs["countdown"]) < coefficient(pairs["sums"])
-            lines.append(
-                f"Expected was a lower correlation on countdown than on sums. It is {'' if sign else 'not '}lower."
-            )
-    return lines
+        for method in dict.fromkeys((*counted_on_sums()[1:], *PARTS["D"].arms))
+    ]
+    return [*lines, "", *table(["method", *(f"{each}, countdown" for each in NEEDED), *TASKS], rows), ""]
 
 
 def coefficient(pairs: list[tuple[float, float]]) -> float:
@@ -804,13 +821,13 @@ def whole(name: str, runs: dict[str, Runs]) -> list[int]:
 def used(name: str, runs: dict[str, Runs]) -> list[int]:
     """The seeds that a part is computed over: the first `most` whole ones; none before its end."""
     seeds, most = whole(name, runs), PARTS[name].most
-    return seeds[:most] if OVER or len(seeds) >= most else []
+    return seeds[:most] if name in OVER or len(seeds) >= most else []
 
 
-def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[str]:
-    """What the page says of a part that has ended. over: the seeds used, by part."""
-    part, seeds = PARTS[name], over[name]
-    lines = insensitive(controls, TASKS if name == "D" else part.tasks)
+def results_of(name: str, seeds: Sequence[int], controls: Found) -> list[str]:
+    """What the page says of a part that has ended. seeds: those used."""
+    part = PARTS[name]
+    lines = insensitive(controls, part.tasks)
     if name == "A":
         primary = contrasts_of(TASKS, PRIMARY, seeds)
         said = verdicts(primary, controls)
@@ -846,23 +863,20 @@ def results_of(name: str, over: dict[str, list[int]], controls: Found) -> list[s
         for task in TASKS:
             lines += [f"Changes on {task}, with 95 % intervals:", "", *changes(part, task, seeds), ""]
     else:
-        if name in "BD":
+        if name == "B":
             said = (
                 "A description, not a test: a p, by at most 100,000 permutations, takes methods for exchangeable, "
                 "which kin are not, and decides nothing. The figure is −log of the groups needed along the truth, "
                 f"measured on one warm start, of seed {part.seeds[0]}."
             )
-            by_task = {"sums": over["B"], "countdown": over["D"]}
-            found = correlation(seeds) if name == "B" else tasks_compared(by_task)
-            lines += [said, "", *(f"- {line}" for line in found), ""]
-            if name == "B":
-                known = (
-                    "Results of seven of the ten were known: DAPO's 0 by construction, those of fork20, dapo_blame and "
-                    "random60 on these seeds, of PSR, prob_mask and QAE in trials."
-                )
-                lines += [known, ""]
-                said = "Groups needed in the metric of plain gradient descent and the differences, by task"
-                lines += [f"![{said}, of the tables below](../images/{LEARNING.name})", ""]
+            lines += [said, "", *(f"- {line}" for line in correlation(seeds)), ""]
+            known = (
+                "Results of seven of the ten were known: DAPO's 0 by construction, those of fork20, dapo_blame and "
+                "random60 on these seeds, of PSR, prob_mask and QAE in trials."
+            )
+            lines += [known, ""]
+            said = "Groups needed in the metric of plain gradient descent and the differences on sums"
+            lines += [f"![{said}, of the tables below](../images/{LEARNING.name})", ""]
             what = "Groups needed to learn as much as DAPO with one, and what was learned, with 95 % intervals:"
             lines += [what, "", *measured_beside_learned(part.tasks[0], seeds), ""]
         if name == "C":
@@ -896,8 +910,9 @@ def page() -> str:
     rule = (
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
         f"run, with {len(PARTS['A'].seeds)} seeds for part A, 6 for B and D and 8 for C, and amended since. A part "
-        "ends with as many whole seeds as the table says, or on 31 December 2026 with those it has. Part A is not "
-        f"decided with fewer than {least[0]}, the others with fewer than {least[1]}. Part D is part B's on countdown."
+        f"ends with as many whole seeds as the table says; D, which is part B on countdown, ended with fewer when the "
+        "machine of its warm starts was lost. Part A is not decided with fewer than "
+        f"{least[0]}, the others with fewer than {least[1]}."
     )
     unit = (
         "A difference is one of endpoints, in points, between two arms of the same seed; the endpoint is the mean "
@@ -930,12 +945,18 @@ def page() -> str:
     lines += ["", machines, ""]
     for name in PARTS:
         lines += [f"## Part {name}", ""]
-        if not OVER and not (over["A"] and over[name]):
+        if name not in OVER and not (over["A"] and over[name]):
             lines += ["**Not complete: nothing is computed, and nothing is concluded.**", ""]
         elif any(len(over[each]) < PARTS[each].least for each in ("A", name)):  # the controls are of part A
             lines += ["**Not decided: too few whole seeds.**", ""]
+            if name == "D" and over["D"]:
+                said = (
+                    f"A description under seeds {' and '.join(map(str, over['D']))} alone, which decides nothing: the "
+                    "rank correlations of part B on both tasks, and the differences from DAPO in points, by seed."
+                )
+                lines += [said, "", *tasks_compared(over["D"])]
         else:
-            lines += results_of(name, over, controls)
+            lines += results_of(name, over[name], controls)
     return "\n".join(lines)
 
 
@@ -959,12 +980,12 @@ def main() -> None:
         (HERE / "verdict.md").write_text(page())
         print(HERE / "verdict.md")
         runs = every_run()
-        over = {name: seeds for name in PARTS if len(seeds := used(name, runs)) >= PARTS[name].least}
+        over = {name: seeds for name in "AB" if len(seeds := used(name, runs)) >= PARTS[name].least}
         if "A" in over:
             PICTURE.write_text(picture(over["A"]))
             print(PICTURE)
-        if "A" in over and "B" in over:
-            LEARNING.write_text(learning_picture({PARTS[name].tasks[0]: over[name] for name in "BD" if name in over}))
+        if over.keys() == set("AB"):
+            LEARNING.write_text(learning_picture(over["B"]))
             print(LEARNING)
 
 
