@@ -772,7 +772,8 @@ def tasks_compared(seeds: Sequence[int]) -> list[str]:
         ]
         for method in dict.fromkeys((*counted_on_sums()[1:], *PARTS["D"].arms))
     ]
-    return [*lines, "", *table(["method", *(f"{each}, countdown" for each in NEEDED), *TASKS], rows), ""]
+    columns = [f"{task}, {', '.join(map(str, seeds))}" for task in TASKS]
+    return [*lines, "", *table(["method", *(f"{each}, countdown" for each in NEEDED), *columns], rows), ""]
 
 
 def coefficient(pairs: list[tuple[float, float]]) -> float:
