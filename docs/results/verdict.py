@@ -4,8 +4,8 @@
     python docs/results/verdict.py predict [--tasks sums]                         the figures that part B is about
     python docs/results/verdict.py page                  verdict.md and its pictures; what `make results` runs
 
-`train` writes data/TASK-SEED.json after every run and skips what is there. Another machine goes on with the seeds that
-are not begun: it would make other warm starts, so models and logs in --scratch are needed until their seed is whole.
+`train` writes data/TASK-SEED.json after every run, and skips what is there and parts that have ended; by now all have.
+A machine with another processor makes other warm starts, so those in --scratch are needed until their seed is whole.
 Uncommitted changes are refused. It prints no result, and the page has none of a part before it and part A have ended.
 """
 
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ REPEATS = {"sums": 1, "countdown": 4}  # samples of each validation prompt, as r
 class Part:
     """Arms, each an algorithm with its overrides, trained under every seed and on every task.
 
-    most: whole seeds with which the part ends. least: of a part that has ended, with fewer it is not decided.
+    most: whole seeds with which the part ends. least: with fewer it is not decided.
     """
 
     arms: dict[str, tuple[str, ...]]
@@ -71,7 +71,6 @@ def arms(names: str) -> dict[str, tuple[str, ...]]:
 
 
 RATE = "actor_rollout_ref.actor.optim.lr"
-OVER = ("D",)  # parts that ended with fewer whole seeds than `most`, over those they have: see registration.md
 PARTS = {
     "A": Part(arms("dapo gtpo grpo_s fork20 dapo_blame random20 random60"), range(101, 117), most=8, least=6),
     "B": Part(
@@ -93,7 +92,8 @@ PARTS = {
         tasks=("countdown",),
     ),
 }
-PARTS["D"] = replace(PARTS["B"], tasks=("countdown",))  # what was part B on countdown
+# What was part B on countdown; ended with two seeds by the amendment of 2026-11-30.
+PARTS["D"] = replace(PARTS["B"], most=2, tasks=("countdown",))
 PRIMARY = (("gtpo", "dapo"), ("grpo_s", "dapo"), ("gtpo", "dapo_blame"))  # of part A, on each task
 EQUIVALENT = 2.0  # points
 MISSING = 2  # pairs of a contrast; with more, or fewer than `PAIRS` left, it is not computed
@@ -196,7 +196,8 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
     if lacking := [predictors(task).name for task in tasks if not predictors(task).is_file()]:
         raise SystemExit(f"error: {', '.join(lacking)}: run `verdict.py predict` and commit what it writes first.")
     end = time.monotonic() + 3600 * hours
-    todo = [each for each in planned(parts, tasks) if each[2] not in read(*each[:2])["runs"]]
+    unfinished = "".join(part for part in parts if not used(part, every_run()))
+    todo = [each for each in planned(unfinished, tasks) if each[2] not in read(*each[:2])["runs"]]
     print(f"{len(todo)} runs are left", flush=True)
     for number, (task, seed, arm, overrides) in enumerate(todo):
         part = next(name for name, each in PARTS.items() if arm in each.arms and task in each.tasks)
@@ -621,7 +622,7 @@ def expected(task: str) -> list[str]:
 def learned(metric: str, seeds: Sequence[int]) -> dict[str, tuple[float, float]]:
     """On sums: what `expectation` says and the mean difference from DAPO, of the methods counted."""
     pairs = {}
-    for method, figures, found in measured_and_learned("sums", seeds):
+    for method, figures, found in measured_and_learned(seeds):
         value = figures[metric][0]
         if value is not None and (method == "dapo" or found is not None):
             pairs[method] = (expectation(value), 0.0 if found is None else found.mean)
@@ -641,19 +642,21 @@ def counted_on_sums() -> list[str]:
     return names
 
 
-Figures = dict[str, list[float]]  # groups needed and the ends of its 95 % interval, by metric; None: not resolved
+# Groups needed and the ends of its 95 % interval, by metric; None where it is not resolved.
+Figures = dict[str, list[float | None]]
 
 
-def measured(task: str, method: str) -> Figures:
-    """At step 0."""
+def groups_needed(task: str, method: str) -> Figures:
+    """Measured at step 0."""
     figures = json.loads(predictors(task).read_text())["gradients"]["methods"][method]
     return {metric: figures[metric]["along/dapo"] for metric in METRICS}
 
 
-def measured_and_learned(task: str, seeds: Sequence[int]) -> Iterator[tuple[str, Figures, Contrast | None]]:
-    """Of the methods that sums count, with the contrast."""
+def measured_and_learned(seeds: Sequence[int]) -> Iterator[tuple[str, Figures, Contrast | None]]:
+    """On sums, of the methods counted: the groups needed and the contrast."""
     for method in counted_on_sums():
-        yield method, measured(task, method), Contrast.of(task, method, "dapo", seeds) if method != "dapo" else None
+        contrast = Contrast.of("sums", method, "dapo", seeds) if method != "dapo" else None
+        yield method, groups_needed("sums", method), contrast
 
 
 def in_cells(figures: Figures) -> list[str]:
@@ -666,9 +669,9 @@ def in_cells(figures: Figures) -> list[str]:
 NEEDED = [f"groups needed, {metric}" for metric in METRICS]
 
 
-def measured_beside_learned(task: str, seeds: Sequence[int]) -> list[str]:
+def measured_beside_learned(seeds: Sequence[int]) -> list[str]:
     rows = []
-    for method, figures, found in measured_and_learned(task, seeds):
+    for method, figures, found in measured_and_learned(seeds):
         gain = "0" if method == "dapo" else "too few"
         gain = f"{points(found.mean)} ({points(found.low)} to {points(found.high)})" if found else gain
         rows.append([method, *in_cells(figures), gain])
@@ -682,7 +685,7 @@ def learning_picture(seeds: Sequence[int]) -> str:
         {"task": "sums", "method": method, "kind": "part A's" if method in PARTS["A"].arms else "part B's"}
         | dict(zip(("needed", "least", "most"), figures["sgd"], strict=True))
         | {name: 0.0 if found is None else round(getattr(found, name), 2) for name in ("mean", "low", "high")}
-        for method, figures, found in measured_and_learned("sums", seeds)
+        for method, figures, found in measured_and_learned(seeds)
         if (figures["sgd"][0] or 0) > 0 and (found is not None or method == "dapo")
     ]
     for row in rows:
@@ -726,7 +729,7 @@ def learning_picture(seeds: Sequence[int]) -> str:
     return drawn({"width": 420, "height": 320, "layer": layers}, rows)
 
 
-def left_out(found: Iterable[str], name: str) -> list[str]:
+def left_out(found: Collection[str], name: str) -> list[str]:
     absent = [method for method in counted_on_sums() if method not in found]
     return [f"Left out, {name}, not resolved or too few pairs: {', '.join(absent)}."] if absent else []
 
@@ -751,29 +754,41 @@ def correlation(seeds: Sequence[int]) -> list[str]:
 
 
 def tasks_compared(seeds: Sequence[int]) -> list[str]:
-    """Part D, which ended with too few seeds: the correlations on both tasks under those, and what they are of."""
+    """Part D, which ended with too few seeds, as a description: correlations on both tasks and their figures."""
 
-    def gains(task: str, method: str) -> np.ndarray:
-        return differences(task, method, "dapo", seeds)
-
-    lines = []
-    for metric, name in METRICS.items():
-        resolved = [m for m in counted_on_sums() if None not in [measured(task, m)[metric][0] for task in TASKS]]
-        both = [m for m in resolved if all(len(gains(task, m)) == len(seeds) for task in TASKS)]
-        lines += [f"- {line}" for line in left_out(both, name)]
-        for task in TASKS:
-            pairs = [(expectation(measured(task, m)[metric][0]), float(gains(task, m).mean())) for m in both]
-            lines.append(f"- On {task}, {name}: {ranked(pairs, False)}")
-    rows = [
-        [
-            method,
-            *in_cells(measured("countdown", method)),
-            *(", ".join(map(points, gains(task, method))) for task in TASKS),
+    def pairs(task: str, metric: str, methods: Iterable[str], some: Sequence[int]) -> list[tuple[float, float]]:
+        needed = {method: groups_needed(task, method)[metric][0] for method in methods}
+        return [
+            (expectation(value), float(differences(task, method, "dapo", some).mean()))
+            for method, value in needed.items()
         ]
-        for method in dict.fromkeys((*counted_on_sums()[1:], *PARTS["D"].arms))
-    ]
-    columns = [f"{task}, {', '.join(map(str, seeds))}" for task in TASKS]
-    return [*lines, "", *table(["method", *(f"{each}, countdown" for each in NEEDED), *columns], rows), ""]
+
+    said = (
+        f"A description under seeds {' and '.join(map(str, seeds))} alone. It was not registered, and by the rule of "
+        f"{PARTS['D'].least} seeds no coefficient would be computed. Correlations are those of differences from DAPO "
+        "with −log of the groups needed on the same task, over the methods that part B counts, DAPO with 0. "
+        "Seeds of the same number share nothing between the tasks."
+    )
+    lines = [said, ""]
+    for metric, name in METRICS.items():
+        resolved = [m for m in counted_on_sums() if None not in [groups_needed(t, m)[metric][0] for t in TASKS]]
+        both = [m for m in resolved if all(len(differences(t, m, "dapo", seeds)) == len(seeds) for t in TASKS)]
+        lines += [f"- {line}" for line in left_out(both, name)]
+        new = [method for method in both if method not in PARTS["A"].arms]
+        for task in TASKS:
+            alone = [f"{coefficient(pairs(task, metric, both, [seed])):.2f}" for seed in seeds]
+            rest = ranked(pairs(task, metric, new, seeds), False).removesuffix(".")
+            said = f"{ranked(pairs(task, metric, both, seeds), False)} By seed: {', '.join(alone)}.".replace("-", "−")
+            lines.append(f"- On {task}, {name}: {said} Without part A's arms, whose results were known: {rest}.")
+    rows = []
+    for method in dict.fromkeys((*counted_on_sums()[1:], *PARTS["D"].arms)):
+        gains = [differences(task, method, "dapo", [seed]) for task in TASKS for seed in seeds]
+        counted = "yes" if method in counted_on_sums() else "no"
+        cells = ["".join(map(points, gain)) or "–" for gain in gains]
+        rows.append([method, counted, *in_cells(groups_needed("countdown", method)), *cells])
+    head = ["method", "counted", *NEEDED, *(f"{task} {seed}" for task in TASKS for seed in seeds)]
+    what = "Groups needed on countdown with 95 % intervals, and differences from DAPO in points, by task and seed:"
+    return [*lines, "", what, "", *table(head, rows), ""]
 
 
 def coefficient(pairs: list[tuple[float, float]]) -> float:
@@ -822,7 +837,7 @@ def whole(name: str, runs: dict[str, Runs]) -> list[int]:
 def used(name: str, runs: dict[str, Runs]) -> list[int]:
     """The seeds that a part is computed over: the first `most` whole ones; none before its end."""
     seeds, most = whole(name, runs), PARTS[name].most
-    return seeds[:most] if name in OVER or len(seeds) >= most else []
+    return seeds[:most] if len(seeds) >= most else []
 
 
 def results_of(name: str, seeds: Sequence[int], controls: Found) -> list[str]:
@@ -879,7 +894,7 @@ def results_of(name: str, seeds: Sequence[int], controls: Found) -> list[str]:
             said = "Groups needed in the metric of plain gradient descent and the differences on sums"
             lines += [f"![{said}, of the tables below](../images/{LEARNING.name})", ""]
             what = "Groups needed to learn as much as DAPO with one, and what was learned, with 95 % intervals:"
-            lines += [what, "", *measured_beside_learned(part.tasks[0], seeds), ""]
+            lines += [what, "", *measured_beside_learned(seeds), ""]
         if name == "C":
             said = "GTPO − DAPO at the same learning rate, a description that was added after the results were read:"
             rates = [("gtpo", "dapo"), *zip(list(part.arms)[2:], part.arms, strict=False)]
@@ -911,8 +926,8 @@ def page() -> str:
     rule = (
         "Computed by `make results` from `data/`; [`registration.md`](registration.md) was committed before the first "
         f"run, with {len(PARTS['A'].seeds)} seeds for part A, 6 for B and D and 8 for C, and amended since. A part "
-        f"ends with as many whole seeds as the table says; D, which is part B on countdown, ended with fewer when the "
-        "machine of its warm starts was lost. Part A is not decided with fewer than "
+        "ends with as many whole seeds as the table says; D, which is part B on countdown, was ended with two because "
+        "the machine of its warm starts was lost. Part A is not decided with fewer than "
         f"{least[0]}, the others with fewer than {least[1]}."
     )
     unit = (
@@ -939,23 +954,21 @@ def page() -> str:
         lines += [f"- part {name}, of another commit than its DAPO: {' '.join(map(str, key))}" for key in mixed]
     lines += [f"- failed: {' '.join(map(str, key))}" for key, run in there.items() if "failed" in run]
     machines = (
-        "Commits are those of the runs used. In sums 109 DAPO was trained on another machine than the other arms, from "
-        "the same weights. Arms are explained under [methods](../reference/methods.md), words in the "
-        "[glossary](../inside/glossary.md), parts, tests and what each part asks in the registration."
+        "Commits are those of the runs used. The arms of parts B, C and D, and in sums 109 those of part A but DAPO, "
+        "were trained on another machine than DAPO, from the same weights; in each of these seeds the validation "
+        "before training and the first step's entropy, length and groups are the same for all arms. Arms are explained "
+        "under [methods](../reference/methods.md), words in the [glossary](../inside/glossary.md), parts, tests and "
+        "what each part asks in the registration."
     )
     lines += ["", machines, ""]
     for name in PARTS:
         lines += [f"## Part {name}", ""]
-        if name not in OVER and not (over["A"] and over[name]):
+        if not (over["A"] and over[name]):
             lines += ["**Not complete: nothing is computed, and nothing is concluded.**", ""]
         elif any(len(over[each]) < PARTS[each].least for each in ("A", name)):  # the controls are of part A
             lines += ["**Not decided: too few whole seeds.**", ""]
-            if name == "D" and over["D"]:
-                said = (
-                    f"A description under seeds {' and '.join(map(str, over['D']))} alone, which decides nothing: the "
-                    "rank correlations of part B on both tasks, and the differences from DAPO in points, by seed."
-                )
-                lines += [said, "", *tasks_compared(over["D"])]
+            if name == "D":
+                lines += tasks_compared(over["D"])
         else:
             lines += results_of(name, over[name], controls)
     return "\n".join(lines)
@@ -985,7 +998,7 @@ def main() -> None:
         if "A" in over:
             PICTURE.write_text(picture(over["A"]))
             print(PICTURE)
-        if over.keys() == set("AB"):
+        if "A" in over and "B" in over:
             LEARNING.write_text(learning_picture(over["B"]))
             print(LEARNING)
 
