@@ -109,13 +109,26 @@ def _check_estimator(config: DictConfig) -> None:
         return
     if name in choices("algo"):
         preset, loss = compose_config([f"algo={name}"]), f"{ACTOR}.policy_loss."
+        estimator = preset.algorithm.adv_estimator
         told = []
-        for key in sorted(option_keys("algo", name)):
+        for key in sorted(option_keys("algo", name) | _unlike(preset, estimator)):
             added = key.startswith(loss) and key.removeprefix(loss) not in config.actor_rollout_ref.actor.policy_loss
             told.append(f"{'+' * added}{key}={OmegaConf.select(preset, key)}")
-        raise UserError(f"algorithm.adv_estimator={name}: no such estimator. algo={name} is {' '.join(told)}")
+        raise UserError(
+            f"algorithm.adv_estimator={name}: no such estimator. algo={name} is {' '.join(told)}; the rest of DAPO "
+            "(clip-higher, dynamic sampling, length penalty) has keys of its own, see docs/guides/your-verl-command.md"
+        )
     if hint := did_you_mean(name.lower().replace("-", "_"), known_estimators(), cutoff=0.85):
         raise UserError(f"algorithm.adv_estimator={name}: no such estimator{hint}")
+
+
+def _unlike(preset: DictConfig, estimator: str) -> set[str]:
+    """The keys of the estimator's settings that differ from those of ``algo=<estimator>``, which `prepare` fills in."""
+    if estimator not in choices("algo"):
+        return set()
+    own = compose_config([f"algo={estimator}"]).algorithm.get(estimator) or {}
+    settings = preset.algorithm.get(estimator) or {}
+    return {f"algorithm.{estimator}.{key}" for key, value in settings.items() if value != own.get(key)}
 
 
 def _train(config: DictConfig) -> None:

@@ -12,7 +12,7 @@ import hydra
 import pytest
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from gtpo_verl.config import verl_config_dir
+from gtpo_verl.config import compose_config, verl_config_dir
 from gtpo_verl.errors import UserError
 from gtpo_verl.main_ppo import arguments, prepare
 
@@ -122,8 +122,10 @@ def test_advantages_of_grpo_s_in_another_loss_are_named(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kl_cov", r"kl_cov is .*loss_agg_mode=token-mean .*policy_loss.loss_mode=kl_cov .*adv_estimator=grpo$"),
-        ("gtpo_v1", r"algorithm.adv_estimator=gtpo algorithm.gtpo.alpha1=0.9 algorithm.gtpo.negatives=zero$"),
+        (
+            "kl_cov",
+            r"kl_cov is .*loss_agg_mode=token-mean .*loss_mode=kl_cov .*adv_estimator=grpo; the rest of DAPO ",
+        ),
         ("ce_gppo", r" \+actor_rollout_ref.actor.policy_loss.beta1=0.75 .* actor_rollout_ref.*loss_mode=ce_gppo "),
         ("gptpo", "no such estimator; did you mean gtpo?"),
         ("GTPO", "no such estimator; did you mean gtpo?"),
@@ -134,6 +136,18 @@ def test_a_name_that_is_no_estimator_is_refused_before_anything_starts(name: str
     with pytest.raises(UserError, match=said):
         prepare(composed(f"algorithm.adv_estimator={name}"))
     prepare(composed("algorithm.adv_estimator=grpo_v2"))  # the user's own: verl looks it up when it needs it
+
+
+def test_a_refused_name_is_told_with_all_settings_in_which_it_differs_from_its_estimator() -> None:
+    """gtpo_v6 has the published entropy floor, and `algo=gtpo` a higher one, which it would get without being told."""
+    for name in ("gtpo_v1", "gtpo_v1_clip", "gtpo_v2", "gtpo_v6", "grpo_s_v1", "gtpo_shuffled_both", "random60"):
+        with pytest.raises(UserError) as refused:
+            prepare(composed(f"algorithm.adv_estimator={name}"))
+        keys = re.search(rf"algo={name} is (.*); the rest of DAPO", str(refused.value)).group(1).split()
+        config = composed(*keys, *PENALTY, LIMIT, LENGTHS, MANAGER)
+        prepare(config)
+        preset = compose_config([f"algo={name}"]).algorithm
+        assert config.algorithm[preset.adv_estimator] == preset[preset.adv_estimator], name
 
 
 @pytest.mark.parametrize(
