@@ -74,7 +74,7 @@ def prepare(config: DictConfig) -> None:
             f"trainer.use_v1=false is verl's legacy trainer, which cannot run algorithm.adv_estimator="
             f"{method.estimator}: leave it out."
         )
-    defaults = compose_config([f"algo={method.name}"] if method.name in choices("algo") else []).algorithm
+    defaults = _defaults(method.name)
     settings = {
         "correct_threshold": defaults.correct_threshold,
         "entropy": {"source": "actor", "check_every": defaults.entropy.check_every},
@@ -98,6 +98,11 @@ def prepare(config: DictConfig) -> None:
     refuse(evaluate((*of_method, *of_length, algorithm.without_effect, rollout.entropies), config))
 
 
+def _defaults(estimator: str) -> DictConfig:
+    """The section ``algorithm`` whose values an estimator gets where the user gives none."""
+    return compose_config([f"algo={estimator}"] if estimator in choices("algo") else []).algorithm
+
+
 def _check_estimator(config: DictConfig) -> None:
     """Raise UserError for an option of ``algo`` that is no estimator, and for a misspelt one, which verl would look up
     after its first generation. Other names may be the user's own.
@@ -110,8 +115,10 @@ def _check_estimator(config: DictConfig) -> None:
     if name in choices("algo"):
         preset, loss = compose_config([f"algo={name}"]), f"{ACTOR}.policy_loss."
         estimator = preset.algorithm.adv_estimator
+        settings, filled_in = (each.get(estimator) or {} for each in (preset.algorithm, _defaults(estimator)))
+        unlike = {f"algorithm.{estimator}.{key}" for key, value in settings.items() if value != filled_in.get(key)}
         told = []
-        for key in sorted(option_keys("algo", name) | _unlike(preset, estimator)):
+        for key in sorted(option_keys("algo", name) | unlike):
             added = key.startswith(loss) and key.removeprefix(loss) not in config.actor_rollout_ref.actor.policy_loss
             told.append(f"{'+' * added}{key}={OmegaConf.select(preset, key)}")
         raise UserError(
@@ -120,15 +127,6 @@ def _check_estimator(config: DictConfig) -> None:
         )
     if hint := did_you_mean(name.lower().replace("-", "_"), known_estimators(), cutoff=0.85):
         raise UserError(f"algorithm.adv_estimator={name}: no such estimator{hint}")
-
-
-def _unlike(preset: DictConfig, estimator: str) -> set[str]:
-    """The keys of the estimator's settings that differ from those of ``algo=<estimator>``, which `prepare` fills in."""
-    if estimator not in choices("algo"):
-        return set()
-    own = compose_config([f"algo={estimator}"]).algorithm.get(estimator) or {}
-    settings = preset.algorithm.get(estimator) or {}
-    return {f"algorithm.{estimator}.{key}" for key, value in settings.items() if value != own.get(key)}
 
 
 def _train(config: DictConfig) -> None:

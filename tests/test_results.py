@@ -430,8 +430,8 @@ def test_part_d_is_described_under_its_seeds_and_decides_nothing(
         (row,) = (line for line in lines if line.startswith(f"| {method} |"))
         return row.strip("| ").split(" | ")
 
-    gains = [verdict.differences(task, "eapo", "dapo", [seed]) for task in verdict.TASKS for seed in (101, 102)]
-    assert cells("eapo")[-4:] == [verdict.points(float(gain[0])) for gain in gains]
+    by_seed = [verdict.differences(task, "eapo", "dapo", [seed]) for task in verdict.TASKS for seed in (101, 102)]
+    assert cells("eapo")[-4:] == [verdict.points(float(each[0])) for each in by_seed]
     assert cells("eapo")[1] == "yes"
     assert cells("gtpo_v1")[1] == "yes"
     assert cells("qae")[-1] == "–"

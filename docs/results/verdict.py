@@ -196,7 +196,8 @@ def train(parts: str, tasks: list[str], hours: float, scratch: Path) -> None:
     if lacking := [predictors(task).name for task in tasks if not predictors(task).is_file()]:
         raise SystemExit(f"error: {', '.join(lacking)}: run `verdict.py predict` and commit what it writes first.")
     end = time.monotonic() + 3600 * hours
-    unfinished = "".join(part for part in parts if not used(part, every_run()))
+    runs = every_run()
+    unfinished = "".join(part for part in parts if not used(part, runs))
     todo = [each for each in planned(unfinished, tasks) if each[2] not in read(*each[:2])["runs"]]
     print(f"{len(todo)} runs are left", flush=True)
     for number, (task, seed, arm, overrides) in enumerate(todo):
