@@ -58,9 +58,12 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
         write_text(run_dir / CONFIG_FILE, config)
         record = Record(run_dir, yaml.safe_load(config), command, overrides)
         reason = f"the file {STOP_FILE}"
+        ending = False
 
         def asked_to_stop(signum: int, frame: FrameType | None) -> None:
             nonlocal reason
+            if ending:  # how is being recorded; that takes a moment, and a signal must not prevent it
+                return
             if signum == signal.SIGINT and stop.exists():
                 raise KeyboardInterrupt
             stop.touch()
@@ -71,20 +74,23 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
             text = "\nStopping after this step, with a checkpoint. Ctrl-C again stops at once."
             print(text, file=terminal.err(), flush=True)
 
-        try:
-            with handling_signals(asked_to_stop):
+        with handling_signals(asked_to_stop):
+            try:
                 yield record
-        except KeyboardInterrupt:
-            record.interrupted(reason)
-            raise
-        except Exception as error:
-            record.close("failed", first_line(error))
-            raise
-        state = state_of(run_dir)
-        if stop.exists() and (state.steps is None or state.step < state.steps):
-            record.interrupted(reason)
-        else:
-            record.close("complete", "all steps were trained")
+            except KeyboardInterrupt:
+                ending = True
+                record.interrupted(reason)
+                raise
+            except Exception as error:
+                ending = True
+                record.close("failed", first_line(error))
+                raise
+            ending = True
+            state = state_of(run_dir)
+            if stop.exists() and (state.steps is None or state.step < state.steps):
+                record.interrupted(reason)
+            else:
+                record.close("complete", "all steps were trained")
         stop.unlink(missing_ok=True)
         if model := link_model(run_dir):
             print(f"Trained model: {model}", flush=True)

@@ -92,12 +92,13 @@ def duration(seconds: float) -> str:
 
 def _attempt(run_dir: Path) -> dict[str, Any]:
     """What the record says of a `RunState`."""
+    owner = live_owner(run_dir)  # before the record: one that ends writes its record, then gives up the lock
     record = read_record(run_dir)
     with reading(run_dir / RECORD_FILE):
         attempt = (record.get("attempts") or [{}])[-1]
         started, ended = (dt.datetime.fromisoformat(attempt.get(name) or now()) for name in ("started", "ended"))
         seconds = (ended - started).total_seconds() if "started" in attempt else 0.0
-    if live_owner(run_dir) is not None:
+    if owner is not None:
         status = "stopping" if (run_dir / STOP_FILE).exists() else "running"
         return {"status": status, "reason": _phase(run_dir), "seconds": seconds}
     status = str(record.get("status") or "")

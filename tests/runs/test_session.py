@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -165,6 +165,40 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         train()
     assert status(tmp_path) == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected", "why"),
+    [
+        (None, "complete", "all steps were trained"),
+        (UserError("no GPU"), "failed", "no GPU"),
+        (KeyboardInterrupt(), "interrupted", "Ctrl-C"),
+    ],
+)
+def test_a_signal_while_the_end_is_recorded_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException | None, expected: str, why: str
+) -> None:
+    def interrupted(write: Callable[..., None]) -> Callable[..., None]:
+        def with_signals(*args: str) -> None:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+            write(*args)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        return with_signals
+
+    def train() -> None:
+        with session(tmp_path):
+            if expected == "interrupted":
+                os.kill(os.getpid(), signal.SIGINT)
+            monkeypatch.setattr(Record, "close", interrupted(Record.close))
+            if raised is not None:
+                raise raised
+
+    with nullcontext() if raised is None else pytest.raises(type(raised)):
+        train()
+    assert (status(tmp_path), reason(tmp_path)) == (expected, why)
+    assert not (tmp_path / "STOP").exists() or expected == "interrupted"
 
 
 def test_a_training_that_fails_is_failed_and_a_stop_of_an_earlier_one_is_gone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gtpo_verl.runs import state as module
 from gtpo_verl.runs.directory import record_metrics, record_phase
 from gtpo_verl.runs.lock import training_lock
 from gtpo_verl.runs.state import RunState, duration, state_of
@@ -36,6 +37,24 @@ def test_a_training_goes_from_running_to_stopping_to_its_end(tmp_path: Path) -> 
     record(tmp_path, "complete", started="2026-01-01T00:00:00+00:00", ended="2026-01-01T00:02:05+00:00")
     state = state_of(tmp_path)
     assert (state.is_complete, state.killed, state.reason, state.seconds) == (True, False, "why", 125)
+
+
+@pytest.mark.parametrize("moment", ["live_owner", "read_record"])
+def test_one_that_ends_while_its_state_is_read_was_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    lock = training_lock(tmp_path)
+    lock.__enter__()
+    record(tmp_path, "running")
+    read = getattr(module, moment)
+
+    def ends_before(run_dir: Path) -> object:
+        record(run_dir, "complete")
+        lock.__exit__(None, None, None)
+        return read(run_dir)
+
+    monkeypatch.setattr(module, moment, ends_before)
+    assert state_of(tmp_path).status == {"live_owner": "complete", "read_record": "running"}[moment]
 
 
 def test_steps_accuracy_and_time_left_follow_the_files(tmp_path: Path) -> None:
