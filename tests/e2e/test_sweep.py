@@ -18,7 +18,7 @@ INTERRUPTED = Path(__file__).parents[1] / "support" / "interrupted_sweep.py"
 def test_a_sweep_that_is_killed_ends_with_every_run_finished_once(tmp_path: Path, parallel: str) -> None:
     arguments = ["algo=dapo,gtpo", "seed=1,2", "--local", "--parallel", parallel]
     command = [sys.executable, str(INTERRUPTED), "--dir", str(tmp_path / "sweep"), "--kills", "1", "--within", "90"]
-    done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, timeout=850)
+    done = subprocess.run([*command, "--", *arguments], capture_output=True, text=True, timeout=2000)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout[done.stdout.index("\n{\n") :])
     assert (report["runs"], report["finished"], report["failures"], report["steps"]) == (4, 4, 0, [2])
