@@ -336,10 +336,10 @@ def _check_keys(parsed: Sequence[Override], defaults: Mapping[str, Any]) -> None
 def _misfit(key: str, value: Any, default: Any) -> str | None:
     """Why a value cannot take the place of another one, or None."""
     if isinstance(default, dict):
-        off = value is None and key.startswith("guards.bounds.")
-        if isinstance(value, dict) or off or not default:
+        off = value is None and (key.startswith("guards.bounds.") or not default)
+        if isinstance(value, dict) or off:
             return None
-        return f"{key} is a section; set one of its keys, such as {key}.{next(iter(default))}."
+        return f"{key} is a section; set one of its keys, such as {key}.{next(iter(default), 'NAME')}."
     if not isinstance(default, bool | int | float | str) or (isinstance(value, str) and "${" in value):
         return None
     if isinstance(value, list | dict):

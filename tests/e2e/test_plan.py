@@ -52,7 +52,7 @@ def scaled_down(setting: str, task: Task) -> list[str]:
         f"actor_rollout_ref.actor.use_dynamic_bsz={tokens}",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=160",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         *("actor_rollout_ref.rollout.max_model_len=64", "actor_rollout_ref.rollout.max_num_seqs=1024"),
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
         *("trainer.nnodes=1", "trainer.n_gpus_per_node=1", "trainer.total_training_steps=1", "trainer.save_freq=1"),

@@ -58,6 +58,8 @@ def settings(rng: Random, directory: Path) -> str:
         composed = copy.deepcopy(sound)
         for item in parsed:
             OmegaConf.update(composed, item.key_or_group, item.value(), force_add=True)
+        with configs.hydras_errors("these overrides do not compose"):  # as where they are composed
+            OmegaConf.to_container(composed, resolve=True)
         configs.prepare(composed, [*groups, *given])
         errors = errors_of(stages.problems(composed))
         for error in errors:

@@ -1076,6 +1076,7 @@ def test_weights_of_another_configuration_are_refused_before_ray_starts(composed
         (["trainer.project_name=${nope}"], "Interpolation key 'nope' not found"),
         (["data=${seed}"], "data is a section"),
         (["actor_rollout_ref.rollout.val_kwargs=null"], r"actor_rollout_ref\.rollout\.val_kwargs is a section"),
+        (["setting=small_gpu", "actor_rollout_ref.rollout.engine_kwargs.vllm=2"], r"engine_kwargs\.vllm\.NAME"),
         (["algorithm.w_reinforce.correct=1" + 400 * "0"], r"correct must be a finite number, got 10{400}"),
         (["algorithm.correct_threshold=1" + 400 * "0"], r"correct_threshold=10{39}\.\.\.: it must be a finite number"),
         (["algorithm.entropy.check_every=1" + 400 * "0"], r"check_every=10{39}\.\.\.: it must be a number of steps"),
