@@ -62,7 +62,7 @@ def training_session(run_dir: Path, *, config: str, command: str, overrides: Seq
 
         def asked_to_stop(signum: int, frame: FrameType | None) -> None:
             nonlocal reason
-            if ending:  # how is being recorded; that takes a moment, and a signal must not prevent it
+            if ending:  # it will stop anyway, and how it ended must be recorded
                 return
             if signum == signal.SIGINT and stop.exists():
                 raise KeyboardInterrupt

@@ -198,7 +198,8 @@ def test_a_signal_while_the_end_is_recorded_changes_nothing(
     with nullcontext() if raised is None else pytest.raises(type(raised)):
         train()
     assert (status(tmp_path), reason(tmp_path)) == (expected, why)
-    assert not (tmp_path / "STOP").exists() or expected == "interrupted"
+    assert read_record(tmp_path)["attempts"][-1]["ended"] is not None
+    assert (tmp_path / "STOP").exists() == (expected == "interrupted")
 
 
 def test_a_training_that_fails_is_failed_and_a_stop_of_an_earlier_one_is_gone(tmp_path: Path) -> None:
