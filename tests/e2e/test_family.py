@@ -46,7 +46,7 @@ def run_dir(start: Start, tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"algo={NAMES[0]}", *COMMON, f"trainer.total_training_steps={len(NAMES)}", "trainer.credit_dump_freq=1"),
         *("data.train_batch_size=8", "actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
         environment=environment,
     )
     return training.wait_for_end(seconds=1200)

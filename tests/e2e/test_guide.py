@@ -48,7 +48,7 @@ def common(directory: Path) -> tuple[str, ...]:
     return (
         *(f"data.train_batch_size={BATCH}", f"actor_rollout_ref.actor.ppo_mini_batch_size={BATCH // 2}"),
         *(f"actor_rollout_ref.rollout.n={RESPONSES}", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8"),
-        *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32", "trainer.credit_dump_freq=1"),
+        *("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16", "trainer.credit_dump_freq=1"),
         *(f"reward.custom_reward_function.path={directory / 'reward.py'}", "data.val_max_samples=16"),
         "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
     )
